@@ -78,10 +78,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             RAM has no room for is read from there. `"auto"` packs once a plan says that this is faster. Weights that are in
             no file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a
             device that runs Triton. By name only.
-        share_passes: Whether forwards of several threads that come at about the same time share one pass: each group is
-            onloaded once, and all of them compute with it. The calls of one step of guidance share passes too: after a step
-            has shown which these are, the first call of a step runs the others beside it. Forwards that are no functions of
-            their inputs and the weights go alone, and the log says why. By name only.
+        share_passes: Lets forwards share one pass, which copies each group once for all of them: the calls of one step of
+            guidance, and forwards of several threads. `"auto"` does so on a GPU for the denoisers of diffusers, which tests
+            have tried. With True you say of any class that a forward is a function of its inputs and the weights. Forwards
+            for which that is seen not to hold go alone, and the log says why. By name only.
         process_group: The processes that offload the same module, each on a GPU of its own: a `torch.distributed.ProcessGroup`,
             or a `DeviceMesh` of one dimension. The GPUs of one host each bring a share of every group, and gather the rest.
             All ranks make the same calls, in the same order. By name only.

@@ -58,7 +58,7 @@ class OffloadOptions:
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
     pack: bool | str = False
-    share_passes: bool = False
+    share_passes: bool | str = "auto"
     process_group: Any = None
     share: bool | str = "auto"
 
@@ -150,8 +150,8 @@ class OffloadConfig:
     """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
     pack: bool | Literal["auto"]
     """Whether weights are sent packed; "auto": once a plan says that this is faster. False where the device cannot unpack."""
-    share_passes: bool
-    """Whether forwards of several threads, and those of one step of guidance, may share passes."""
+    share_passes: bool | Literal["auto"]
+    """Whether forwards of several threads, or of a step of guidance, may share passes; "auto": those of listed classes."""
     process_group: Any
     """The `torch.distributed.ProcessGroup` of the processes that offload the same module; None for this one alone."""
     share: bool | Literal["auto"]
@@ -204,7 +204,6 @@ class OffloadConfig:
             "low_cpu_mem_usage": options.low_cpu_mem_usage,
             "verify_files": options.verify_files,
             "embeddings_on_cpu": options.embeddings_on_cpu,
-            "share_passes": options.share_passes,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -232,18 +231,22 @@ class OffloadConfig:
                 "vram_budget can't be combined with low_cpu_mem_usage=True: edits to unpinned weights can't be detected, so "
                 "none can stay on the GPU. Drop one."
             )
-        pack = _as_pack(options.pack)
+        pack = _as_bool_or_auto(options.pack, "pack")
         if pack is True:
             _check_pack(backend, low_cpu_mem_usage=options.low_cpu_mem_usage)
         elif options.low_cpu_mem_usage or not (backend.has_streams and can_unpack(backend.device)):
             pack = False
+        share_passes = _as_bool_or_auto(options.share_passes, "share_passes")
+        if share_passes == "auto" and not backend.has_streams:  # there is little to gain
+            share_passes = False
         share = _as_share(options.share, has_group=options.process_group is not None)
         if options.process_group is not None and share is not False:
-            if options.share_passes:
+            if share_passes is True:
                 raise ConfigError(
                     "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
                     "process loads its own weights."
                 )
+            share_passes = False
             share = _check_share(share, verify_files=options.verify_files, backend=backend)
         kind = _as_offload_type(options.offload_type)
         count = options.num_blocks_per_group
@@ -274,6 +277,7 @@ class OffloadConfig:
             pack=pack,
             process_group=None if options.process_group is None else _as_group(options.process_group),
             share=share,
+            share_passes=share_passes,
             **flags,
         )
 
@@ -305,12 +309,12 @@ def _as_offload_type(value: Any) -> OffloadType:
         raise ConfigError(f"offload_type={value!r}: expected one of {[kind.value for kind in OffloadType]}.") from None
 
 
-def _as_pack(value: Any) -> bool | Literal["auto"]:
+def _as_bool_or_auto(value: Any, name: str) -> bool | Literal["auto"]:
     if isinstance(value, bool):
         return value
     if value == "auto":
         return "auto"
-    raise ConfigError(f"pack={value!r}: expected True, False or 'auto'.")
+    raise ConfigError(f"{name}={value!r}: expected True, False or 'auto'.")
 
 
 def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
@@ -333,11 +337,10 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
 
 
 def _as_share(value: Any, *, has_group: bool) -> bool | Literal["auto"]:
-    if not isinstance(value, bool) and value != "auto":
-        raise ConfigError(f"share={value!r}: expected True, False or 'auto'.")
-    if value is True and not has_group:
+    share = _as_bool_or_auto(value, "share")
+    if share is True and not has_group:
         raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
-    return "auto" if value == "auto" else bool(value)
+    return share
 
 
 def _check_share(share: bool | Literal["auto"], *, verify_files: bool, backend: Backend) -> bool | Literal["auto"]:

@@ -224,7 +224,7 @@ class OffloadHandle:
                 self._name,
                 engine.current_plan(),
                 device_has_memory=has_memory,
-                shared=shared if engine.config.share_passes else None,
+                shared=shared if engine.shares_passes else None,
                 gpus="" if engine.sharing is None else engine.sharing.describe(),
                 memory=engine.device_memory,
             )

@@ -21,7 +21,6 @@ from torch.utils import checkpoint
 __all__ = [
     "CACHING_MODES",
     "COMPILED_CALL",
-    "OPERATORS",
     "DeviceContext",
     "TensorGuards",
     "TorchDispatchMode",
@@ -120,8 +119,6 @@ try:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-
-    OPERATORS: Any = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 
     function_modes: Any = _get_current_function_mode_stack
     push_function_mode: Any = torch._C._push_on_torch_function_stack

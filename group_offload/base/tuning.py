@@ -101,8 +101,8 @@ class Tuning:
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
     convoy_wait_seconds: float = 0.1
     """How long forwards that share passes wait for those that came along last time. A pass of a large model takes longer."""
-    traveller_patience_seconds: float = 10.0
-    """The time after which a traveller that stays in a module's own code is left behind, if others wait for it."""
+    convoy_patience_seconds: float = 10.0
+    """How long forwards that share passes let others go first that came before them, or may come along."""
     backward_patience_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
     file_patience_seconds: float = 10.0

@@ -24,6 +24,7 @@ from torch import nn
 from ..api import handle_of
 from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
+from ..runtime.convoy.contract import shares_passes
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
@@ -91,7 +92,7 @@ class _HearsGuiders(Listener):
         self._undo = ExitStack()
 
     def applied(self, handle: OffloadHandle) -> None:
-        if not handle.config.share_passes or "diffusers" not in sys.modules:
+        if not shares_passes(handle.config, handle.module) or "diffusers" not in sys.modules:
             return
         if not self._handles:
             self._undo.close()

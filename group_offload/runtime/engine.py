@@ -30,6 +30,7 @@ from . import turns
 from .backward import Backward
 from .budget.need import Kind
 from .changes import Changes
+from .convoy.contract import shares_passes
 from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
@@ -140,7 +141,7 @@ class Engine:
             partial(weakly(self._publish_manifest), is_edit=False),
             is_tight=is_tight,
         )
-        self._passes = (SharedPasses if config.share_passes else Passes)(
+        self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
             root,
             backend,
             self._memory,
@@ -155,8 +156,7 @@ class Engine:
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
-        if isinstance(self._passes, SharedPasses):
-            self._gates.share(self._passes, weakref.WeakMethod(self.refresh))
+        self._gates.share(weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -178,6 +178,11 @@ class Engine:
             except BaseException as error:
                 sharing.fail(error)
                 raise
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether forwards may share passes."""
+        return isinstance(self._passes, SharedPasses)
 
     @property
     def sharing(self) -> Sharing | None:

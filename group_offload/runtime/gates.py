@@ -51,8 +51,9 @@ from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
+from .convoy.contract import Unsigned, is_function
 from .convoy.passes import SharedPasses
-from .convoy.sharing import Sharing
+from .convoy.policy import SharingPolicy
 from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
@@ -88,7 +89,7 @@ class Gate(Around):
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
         self._owner = weakref.ref(gates)
-        self._repeater = Repeater(module, gates.passes, gates.backend, _is_ours)
+        self._repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
@@ -455,13 +456,16 @@ class Gates:
         self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
     ) -> None:
         self._top = top
+        self._config = config
+        self.is_function = is_function(config, top)
+        """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
         self.backward = backward
         self.placer = placer
-        self.sharing: Sharing | None = None
+        self.sharing: SharingPolicy | Unsigned | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
@@ -503,9 +507,13 @@ class Gates:
         methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
         return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
-    def share(self, passes: SharedPasses, refresh: Callable[[], Callable[[], None] | None]) -> None:
-        """Let forwards of the root share passes, before gates are installed."""
-        self.sharing = Sharing(self._top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
+    def share(self, refresh: Callable[[], Callable[[], None] | None]) -> None:
+        """Let forwards of the root share passes, if they may, before gates are installed."""
+        top, passes = self._top, self.passes
+        if isinstance(passes, SharedPasses):
+            self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
+        elif self._config.share_passes == "auto":
+            self.sharing = Unsigned(passes.name)
 
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:

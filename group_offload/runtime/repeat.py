@@ -11,8 +11,9 @@ A call is repeated only if it cannot have changed anything before it failed:
 - its arguments are tensors, numbers, texts, and containers of these, and no tensor has another version now,
 - no random number was drawn, from the host's generator or the device's,
 - its weights and buffers are what was onloaded,
-- nothing else about its modules has changed since a call of the same gate returned before (`survey`). With hooks of others, in
-  training mode, or with attributes that hold tensors or cannot be looked into, no call is repeated.
+- nothing else about its modules has changed since a call of the same gate returned before (`Fingerprint`). With hooks of
+  others, in training mode, or with attributes that hold tensors, no call is repeated. With containers or objects in
+  attributes, only those of models are that keep [Note: The contract of shared passes].
 
 An operator may catch the error: cuDNN then computes a convolution by another algorithm, with other bits, and takes that one
 from then on. So where a call may be repeated, `Refused` is raised, which operators do not know. Only when nothing is left to
@@ -32,7 +33,7 @@ from ..base import selective
 from ..base.device import Backend, Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
-from .convoy.watch import Survey, survey
+from .convoy.fingerprint import Fingerprint, examine
 from .passes import Passes
 from .slots.arena import arena_for
 
@@ -49,16 +50,19 @@ class Repeater:
     _module = Weak[nn.Module]()
     _passes = Weak[Passes]()
 
-    def __init__(self, module: nn.Module, passes: Passes, backend: Backend, is_ours: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, passes: Passes, backend: Backend, is_ours: Callable[[Any], bool], *, is_function: bool
+    ) -> None:
         """
         Args:
             is_ours: Whether a hook of the module belongs to the engine.
+            is_function: Whether forwards of the model are functions of their inputs and the weights.
         """
         self._module = module
         self._passes, self._backend = passes, backend
         self._arena = arena_for(backend)
-        self._is_ours = is_ours
-        self._before: Survey | None = None
+        self._is_ours, self._is_function = is_ours, is_function
+        self._before: Fingerprint | None = None
         """The module's state as an earlier call returned."""
         self._is_opaque = False
         """Whether nothing can be told of the module's state. Gates are made anew when the module changes."""
@@ -141,9 +145,9 @@ class Repeater:
         """Look at the module's state as a call returns, unless that is known, or was found to tell nothing."""
         if self._before is not None or self._is_opaque:
             return
-        found = survey(self._module, self._is_ours)
+        found = examine(self._module, self._is_ours)
         # What a module keeps of its last call, beside numbers, would be kept from being freed.
-        if isinstance(found, str) or found.has_tensors:
+        if isinstance(found, str) or found.has_tensors or (found.is_partial and not self._is_function):
             self._is_opaque = True
         else:
             self._before = found

@@ -61,7 +61,7 @@ from ..support.reads import held_reads, hold_what_the_next_pass_needs, many_fram
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
-from ..support.travellers import interrupt_at_the_end_of_a_call, travel
+from ..support.travellers import interrupt_where_it_waits, travel
 from ..support.tuning import tune
 from ..support.waits import waits_of
 
@@ -1140,9 +1140,9 @@ def scenarios() -> Iterator[partial[Any]]:
 
 def scenarios_of_shared_passes() -> Iterator[partial[Any]]:
     """Scenarios in which threads take turns within a pass. A deadlock is an error of them."""
-    yield partial(interrupt_at_the_end_of_a_call, 5)
-    for seed in range(3):
-        yield partial(travel, seed, "random", {}, patience=0.05, seconds=5)
+    for num_strikes in (1, 2):
+        yield partial(interrupt_where_it_waits, num_strikes, 5)
+    yield partial(travel, 0, "random", {}, seconds=5)
     for laziness in ("lazy", "eager"):
         yield partial(travel, 0, laziness, {"in_files": True}, seconds=5)
 

@@ -19,12 +19,14 @@ from diffusers import (
 )
 
 from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
+from group_offload.runtime.convoy.contract import LISTED
 
-from ..matrix.case import mapped, tensors_of
+from ..matrix.case import Case, mapped, tensors_of
 from ..matrix.cases import FAMILIES
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.travellers import helpers
+from ..support.on_device import offload
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 STEPS = 6
 
@@ -105,56 +107,73 @@ def offloaded(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tenso
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_with_guidance(name: str, level: str) -> None:
-    before = helpers()
     pipe, call, handle = offloaded(name, offload_type=level)
     for _ in range(2):
         assert_same(call(), expected(name))
     stats = handle.stats()
     assert stats.passes_predicted >= STEPS // 2 and not stats.passes_discarded
     disable_group_offload(pipe)
-    assert helpers() <= before
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # Chroma imports what diffusers has moved
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ChromaTransformer2DModel",
-        "CogView4Transformer2DModel",
-        "CosmosTransformer3DModel",
-        "HunyuanVideoTransformer3DModel",
-        "Kandinsky5Transformer3DModel",
-        "QwenImage21Transformer2DModel",  # makes a list of its own anew in each forward
-        "SkyReelsV2Transformer3DModel",
-    ],
-)
-def test_a_model_of_other_pipelines_with_guidance(name: str) -> None:
-    """Two calls a step with other embeddings, as their pipelines make them."""
-    case = next(case for cases in FAMILIES.values() for case in cases if case.name == name)
+CLASSES = {case.name: case for cases in FAMILIES.values() for case in cases if case.library == "diffusers"}
+LATENTS = ("hidden_states", "sample", "x")
+
+
+def loop(case: Case, model: torch.nn.Module) -> list[torch.Tensor]:
+    """Two calls a step with other embeddings, as pipelines make them."""
     torch.manual_seed(1)
     given = mapped(case.inputs(), torch.clone)
-    prompts = [given["encoder_hidden_states"], given["encoder_hidden_states"] / 2]
+    latents = next(name for name in LATENTS if name in given)
+    prompt = next((each for each in given if each.startswith(("encoder_hidden_states", "cap_feats", "text_bth"))), None)
+    halved = {} if prompt is None else {prompt: mapped(given[prompt], lambda tensor: tensor / 2)}
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for _ in range(3):
+            given[latents] = mapped(given[latents], lambda tensor: tensor + 0.01)
+            for others in ({}, halved):
+                # Pipelines make the time anew for each call.
+                time = {"timestep": given["timestep"] / 2} if isinstance(given.get("timestep"), torch.Tensor) else {}
+                found += tensors_of(model(**{**given, **time, **others}))
+    return found
 
-    def loop(model: torch.nn.Module) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        latents = given["hidden_states"]
-        with torch.no_grad():
-            for step in range(STEPS):
-                latents = latents + 0.01
-                for prompt in prompts:
-                    # Pipelines make the time anew for each call.
-                    inputs = {"timestep": given["timestep"] - step / 8, "encoder_hidden_states": prompt}
-                    found += tensors_of(model(**{**given, "hidden_states": latents, **inputs}))
-        return found
 
-    model = case.make()
-    wanted = loop(model)
+@pytest.mark.filterwarnings("ignore")  # of diffusers
+@pytest.mark.parametrize("name", sorted(LISTED))
+def test_a_class_that_is_listed(name: str) -> None:
+    """The calls of the second step are tried, and those of the third share a pass."""
+    case = CLASSES[name.removeprefix("diffusers.")]
+    wanted, model = loop(case, case.make()), case.make()
     handle = apply_group_offloading(model, "cpu", share_passes=True)
-    for found, expected in zip(loop(model), wanted, strict=True):
+    for found, expected in zip(loop(case, model), wanted, strict=True):
         assert_same(found, expected)
     stats = handle.stats()
-    assert stats.passes_predicted == STEPS - 2 and not stats.passes_discarded
+    assert (stats.passes_predicted, stats.passes_shared, stats.passes_discarded) == (2, 4, 0)
     handle.remove()
+
+
+class Tuned(QwenImageTransformer2DModel):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize("kind", ["a listed class", "a subclass", "a listed class, switched off"])
+def test_what_shares_by_default(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "group_offload")
+    case = CLASSES["QwenImageTransformer2DModel"]
+    model, wanted = case.make(), loop(case, case.make())
+    if kind == "a subclass":
+        model.__class__ = Tuned
+    options = {"share_passes": False} if "off" in kind else {}
+    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+        handle = offload(model, **options)
+        for _ in range(2):
+            with device.running():
+                found = [device.get(each) for each in loop(case, model)]
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)
+        assert bool(handle.stats().passes_predicted) == (kind == "a listed class")
+        handle.remove()
+    told = [record for record in caplog.records if "share_passes=True" in record.getMessage()]
+    assert len(told) == (kind == "a subclass")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,7 +219,7 @@ def test_an_attention_scale_goes_alone(caplog: pytest.LogCaptureFixture) -> None
     options = {"attention_kwargs": {"scale": 0.3}}
     assert_same(call(**options), run_wan(twin, **options))
     assert handle.stats().passes_shared == 0
-    assert any("it changes" in record.getMessage() and "scaling" in record.getMessage() for record in caplog.records)
+    assert any("it changes attributes" in record.getMessage() for record in caplog.records)
     assert_same(call(), run_wan(twin))
     assert handle.stats().passes_shared
 

@@ -18,7 +18,6 @@ from group_offload.integrations.modular import _HearsGuiders
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.models import Model
-from ..support.travellers import helpers
 
 STEPS = 8
 
@@ -67,7 +66,6 @@ def offloaded(pipe: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_all_steps_but_the_first_share_passes(dtype: torch.dtype, level: str) -> None:
     """The first step is made as always, and once more together. With bfloat16 the latents are cast anew for each call."""
-    before = helpers()
     pipe = pipeline(dtype)
     wanted = [run(pipe.to(tiny.device()), prompt) for prompt in ("a lighthouse", "a crab")]
     handles = offloaded(pipe, offload_type=level)
@@ -79,7 +77,6 @@ def test_all_steps_but_the_first_share_passes(dtype: torch.dtype, level: str) ->
     assert sum(each.passes_predicted for each in stats) == 2 * STEPS - 2, "another prompt is no other pattern"
     assert not any(each.passes_discarded for each in stats)
     disable_group_offload(pipe)
-    assert helpers() <= before
 
 
 def skipped_layers() -> SkipLayerGuidance:
@@ -131,12 +128,12 @@ class OwnGuidance(ClassifierFreeGuidance):
 
 
 def test_a_guider_that_is_not_heard() -> None:
-    """Its calls are foreseen as those of a pipeline: from the third step on."""
+    """Its calls are foreseen as those of a pipeline: from the second step on."""
     pipe = pipeline(guider=OwnGuidance)
     wanted = run(pipe.to(tiny.device()))
     handles = offloaded(pipe)
     assert_same(run(pipe), wanted)
-    assert 0 < sum(handle.stats().passes_predicted for handle in handles) < STEPS - 2
+    assert sum(handle.stats().passes_predicted for handle in handles) == STEPS - 2
 
 
 def test_a_guider_that_comes_later() -> None:

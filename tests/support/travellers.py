@@ -19,22 +19,14 @@ from torch import nn
 
 from group_offload.runtime.convoy import lock
 from group_offload.runtime.convoy.lock import Traveller, TurnLock
-from group_offload.runtime.convoy.sharing import Sharing, Verdict
+from group_offload.runtime.convoy.policy import SharingPolicy
 
 from .models import DIM, RoutedBlock, Stop
 from .on_device import offload, options_for
 from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
-from .tuning import tune
 from .unstruck import unstruck
-
-
-class PausingBlock(RoutedBlock):
-    def forward(self, x: torch.Tensor, pause: Any = None) -> torch.Tensor:
-        if pause is not None:
-            pause()
-        return super().forward(x)
 
 
 class Travelling(nn.Module):
@@ -43,16 +35,20 @@ class Travelling(nn.Module):
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
         self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(PausingBlock(width, counts=False) for width in widths)
+        self.blocks = nn.ModuleList(RoutedBlock(width, counts=False) for width in widths)
+        self.on_block: Callable[[], None] | None = None
+        """Called in the middle of a forward."""
         self.shift = nn.Parameter(torch.randn(DIM))
         self.eval()
 
-    def forward(self, x: torch.Tensor, route: Sequence[int], stop_at: int = -1, pause: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, route: Sequence[int], stop_at: int = -1) -> torch.Tensor:
         x = self.embed(x) + self.shift
         for position, index in enumerate(route):
             if position == stop_at:
                 raise Stop
-            x = self.blocks[index](x, pause if position == len(route) // 2 else None)
+            x = self.blocks[index](x)
+            if self.on_block is not None and position == len(route) // 2:
+                self.on_block()
         return x * self.shift
 
 
@@ -86,7 +82,7 @@ def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 60) -> Non
 def taken_as_shared() -> Iterator[None]:
     """Let all forwards share passes, without the check of a first one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sharing, "_verdict", lambda self, key: Verdict.SHARED)
+        patch.setattr(SharingPolicy, "_judgement", lambda self, key: True)
         yield
 
 
@@ -97,12 +93,11 @@ def travel(
     *,
     num_threads: int = 3,
     num_passes: int = 4,
-    patience: float = 10.0,
     seconds: float = 60,
 ) -> Any:
     """Random forwards of several threads on the simulated device, each on a stream of its own. Every output is right.
 
-    Some forwards take another order, some raise, and some stop for longer than the others wait.
+    Some forwards take another order, and some raise.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -117,9 +112,7 @@ def travel(
         late_reads(rng),
         taken_as_shared(),
         options_for(options) as options,
-        pytest.MonkeyPatch.context() as patch,
     ):
-        tune(patch, traveller_patience_seconds=patience)
         handle = offload(model, share_passes=True, **options)
 
         def job(number: int) -> Callable[[], None]:
@@ -133,11 +126,10 @@ def travel(
                     if mine.random() < 0.3:
                         route = tuple(mine.randrange(len(widths)) for _ in range(mine.randint(0, 8)))
                     stop_at = mine.randrange(len(route)) if route and mine.random() < 0.15 else -1
-                    pause = (lambda: time.sleep(3 * patience)) if patience < 1 and mine.random() < 0.3 else None
                     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(1000 * number + at))
                     try:
                         with torch.no_grad(), device.use_stream(stream), device.running():
-                            output = model(device.put(x), route, stop_at, pause)
+                            output = model(device.put(x), route, stop_at)
                     except Stop:
                         assert stop_at >= 0
                         continue
@@ -157,43 +149,45 @@ def travel(
     return stats
 
 
-def interrupt_at_the_end_of_a_call(seconds: float = 20) -> None:
-    """Ctrl-C strikes a forward that was left behind, where it waits for its turn to end a call. The others are right."""
+def interrupt_where_it_waits(num_strikes: int, seconds: float = 20) -> None:
+    """Ctrl-C strikes a forward where it gives way, or once more where it waits to end that call. The others are right."""
     device = SimulatedDevice(0, "lazy")
     model = Travelling([8] * 4)
     resident = copy.deepcopy(model)
     x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(resident, x, route)
+    victims: list[int] = []
     struck: list[int] = []
-    regain = TurnLock.regain
+    wait = TurnLock._wait_for_turn
 
     def strike(self: TurnLock, traveller: Traveller) -> None:
-        if not (self._is_owned() or struck):
+        is_near = traveller.can_go is not None or struck
+        if is_near and len(struck) < num_strikes and threading.get_ident() in victims:
             struck.append(1)
             raise KeyboardInterrupt
-        regain(self, traveller)
+        wait(self, traveller)
 
     with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
-        tune(patch, traveller_patience_seconds=0.05)
         handle = offload(model, share_passes=True)
 
-        def job(is_slow: bool) -> Callable[[], None]:
+        def job(is_victim: bool) -> Callable[[], None]:
             def work() -> None:
+                victims.extend([threading.get_ident()] if is_victim else [])
                 for _ in range(4):
-                    pause = (lambda: time.sleep(0.3)) if is_slow else None
                     try:
                         with torch.no_grad(), device.running():
-                            output = model(device.put(x), route, -1, pause)
+                            output = model(device.put(x), route)
                     except KeyboardInterrupt:
                         continue
-                    assert torch.equal(device.get(output), run(resident, x, route))
+                    assert torch.equal(device.get(output), expected)
 
             return work
 
-        with pytest.MonkeyPatch.context() as struck_by:
-            struck_by.setattr(TurnLock, "regain", strike)
-            in_threads([job(is_slow=False), job(is_slow=False), job(is_slow=True)], seconds)
+        in_threads([job(is_victim=False)])  # a first pass tells how many have room in one
+        patch.setattr(TurnLock, "_wait_for_turn", strike)
+        in_threads([job(is_victim=False), job(is_victim=False), job(is_victim=True)], seconds)
         assert struck
-        in_threads([job(is_slow=False)] * 2, seconds)
+        in_threads([job(is_victim=False)] * 2, seconds)
         handle.remove()
         assert device.allocated_bytes == 0
 
@@ -238,15 +232,9 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
             sys.settrace(None)
         call()
 
-    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
-        tune(patch, traveller_patience_seconds=0.3)
+    with use_simulated_device(device), taken_as_shared():
         handle = offload(model, share_passes=True)
         for _ in range(num_strikes):
             in_threads([struck, usual, usual], 30)
         handle.remove()
         assert device.allocated_bytes == 0
-
-
-def helpers() -> set[threading.Thread]:
-    """The threads of the process that make forwards in place of their callers."""
-    return {thread for thread in threading.enumerate() if thread.name == "group_offload forward"}

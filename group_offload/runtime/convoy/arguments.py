@@ -9,71 +9,63 @@ from typing import Any
 import torch
 
 from ...base.torch_internals import tree_flatten, tree_unflatten
-from .contents import OPAQUE_INPUTS, SIMPLE, print_of
+from .fingerprint import SIMPLE, are_alike
 
 _SMALL = 32
 """The most elements of a tensor that is compared by its values, and kept for that."""
 
 
-class _Leaf:
-    """One argument: a tensor, a plain value, or another object, which is compared by identity and by what is in it."""
+class _Argument:
+    """A tensor, or a plain value."""
 
-    __slots__ = ("_kept", "_print", "_reference", "_unseen", "has_values", "is_tensor", "key", "version")
+    __slots__ = ("_kept", "_reference", "has_values", "key", "version")
 
     def __init__(self, value: Any, *, is_top: bool) -> None:
-        self.is_tensor = isinstance(value, torch.Tensor)
+        self._reference: weakref.ref[torch.Tensor] | None = None
+        self._kept: Any = value
         self.has_values = False
         """Whether a tensor is kept, so that another one may be compared with it by value."""
         self.version: int | None = None
-        self._kept: Any = None
-        self._reference: Any = None
-        self._print: Any = None
-        """For another object, what was in it when the call began."""
-        self._unseen: list[Any] = []
-        """What may change in it and cannot be seen."""
-        if self.is_tensor:
+        """How often a tensor was changed in place; None for a plain value, or if nobody counts that."""
+        if isinstance(value, torch.Tensor):
             self.version = None if value.is_inference() else value._version
             self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
             self._reference = weakref.ref(value)
-            if value.numel() <= _SMALL and is_plain(value):
-                self._kept, self.has_values = value, True
-        elif type(value) in SIMPLE:
+            self.has_values = value.numel() <= _SMALL and is_plain(value)
+            self._kept = value if self.has_values else None
+        else:
             # A number that a call is given may be the time, another one in each step.
             self.key = float if is_top and isinstance(value, float) else (type(value), value)
-            self._kept = value
-        else:
-            self.key = (type(value), id(value))
-            self._kept = value
-            self._print = print_of(value, self._unseen)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self._reference is not None
 
     @property
     def value(self) -> Any:
         """The argument; None if it was a tensor that is gone."""
-        return self._reference() if self.is_tensor else self._kept
+        return self._kept if self._reference is None else self._reference()
 
     @property
-    def unseen(self) -> list[Any]:
-        """What one more forward may change, and what cannot be looked into."""
-        return [each for each in self._unseen if not isinstance(each, (torch.Tensor, *OPAQUE_INPUTS))]
+    def is_uncounted(self) -> bool:
+        return self.is_tensor and self.version is None
 
     def is_still(self) -> bool:
-        """Whether the argument is there, and was not changed in place since."""
-        if not self.is_tensor:
-            return self._print is None or self._print == print_of(self._kept)
+        """Whether the argument is there, and was not changed in place since. False if nobody counts that."""
         tensor = self.value
-        return tensor is not None and self.version is not None and tensor._version == self.version
+        return not self.is_tensor or (
+            tensor is not None and self.version is not None and tensor._version == self.version
+        )
 
-    def is_same(self, other: _Leaf) -> bool:
+    def is_same(self, other: _Argument) -> bool:
         """Whether this argument is that of an earlier call: the same object, unchanged, or a kept tensor's equal."""
         if self.is_tensor != other.is_tensor or self.key != other.key:
             return False
+        mine, theirs = self.value, other.value
         if not self.is_tensor:
-            if type(self._kept) in SIMPLE:
-                return repr(self._kept) == repr(other._kept)  # 0.0 is not -0.0
-            return self._kept is other._kept and not self._unseen and self._print == other._print
+            return repr(mine) == repr(theirs)  # 0.0 is not -0.0
         if self.version is None or other.version is None:
             return False
-        mine, theirs = self.value, other.value
         if mine is theirs:
             return mine is not None and self.version == other.version == mine._version
         if mine is None or not other.has_values or not other.is_still():
@@ -88,7 +80,11 @@ class Arguments:
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._form = tree_flatten((args, kwargs))
         top = {id(each) for each in (*args, *kwargs.values())}
-        self._leaves = [_Leaf(each, is_top=id(each) in top) for each in leaves]
+        self.other = next(
+            (each for each in leaves if not isinstance(each, torch.Tensor) and type(each) not in SIMPLE), None
+        )
+        """An object that is neither a tensor nor a plain value: it may have a state of any kind."""
+        self._leaves = [] if self.other is not None else [_Argument(each, is_top=id(each) in top) for each in leaves]
         self.shared: list[bool] = []
         """For each argument, whether it is the same as in the first call of the step: see `relate`."""
         self._first = next((at for at, leaf in enumerate(self._leaves) if leaf.is_tensor), None)
@@ -103,13 +99,9 @@ class Arguments:
         return tuple(leaf.key[:2] for leaf in self._leaves if leaf.is_tensor)  # type: ignore[index]
 
     @property
-    def first(self) -> Any:
-        """The first tensor, unless it is gone."""
-        return None if self._first is None else self._leaves[self._first].value
-
-    @property
-    def has_inference_tensors(self) -> bool:
-        return any(leaf.is_tensor and leaf.version is None for leaf in self._leaves)
+    def are_counted(self) -> bool:
+        """Whether torch counts changes of all tensors."""
+        return not any(leaf.is_uncounted for leaf in self._leaves)
 
     def keep(self, kept: list[Any]) -> Arguments:
         """Keep the tensors in a list, for as long as they are in it, and let later ones of equal values pass for them."""
@@ -119,25 +111,15 @@ class Arguments:
                 leaf.has_values = True
         return self
 
-    @property
-    def unseen(self) -> list[Any]:
-        """What may change, and cannot be looked into."""
-        return [each for leaf in self._leaves for each in leaf.unseen]
-
     def are_unchanged(self, args: Any, kwargs: Any) -> bool:
-        """Whether nothing was changed since the call began: neither in place, nor which things its containers have.
+        """Whether nothing was changed since the call began: no tensor in place, nor which things containers have.
 
         Args:
             args, kwargs: What the call was given.
         """
         leaves, form = tree_flatten((args, kwargs))
-        if form != self._form or len(leaves) != len(self._leaves):
-            return False
-        return all(
-            leaf.is_still() or (leaf.is_tensor and (leaf.value is None or leaf.version is None))
-            for leaf in self._leaves
-        ) and all(
-            leaf.value is None or leaf.value is now or (type(now) in SIMPLE and repr(now) == repr(leaf.value))
+        return form == self._form and all(
+            (leaf.is_uncounted or leaf.is_still()) and are_alike(leaf.value, now)
             for leaf, now in zip(self._leaves, leaves, strict=True)
         )
 
@@ -174,7 +156,7 @@ class Arguments:
         if self._form != now._form or now._first is None or not (self.shared and self.shared[now._first]):
             return None
         foreseen = Arguments.__new__(Arguments)
-        foreseen._form, foreseen._first, foreseen.shared = self._form, self._first, self.shared
+        foreseen._form, foreseen._first, foreseen.shared, foreseen.other = self._form, self._first, self.shared, None
         pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
         foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
         return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None

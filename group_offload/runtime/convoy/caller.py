@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ...base.torch_internals import (
     push_function_mode,
     push_mode,
 )
-from .contents import are_alike
+from .fingerprint import are_alike
 
 _FLAGS: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
@@ -60,32 +59,24 @@ class Caller:
             for kind in dict.fromkeys(("cpu", backend.device.type))
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self.stream = backend.current_stream()
+        self._stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
-        self._context = contextvars.copy_context()
         self._num_threads = torch.get_num_threads()
         self._flushes_denormals = _flushes_denormals()
-        self._function_modes = function_modes()
-        self._dispatch_modes = dispatch_modes()
-        self.has_set_variables = False
-        """Whether the function that was run has set context variables, which nobody sees."""
-        self._flags = [*map(_value_of, _FLAGS)]
+        self._settings = [value for name, value in vars(self).items() if name != "_backend"]
+        self._settings += map(_value_of, _FLAGS)
+        self._context = contextvars.copy_context()
+        self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
+        variables = sorted(self._context.items(), key=lambda item: id(item[0]))
+        self._objects = [each for item in variables if item[0].name not in _WITHOUT_EFFECT for each in item]
+        self._objects += [*self._function_modes, None, *self._dispatch_modes]
 
     def is_like(self, other: Caller) -> bool:
         """Whether a call from there has the bits of one from here."""
-        return self._settings == other._settings and all(
-            len(mine) == len(theirs) and all(map(_are_alike, mine, theirs))
-            for mine, theirs in zip(self._objects, other._objects, strict=True)
+        has_same_objects = len(self._objects) == len(other._objects) and all(
+            map(_are_alike, self._objects, other._objects)
         )
-
-    @property
-    def _settings(self) -> Any:
-        one_by_one = self._has_grad, self._is_inference, self._caches_casts, self._num_threads, self._flushes_denormals
-        return one_by_one, self._autocast, self.stream, self._index, self._flags
-
-    @property
-    def _objects(self) -> list[list[Any]]:
-        return [_variables_of(self._context), [*self._function_modes], [*self._dispatch_modes]]
+        return has_same_objects and self._settings == other._settings
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function in this thread as if the caller's thread called it."""
@@ -94,16 +85,12 @@ class Caller:
             with self._restored():
                 return function()
 
-        context = self._context.copy()
-        try:
-            return context.run(call)
-        finally:
-            self.has_set_variables = not has_same_variables(self._context, context)
+        return self._context.copy().run(call)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._backend.on_stream(self.stream))
+            stack.enter_context(self._backend.on_stream(self._stream))
             if self._index is not None:
                 torch.accelerator.set_device_index(self._index)
             if torch.get_num_threads() != self._num_threads:
@@ -130,18 +117,6 @@ def _are_alike(one: Any, other: Any) -> bool:
     if type(one) is type(other) and isinstance(one, DeviceContext):
         return bool(one.device == other.device)
     return are_alike(one, other)
-
-
-def has_same_variables(one: contextvars.Context, other: contextvars.Context) -> bool:
-    """Whether context variables have the same values: the very same objects."""
-    mine, theirs = _variables_of(one), _variables_of(other)
-    return len(mine) == len(theirs) and all(map(is_, mine, theirs))
-
-
-def _variables_of(context: contextvars.Context) -> list[Any]:
-    """Context variables, each with its value behind it, in an order that does not depend on when they were set."""
-    found = sorted(context.items(), key=lambda item: id(item[0]))
-    return [each for item in found if item[0].name not in _WITHOUT_EFFECT for each in item]
 
 
 def _flushes_denormals() -> bool:

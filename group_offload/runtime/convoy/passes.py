@@ -10,14 +10,14 @@ lock. So a traveller takes the steps of any other pass, with four differences:
 - A group lingers: the convoy holds it until all travellers have used it. If nobody can go on, what lingers goes, and the front
   brings what it needs. A traveller that has not come by until then calls in another order. It goes on alone after the others,
   from where it is.
-- An interrupt in the middle of a step leaves the pass in an unknown state. The others then end with `Broken`, and `Sharing`
-  calls them again.
+- An interrupt in the middle of a step leaves the pass in an unknown state. The others then end with `Broken`, and
+  `SharingPolicy` calls them again.
 """
 
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Callable
 from typing import Any
 
 from ...base.device import Stream
@@ -29,8 +29,7 @@ from ..calls import Call
 from ..groups.group import Group
 from ..measure.counters import Counters
 from ..passes import Passes, State
-from .lock import IN_THE_ENGINE, Traveller, TurnLock
-from .watch import Watch
+from .lock import Traveller, TurnLock
 
 
 class Broken(StateError):
@@ -41,8 +40,8 @@ class SharedPasses(Passes):
     """Passes that forwards of several threads may share."""
 
     lock: Any
-    watch: Watch | None = None
-    """Looks at the modules at each gate of the pass in progress."""
+    at_gate: Callable[[], None] | None = None
+    """Called as a call begins in a pass that is not shared."""
     most_together = 1
     """How many forwards there is room for in one pass, as far as the last pass has shown."""
     _least_too_many = sys.maxsize
@@ -66,18 +65,8 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- where a pass is
 
     @property
-    def runs_here(self) -> bool:
-        traveller = self._turns.here
-        return super().runs_here if traveller is None else bool(traveller.calls)
-
-    @property
     def runs_elsewhere(self) -> bool:
         return self._turns.here is None and super().runs_elsewhere
-
-    @property
-    def is_inside_a_call(self) -> bool:
-        traveller = self._turns.here
-        return super().is_inside_a_call if traveller is None else len(traveller.calls) > 1
 
     @property
     def counters(self) -> Counters:
@@ -106,30 +95,21 @@ class SharedPasses(Passes):
         traveller = self._turns.here
         if traveller is None:
             super().begin_call(call, args, kwargs)
-            if self.watch is not None:
-                self.watch.look_at(call.module)
+            if self.at_gate is not None:
+                self.at_gate()
             return
-        traveller.since = IN_THE_ENGINE
-        try:
-            self._come_to(call, traveller)
-            has_failed = traveller.convoy.has_begun and self._state is State.FAILED
-            super().begin_call(call, args, kwargs)
-            if has_failed:
-                self._state = State.FAILED
-        finally:
-            traveller.since = time.monotonic()
+        self._come_to(call, traveller)
+        has_failed = traveller.convoy.has_begun and self._state is State.FAILED
+        super().begin_call(call, args, kwargs)
+        if has_failed:
+            self._state = State.FAILED
 
     def end_call(self, call: Call) -> None:
         traveller = self._turns.here
-        if traveller is None:
-            if self.watch is not None:
-                self.watch.look_at(call.module)
-            super().end_call(call)
-            return
-        traveller.since = IN_THE_ENGINE  # until the gate releases the lock
-        self._turns.regain(traveller)
-        assert self._turns._is_owned()
-        super().end_call(call)
+        if traveller is not None:
+            self._turns.regain(traveller)
+            assert self._turns._is_owned()
+        Passes.end_call(self, call)
 
     def settle(self, module: Any) -> None:
         traveller = self._turns.here
@@ -217,10 +197,11 @@ class SharedPasses(Passes):
         if self._turns.here is not traveller:
             return
         try:
-            with self._turns:
-                if traveller.convoy.has_begun:
-                    self._calls.clear()
-                    self._end()
+            if traveller in traveller.convoy.travellers:
+                with self._turns:
+                    if traveller.convoy.has_begun:
+                        self._calls.clear()
+                        self._end()
         finally:
             self._turns.disembark(traveller)
 
@@ -237,7 +218,7 @@ class SharedPasses(Passes):
         if traveller is not None:
             convoy = traveller.convoy
             used = convoy.users.get(group, set())
-            is_awaited = any(not each.is_behind and each not in used for each in convoy.travellers)
+            is_awaited = any(each not in used for each in convoy.travellers)
             if is_awaited and group not in convoy.lingering:
                 group.holds += 1
                 convoy.lingering[group] = None

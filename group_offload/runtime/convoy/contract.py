@@ -1,0 +1,86 @@
+"""Whose forwards may share passes: what they have to be, and which classes are known to be that.
+
+[Note: The contract of shared passes]
+Forwards of a model share passes if each is a function of its inputs and the weights, in `eval` mode, under `torch.no_grad()`:
+
+- its outputs depend on nothing else that may change between two calls: no state that it keeps, no random numbers, no clock;
+- it leaves inputs, buffers, attributes and context variables as they are, and returns tensors of its own;
+- it waits for no other thread, and holds no lock beyond the call of a module inside of it.
+
+The classes below were tried with that by the matrix of tests. For others the user says so, with `share_passes=True`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.torch_internals import tree_leaves
+from ...config import OffloadConfig
+
+logger = logging.getLogger("group_offload")
+
+_DENOISERS = """
+AceStepTransformer1DModel AllegroTransformer3DModel AnyFlowFARTransformer3DModel AnyFlowTransformer3DModel
+AuraFlowTransformer2DModel BriaFibo2Transformer2DModel BriaFiboTransformer2DModel BriaTransformer2DModel
+ChromaTransformer2DModel ChronoEditTransformer3DModel CogVideoXTransformer3DModel CogView3PlusTransformer2DModel
+CogView4Transformer2DModel ConsisIDTransformer3DModel CosmosTransformer3DModel DiTTransformer2DModel
+DreamLiteTransformer2DModel DreamLiteUNetModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel
+Flux2Transformer2DModel Flux3Transformer2DModel FluxTransformer2DModel GlmImageTransformer2DModel HeliosTransformer3DModel
+HiDreamImageTransformer2DModel HunyuanDiT2DModel HunyuanImageTransformer2DModel HunyuanVideo15Transformer3DModel
+HunyuanVideoFramepackTransformer3DModel HunyuanVideoTransformer3DModel I2VGenXLUNet Ideogram4Transformer2DModel
+JoyImageEditPlusTransformer3DModel JoyImageEditTransformer3DModel Kandinsky3UNet Kandinsky5Transformer3DModel
+Kandinsky6SRTransformer3DModel Kandinsky6Transformer3DModel Krea2Transformer2DModel LTX2VideoTransformer3DModel
+LTXVideoTransformer3DModel LatteTransformer3DModel LongCatAudioDiTTransformer LongCatImageTransformer2DModel
+Lumina2Transformer2DModel LuminaNextDiT2DModel MiniMaxH3Transformer3DModel MiniMaxMusic3Transformer1DModel
+MochiTransformer3DModel MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel OvisImageTransformer2DModel
+PRXTransformer2DModel PixArtTransformer2DModel PriorTransformer QwenImage21Transformer2DModel QwenImageTransformer2DModel
+SD3Transformer2DModel SanaTransformer2DModel SanaVideoTransformer3DModel SanaWMTransformer3DModel SkyReelsV2Transformer3DModel
+StableAudio3DiTModel StableAudioDiTModel StableCascadeUNet UNet1DModel UNet2DConditionModel UNet2DModel UNet3DConditionModel
+UNetMotionModel UNetSpatioTemporalConditionModel WanAnimateTransformer3DModel WanTransformer3DModel WanVACETransformer3DModel
+ZImageTransformer2DModel
+"""
+LISTED = frozenset(f"diffusers.{name}" for name in _DENOISERS.split())
+"""Classes, by their package and name. A subclass may do anything, so it is no such class."""
+
+
+def is_function(config: OffloadConfig, root: nn.Module) -> bool:
+    """Whether forwards of a module are known, or said, to be functions of their inputs and the weights."""
+    kind = type(root)
+    return config.share_passes is True or f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" in LISTED
+
+
+def shares_passes(config: OffloadConfig, root: nn.Module) -> bool:
+    return bool(config.share_passes) and is_function(config, root)
+
+
+class Unsigned:
+    """Says once that forwards of a class that is not listed could share passes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: Callable[[], Any] = lambda: None
+        """The first tensor of the last call, as long as somebody else keeps it."""
+        self._has_said = False
+        self.alone: Callable[..., Any] = lambda *args, **kwargs: None
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        if not self._has_said and not torch.is_grad_enabled():
+            first = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)), None)
+            if first is not None and first is self._last():
+                self._has_said = True
+                logger.info(
+                    "Calls of %s come in steps with the same first input, as under guidance. If a forward is a function of its "
+                    "inputs and the weights, share_passes=True copies the weights once for all calls of a step.",
+                    self._name,
+                )
+            self._last = (lambda: None) if first is None else weakref.ref(first)
+        return self.alone(*args, **kwargs)
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,465 @@
+"""Forwards that share passes: which may, who travels with whom, and which call of a step is run beside the first.
+
+[Note: Forwards that share a pass]
+Forwards share a pass if they keep the contract: see `contract`. It is signed by whoever lists a class or passes
+`share_passes=True`, and what can be seen of it at little cost is looked at. Random states, versions of tensors and the tables
+of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, with a look
+at the modules at each gate, and then all together; the bits have to be the same. A kind is what calls have in common that take
+the same way: see `Arguments.key`. In a convoy all come to a group before one goes on to the next. So state that one leaves
+in the modules for the length of its forward is met by the others in the trial as in any later pass.
+
+Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
+tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
+was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
+tells their arguments, and no step has to be seen before: see `announced`. They run beside it, in threads of their own.
+The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row the call
+of the last miss is not foreseen again, and neither are those after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.device import Backend
+from ...base.pagemap import Detection, detection
+from ...base.recent import Recent
+from ...base.tensors import map_tensors
+from ...base.torch_internals import has_global_hooks, set_eval_frame
+from ...base.weak import Weak
+from .arguments import Arguments, are_equal, is_plain
+from .caller import Caller
+from .fingerprint import Fingerprint, examine
+from .lock import Traveller, is_on_its_way
+from .passes import Broken, SharedPasses
+from .random_states import RandomStates, others_may_draw
+from .speculation import Result, Speculation
+from .steps import MOST_CALLS, Steps
+
+logger = logging.getLogger("group_offload")
+
+_MOST_KINDS = 256
+"""The number of kinds of calls that are remembered."""
+_MOST_FINDINGS = 3
+"""How often a kind of calls may be found to break the contract before it goes alone for good. A first forward may move a table
+to the device, and another thread may draw random numbers meanwhile."""
+
+
+class SharingPolicy:
+    """Lets forwards of one module share passes. Thread-safe."""
+
+    _root = Weak[nn.Module]()
+
+    def __init__(
+        self,
+        root: nn.Module,
+        passes: SharedPasses,
+        backend: Backend,
+        is_ours: Callable[[Any], bool],
+        why_not: Callable[[], str | None],
+        refresh: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        """
+        Args:
+            is_ours: Whether a hook of a module belongs to the engine.
+            refresh: Reference to the function that commits edits of weights since the last pass.
+            why_not: Function that says why no forward may share a pass now.
+        """
+        self._root = root
+        self._passes = passes
+        self._backend = backend
+        self._is_ours = is_ours
+        self._why_not = why_not
+        self._refresh = refresh
+        self._local = threading.local()
+        self._may_share: Recent[Hashable, bool] = Recent(_MOST_KINDS)
+        """For each kind of calls that was tried, whether they share passes."""
+        self._findings: Recent[Hashable, int] = Recent(_MOST_KINDS)
+        """For each kind, how often in a row a call was found to break the contract."""
+        self._state: Fingerprint | None = None
+        """What the last call found."""
+        self._epoch = 0
+        """How often the last call has found another state than the one before."""
+        self._structure = 0
+        """The modules that the trials are about."""
+        self._said: Recent[str, None] = Recent()
+        self.alone: Callable[..., Any] = lambda *args, **kwargs: None
+        """A call of the module that shares a pass only if its thread is a traveller's."""
+
+    @property
+    def _turns(self) -> Any:
+        return self._passes._turns
+
+    def close(self) -> None:
+        """Throw all results away that nobody called for."""
+        self._local, self._state = threading.local(), None  # a call in progress goes on with what it has
+
+    # ---------------------------------------------------------------- a call
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the module: alone, or in a pass that other forwards share."""
+        turns = self._turns
+        if is_on_its_way() or turns._is_owned() or self._backend.is_capturing():
+            return self.alone(*args, **kwargs)  # inside of another call, or refused
+        steps, now, reason = self._steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
+        if self._passes.turns is None:
+            reason = "it shares weights with another offloaded model"
+        if now.other is not None:
+            reason = f"an input has a {type(now.other).__name__} in it, which is neither a tensor nor a plain value"
+        if reason is not None:
+            self._say(reason)
+            self._discard(steps)
+            steps.forget()
+            return self.alone(*args, **kwargs)
+        found = self._result_for(steps, now)
+        if found is not None:
+            steps.hit(now, found)
+            return found.output
+        if not steps.goes_on_with(now):
+            self._discard(steps)
+            steps.begin(now, args, kwargs)
+        is_first = not steps.calls
+        if not now.are_counted:
+            self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
+            steps.forget()
+        elif len(steps.calls) <= MOST_CALLS:  # of a step with more calls none is foreseen
+            steps.calls.append(now)
+        try:
+            return self._made([now, *(self._foreseen(steps) if is_first else [])], steps, args, kwargs)
+        finally:
+            if turns.here is not None:  # it was interrupted as it left
+                self._passes.leave(turns.here)
+
+    def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
+        """Make the first of these calls, and run the others beside it if that is known to be right."""
+        room, num_callers = self._passes.most_together, self._turns.announce()
+        if max(len(calls), num_callers) == 1:
+            return self.alone(*args, **kwargs)
+        reason = self._examined()
+        if reason is None and len(calls) > room and self._passes.counters.passes:
+            self._say(f"there is room for {room} in one pass, not for {len(calls)}")
+        may_share = [self._judgement(call.key) for call in calls[:room]]
+        if False in may_share:
+            del may_share[1:]
+        calls = calls[: len(may_share)]
+        if reason is None and all(may_share):
+            return self._travel(steps, calls, args, kwargs)
+        if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
+            return self._trial(steps, calls, args, kwargs)
+        return self.alone(*args, **kwargs)
+
+    def _examined(self) -> str | None:
+        """Look at the modules. Why forwards may not share passes with them as they are."""
+        if self._state is not None and self._state.holds():
+            return None
+        found = examine(self._root, self._is_ours)
+        self._epoch += 1
+        if isinstance(found, str):
+            self._state = None
+            self._say(found)
+            return found
+        if found.structure != self._structure:  # the modules are others than the trials were about
+            self._structure = found.structure
+            self._may_share.clear()
+            self._findings.clear()
+        self._state = found
+        return None
+
+    @property
+    def _steps(self) -> Steps:
+        steps: Steps | None = getattr(self._local, "steps", None)
+        if steps is None:
+            steps = self._local.steps = Steps()
+        return steps
+
+    def _result_for(self, steps: Steps, now: Arguments) -> Result | None:
+        """What the call would return, if it was run before. Otherwise what was run is thrown away."""
+        if not steps.ahead:
+            return None
+        found = steps.ahead[0]
+        # The arguments come last: the host may wait for the device there.
+        if found.error is None and steps.is_as_then() and now.are_same(found.arguments):
+            del steps.ahead[0]
+            return found
+        self._discard(steps)
+        return None
+
+    def _is_as_then(self, epoch: int, edits: int, caller: Caller) -> bool:
+        """Whether neither weights, modules nor the state of the thread were changed since."""
+        with self._turns:
+            if self._passes.were_touched():
+                return False
+            refresh = self._refresh()
+            if refresh is not None:  # else offloading has ended meanwhile
+                refresh()  # it commits edits that the system tells of
+        return (
+            self._examined() is None
+            and epoch == self._epoch
+            and edits == self._passes.edits()
+            and caller.is_like(Caller(self._backend))
+        )
+
+    def _keep(self, steps: Steps, results: Sequence[Result], epoch: int, caller: Caller) -> None:
+        """Keep results for the calls that are to come."""
+        self._passes.counters.predicted += len(results)
+        steps.ahead = [*results]
+        steps.is_as_then = partial(self._is_as_then, epoch, self._passes.edits(), caller)
+
+    def _discard(self, steps: Steps) -> None:
+        """Throw away what was not called for."""
+        if steps.ahead:
+            self._passes.counters.discarded += len(steps.ahead)
+            if steps.miss():
+                self._say("calls of a step were foreseen wrongly twice in a row")
+
+    def _foreseen(self, steps: Steps) -> list[Arguments]:
+        """The other calls of the step that begins."""
+        sees_edits = detection() is Detection.SCAN and self._passes.detects_edits
+        if steps.foreseen and self._backend.has_streams and not sees_edits:
+            self._say("there is no quick way here to tell whether weights were edited between two calls of a step")
+            return []
+        return steps.foreseen
+
+    # ---------------------------------------------------------------- together
+
+    def _travel(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
+        """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
+        boarded: list[Traveller] = []
+        ahead: list[Speculation] = []
+        keys, epoch, caller = [call.key for call in calls], self._epoch, Caller(self._backend)
+        before, changed = RandomStates(self._backend.device), self._passes.counters.changed
+        output = None
+        try:
+            output = self._run(caller, calls, boarded, ahead, args, kwargs)
+            is_void = self._put_back(keys, boarded[0].convoy.size, before)
+        except Exception as error:
+            size = boarded[0].convoy.size if boarded else 1
+            # What the others have drawn was put back, and so was what this one has: it is made again.
+            is_void = self._put_back(keys, size, before)
+            if not is_void and (size == 1 or not isinstance(error, (torch.OutOfMemoryError, Broken))):
+                raise
+            is_void = True
+            if isinstance(error, torch.OutOfMemoryError):
+                self._say(f"there is no room for {size} forwards in one pass")
+                self._passes.ran_out(size)
+        finding = None
+        if ahead and self._passes.counters.changed != changed:
+            finding = "it changes its weights or buffers"
+        elif ahead and not calls[0].are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        if not is_void and finding is None:
+            for key in keys:
+                self._findings.pop(key, None)
+            self._keep(steps, ahead, epoch, caller)
+            return output
+        if finding is not None:
+            self._judge(keys, may_share=False, finding=finding)
+        self._passes.counters.predicted += len(ahead)
+        self._passes.counters.discarded += len(ahead)
+        return self.alone(*args, **kwargs) if is_void else output
+
+    def _run(
+        self,
+        caller: Caller,
+        calls: Sequence[Arguments],
+        boarded: list[Traveller],
+        ahead: list[Speculation],
+        args: Any,
+        kwargs: Any,
+        *,
+        needs_company: bool = False,
+    ) -> Any:
+        """Make this thread's forward beside those of others. It returns once they are over that were begun here.
+
+        Args:
+            calls: This thread's call, and those that other threads make in its place.
+            boarded: List that gets the travellers, before Ctrl-C can come in between.
+            ahead: List that gets the forwards of the other threads.
+            needs_company: Whether to do nothing, and return None, if nobody else shares the pass.
+        """
+        output = None
+        try:
+            self._turns.board([call.shapes for call in calls], self._passes.most_together, boarded)
+            convoy = boarded[0].convoy
+            if convoy.size > 1 or not needs_company:
+                for traveller, call in zip(boarded[1:], calls[1:], strict=True):
+                    ahead.append(Speculation(self._passes, self.alone, caller, traveller, call))
+                    ahead[-1].start()
+                output = self.alone(*args, **kwargs)
+        except BaseException as error:
+            for traveller in boarded[1:]:
+                self._turns.disembark(traveller, if_idle=True)
+            if not isinstance(error, Exception):
+                ahead.clear()  # Ctrl-C waits for nobody
+            raise
+        finally:
+            if boarded:
+                self._passes.leave(boarded[0])
+            for each in ahead:
+                each.join()
+        return output
+
+    # ---------------------------------------------------------------- a trial
+
+    def _trial(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
+        """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
+        keys, caller, epoch = [call.key for call in calls], Caller(self._backend), self._epoch
+        output, finding = self._looked_at(calls[0], args, kwargs)
+        before, results = RandomStates(self._backend.device), [Result(calls[0], output)]
+        for call in calls[1:]:
+            given = call.given()
+            if finding is not None or given is None:
+                break
+            try:
+                found, finding = self._looked_at(call, *given)
+            except Exception:  # it is raised again where the call is made
+                break
+            results.append(Result(call, found))
+        outputs, given = [tensors_of(each.output) for each in results], (args, kwargs)
+        if self._is_spoiled(keys, outputs, given):
+            return self.alone(*args, **kwargs)
+        if finding is not None or len(results) < len(calls):
+            self._put_back(keys, len(keys), before)
+            if finding is not None:
+                self._note(keys, finding)
+            return output
+        boarded: list[Traveller] = []
+        ahead: list[Speculation] = []
+        try:
+            found = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=True)
+        except Exception as error:
+            self._put_back(keys, len(boarded), before)
+            self._say(f"a trial failed: {type(error).__name__}: {error}")
+            return output
+        size = boarded[0].convoy.size
+        if size == 1 or self._put_back(keys, size, before) or any(each.error is not None for each in ahead):
+            return output
+        shared = [tensors_of(found), *(tensors_of(each.output) for each in ahead)]
+        if self._is_spoiled(keys, [*outputs, *shared], given):
+            return self.alone(*args, **kwargs)
+        if self._have_same_bits(keys, shared, outputs):
+            self._keep(steps, results[1:], epoch, caller)
+        return output
+
+    def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+        """Make a call alone. What it returns, and how it breaks the contract, if that is seen."""
+        changes: list[bool] = []
+        with self._turns:
+            state, before, changed = self._state, RandomStates(self._backend.device), self._passes.counters.changed
+
+            def look() -> None:
+                if not (changes or (state is not None and state.holds())):
+                    changes.append(True)
+
+            self._passes.at_gate = look
+            try:
+                output = self.alone(*args, **kwargs)
+            finally:
+                self._passes.at_gate = None
+            look()
+            finding = None
+            if changes:
+                finding = "it changes attributes of its modules"
+            elif before != RandomStates(self._backend.device):
+                finding = "random numbers are drawn in it"  # or in another thread meanwhile
+            elif self._passes.counters.changed != changed:
+                finding = "it changes its weights or buffers"
+        if finding is None and not call.are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        return output, finding
+
+    def _have_same_bits(self, keys: list[Hashable], shared: Sequence[Any], outputs: Sequence[Any]) -> bool:
+        """Compare forwards that shared a pass with those made one after another, and judge calls of their kinds."""
+        finding = None
+        if not all(map(is_plain, chain.from_iterable([*shared, *outputs]))):
+            finding = "it returns tensors of a kind that is not compared"
+        elif not all(map(are_equal, shared, outputs)):
+            finding = "forwards that shared a pass had other bits than those made one after another"
+        elif not any(outputs):
+            finding = "it returns no tensors that could be compared"
+        self._judge(keys, may_share=finding is None, finding=finding)
+        return finding is None
+
+    def _is_spoiled(self, keys: list[Hashable], outputs: Sequence[Any], given: Any) -> bool:
+        """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
+        inputs = {each.untyped_storage().data_ptr() for each in tensors_of(given) if is_plain(each)}
+        memory = [
+            {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)} - inputs for tensors in outputs
+        ]
+        is_spoiled = len(set().union(*memory)) < sum(map(len, memory))
+        if is_spoiled:
+            self._judge(keys, may_share=False, finding="it returns the same memory each time")
+        return is_spoiled
+
+    def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
+        """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
+
+        Args:
+            size: How many forwards shared the pass.
+
+        Returns:
+            Whether they do.
+        """
+        if size < 2 or before == RandomStates(self._backend.device):
+            return False
+        finding = "random numbers are drawn in it"
+        if size != len(keys) or others_may_draw():
+            self._note(keys, finding)
+            return False
+        self._judge(keys, may_share=False, finding=finding)
+        before.restore()
+        return True
+
+    def _judgement(self, key: Hashable) -> bool | None:
+        """Whether calls of a kind share passes; None if they were not tried yet."""
+        return self._may_share.get(key)
+
+    def _note(self, keys: list[Hashable], finding: str) -> None:
+        """Note that calls of these kinds were found to break the contract. They go alone after a few times in a row."""
+        for key in {*keys}:
+            self._findings[key] = self._findings.get(key, 0) + 1
+        if any(self._findings[key] >= _MOST_FINDINGS for key in keys):
+            self._judge(keys, may_share=False, finding=finding)
+
+    def _judge(self, keys: list[Hashable], *, may_share: bool, finding: str | None) -> None:
+        for key in keys:
+            self._may_share[key] = may_share and self._may_share.get(key) is not False
+            self._findings.pop(key, None)
+        if finding is not None:
+            self._say(finding)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said[reason] = None
+            logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(output, note, enters_dataclasses=True)
+    return found
+
+
+def _state_of_thread() -> str | None:
+    if torch.is_grad_enabled():
+        return "gradients are enabled: call it under torch.no_grad()"
+    if has_global_hooks():
+        return "there is a hook for all modules of the process"
+    compiler = set_eval_frame(None)
+    set_eval_frame(compiler)
+    if compiler:
+        return "it is called in compiled code: compile its blocks instead"
+    return None
