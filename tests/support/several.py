@@ -629,22 +629,31 @@ def is_on_two_hosts(rank: int) -> None:
 
 
 def has_one_copy(rank: int) -> None:
-    """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
-    places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, places)
-    assert all(each == found[0] for each in found) and None not in places
-    if rank == 1:
-        with torch.no_grad():
-            for each in (offloaded, reference):
-                next(each.blocks[2].parameters())[0] = 3.0
-    dist.barrier()
-    check(offloaded, reference)
-    handle.remove()
-    check(offloaded.to(DEVICE), reference)
+    """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others.
+
+    With "auto" the CPU computes with that copy.
+    """
+    for shares in (True, "auto"):
+        offloaded, reference = model(), resident()
+        handle = share(offloaded, share=shares)
+        mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
+        places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, places)
+        assert all(each == found[0] for each in found) and None not in places
+        if rank == 1:
+            with torch.no_grad():
+                for each in (offloaded, reference):
+                    next(each.blocks[2].parameters())[0] = 3.0
+        dist.barrier()
+        check(offloaded, reference)
+        if DEVICE.type == "cpu" and shares == "auto":
+            assert "loads its own weights: the CPU uses weights in RAM in place" in str(handle.plan)
+            assert not handle.stats().copies
+        else:
+            assert handle.stats().copies
+        handle.remove()
+        check(offloaded.to(DEVICE), reference)
 
 
 def trains(rank: int) -> None:

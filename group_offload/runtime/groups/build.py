@@ -114,8 +114,8 @@ def build_groups(
             if not isinstance(part.blob, CheckpointBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
                 part.blob.origin = Origin(places) if places else None
-        # Ranks that share groups bring each other their shares, on the CPU too.
-        in_place = not config.backend.has_streams and config.process_group is None
+        # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
+        in_place = not config.backend.has_streams and config.share is not True
         return tuple(
             Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
             for plan, height in zip(plans, cut.heights, strict=True)
