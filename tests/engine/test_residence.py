@@ -421,7 +421,7 @@ def test_threads_read_the_page_map_while_the_pass_goes_on(
     may_read, read = threading.Event(), pagemap._read_entries
 
     def held(fd: int, address: int, length: int) -> Any:
-        assert not address <= last < address + length or may_read.wait(10)
+        assert not address <= last < address + length or may_read.wait(60)
         return read(fd, address, length)
 
     monkeypatch.setattr(pagemap, "_read_entries", held)
