@@ -761,7 +761,8 @@ def trained_under_fsdp(rank: int, kind: str, where: str, when: str, *, is_checkp
     bits += [local(value) for value in called.state_dict().values()]
     if handle is not None:
         stats = handle.stats()
-        assert rebuilds[:3] == [rebuilds[0]] * 3 and stats.backward_passes == 4, (rebuilds, stats)
+        is_in_place = DEVICE.type == "cpu" and kind == "alone"
+        assert rebuilds[:3] == [rebuilds[0]] * 3 and stats.backward_passes == 4 * (not is_in_place), (rebuilds, stats)
         assert bool(stats.bytes_gathered) == (kind == "shared")
         left = sum(block.norm.weight.nbytes for block in module.blocks[:-1]) if where == "what is trained" else 0
         assert stats.trainable_bytes == left
