@@ -60,7 +60,7 @@ def device() -> Iterator[SimulatedDevice]:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.INFO, "group_offload")
-    return lambda: [r.getMessage() for r in caplog.records if "do not share passes" in r.getMessage()]
+    return lambda: [r.getMessage() for r in caplog.records if "Not sharing passes" in r.getMessage()]
 
 
 # ---------------------------------------------------------------- several threads
@@ -87,7 +87,8 @@ def test_random_schedules_with_some_left_behind(options: dict[str, Any]) -> None
     travel(1, "random", options, patience=0.05)
 
 
-def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
+def test_threads_send_each_group_once(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, convoy_wait_seconds=3.0)
     model, resident = make(Model, 6), make(Model, 6)
     handle = offload(model, share_passes=True)
     barrier = threading.Barrier(4)

@@ -511,7 +511,7 @@ def has_other_options(rank: int) -> None:
     }.items():
         more = {"share": "auto"} if name == "verify_files" else {}
         options = {name: value, **more} if rank == 1 else {}
-        fails_alike(ConfigError, rf"same options, and {name}.* in rank 1, and .* in rank 0", model(), **options)
+        fails_alike(ConfigError, rf"same options, but {name}.* in rank 1, and .* in rank 0", model(), **options)
     patch.undo()
     with patch.context() as same:
         crew._crews.clear()

@@ -344,8 +344,8 @@ class Group:
             return
         if any(is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
             logger.warning(
-                "Weights of %s were edited, and rest in another file since. Tensors that were taken from them before (by "
-                "state_dict(), or detach()) are copies now: edits of those change nothing. Take them again.",
+                "Edited weights of %s moved to a new file. Tensors you got earlier from state_dict() or detach() are now "
+                "copies; get them again.",
                 self.group_id,
             )
         self.rest()

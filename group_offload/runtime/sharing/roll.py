@@ -120,7 +120,9 @@ class Roll:
                     else StateError(f"Rank {rank} could not offload its model: {error}")
                 )
             if has_ended:
-                raise StateError(f"Rank {rank} (process {pid}) has ended before its model was offloaded.")
+                raise StateError(
+                    f"Rank {rank} (process {pid}) has ended before its model was offloaded. Restart all ranks."
+                )
             if time.monotonic() > limit:  # after a look: this process may have been stopped meanwhile
                 raise _did_not_come(rank)
             time.sleep(_POLL_SECONDS)

@@ -173,7 +173,7 @@ class Sharing:
         if crew is not None and not self._config.low_cpu_mem_usage:
             self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
         if self.crew is None:
-            logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
+            logger.info("Not sharing transfers of %s among GPUs: %s.", self._title, self.why_not)
 
     def _compare_options(self, ranks: list[int]) -> None:
         """Make sure that ranks which cannot meet say so at once, and why.
@@ -187,7 +187,7 @@ class Sharing:
             for what, value, first in zip([*_ALIKE.values(), "share=False"], values, found[0], strict=True):
                 if value != first:
                     raise ConfigError(
-                        f"All ranks of process_group have to have the same options, and {what} is {value} in rank {rank}, and "
+                        f"All ranks of process_group need the same options, but {what} is {value} in rank {rank}, and "
                         f"{first} in rank {ranks[0]}."
                     )
 
