@@ -1,7 +1,7 @@
 """What the hooks of one group cost: a model of many tiny layers, plain, under diffusers, under this package.
 
 The layers compute next to nothing, so the time beyond the plain model is the engine's own. On the CPU as onload device
-diffusers moves no bytes (its `.to("cpu")` returns the same tensor), this package copies them into a slot.
+neither this package nor diffusers moves any bytes: weights in RAM are used where they are.
 """
 
 from __future__ import annotations

@@ -203,9 +203,8 @@ def _refuse_offloaded(module: nn.Module) -> None:
             )
         if hooks is not None and _accelerate_offloads(part, hooks):
             raise ModuleError(
-                f"Cannot apply group offloading to a module that is already offloaded by accelerate: "
-                f"{name or 'the module itself'} ({type(part).__name__}) has an accelerate hook. Switch that offloading off "
-                f"first (pipe.remove_all_hooks(), accelerate.hooks.remove_hook_from_module)."
+                f"{name or 'The module'} ({type(part).__name__}) is already offloaded by accelerate. Call "
+                f"pipe.remove_all_hooks() (or accelerate.hooks.remove_hook_from_module(model, recurse=True)) first."
             )
 
 

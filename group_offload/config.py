@@ -321,8 +321,8 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
     otherwise = "Drop it, or pass pack='auto', which packs only where that is faster."
     if not backend.has_streams:
         raise ConfigError(
-            f"pack=True: {str(backend.device)!r} computes with weights in RAM where they are, so that packing them would only "
-            f"take time. {otherwise}"
+            f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
+            f"{otherwise}"
         )
     if not can_unpack(backend.device):
         raise DeviceError(
@@ -331,8 +331,7 @@ def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
         )
     if low_cpu_mem_usage:
         raise ConfigError(
-            f"pack=True contradicts low_cpu_mem_usage=True: packed weights are page-locked, and edits of weights that rest in "
-            f"RAM could not be noticed. {otherwise}"
+            f"pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. {otherwise}"
         )
 
 
@@ -353,8 +352,7 @@ def _check_share(share: bool | Literal["auto"], *, verify_files: bool, backend: 
     if backend.has_streams and not can_detect_writes():
         if share is True:
             raise ConfigError(
-                "share=True needs a system that tells which pages of RAM were written to (/proc/self/pagemap), and this one "
-                "does not: edits of weights in one process would not be noticed in the others. Pass share='auto'."
+                "share=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass share='auto'."
             )
         return False
     return False if verify_files else share

@@ -103,9 +103,9 @@ def plain_tensors(
         return
     if tensor.device.type == "meta":
         raise ModuleError(
-            f"{fqn} is on the meta device and holds no values. Load the weights before offloading the module. If it belongs "
-            f"to an adapter (a LoRA) whose file lacks it, delete that adapter: pipe.delete_adapters(NAME). If accelerate has "
-            f"taken it (cpu_offload), take the hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+            f"{fqn} is on the meta device, so it has no data. Load the weights first. (LoRA file incomplete? Call "
+            f"pipe.delete_adapters(NAME). Taken by accelerate's cpu_offload? Call "
+            f"accelerate.hooks.remove_hook_from_module(model, recurse=True).)"
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         what = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"

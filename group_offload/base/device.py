@@ -478,10 +478,10 @@ class AcceleratorBackend:
             return True  # the device is full, which says nothing of this memory
         except RuntimeError as error:
             logger.warning(
-                "%s page-locked %d bytes of RAM, and a copy from there failed (%s). They are not locked: copies through a "
-                "staging buffer are slower. Update the driver.",
+                "%s pinned %.4g MiB of RAM, but a copy from there failed (%s). Using a staging buffer, which is slower. Update "
+                "the driver.",
                 self.device,
-                memory.numel(),
+                memory.numel() / 2**20,
                 error,
             )
             return False
@@ -502,7 +502,7 @@ class AcceleratorBackend:
         except (OSError, AttributeError):
             return True
         if not answer.value:
-            logger.info("The driver of %s page-locks no files in the page cache.", self.device)
+            logger.info("The driver of %s can't pin files in the page cache.", self.device)
         return bool(answer.value)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:

@@ -113,18 +113,17 @@ class LockLimit:
         num_locked = self._num_locked + self._num_by_driver
         if self._num_by_driver:
             logger.warning(
-                "Could not page-lock %d bytes of RAM in place for %s: memory of the driver's own making is used, which may "
-                "take up to twice as much.",
-                self._num_by_driver,
+                "Couldn't pin %.4g MiB in place on %s; falling back to driver-allocated pinned memory, which can take up to "
+                "twice the RAM.",
+                self._num_by_driver / 2**20,
                 self._backend.device,
             )
         if self.was_refused:
             logger.warning(
-                "Could page-lock no more than %d of %d bytes of RAM for %s: the rest goes through a staging buffer, at the "
-                "speed of memory copies. Remedies: `ulimit -l unlimited`, more memory for the container or WSL2 (.wslconfig), "
-                "or offload_to_disk_path.",
-                num_locked,
-                num_locked + self._num_refused,
+                "Pinned only %.4g of %.4g MiB for %s; the rest is copied through a staging buffer, which is slower. Raise "
+                "`ulimit -l`, or the container's or WSL2's memory.",
+                num_locked / 2**20,
+                (num_locked + self._num_refused) / 2**20,
                 self._backend.device,
             )
 

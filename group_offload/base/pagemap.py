@@ -242,9 +242,8 @@ def can_detect_writes() -> bool:
             _Known.detects_writes = False
         if not _Known.detects_writes:
             logger.warning(
-                "This system does not tell which pages of memory were written to (/proc/self/pagemap). Edits of weights are "
-                "found by other means: nothing is brought to the device ahead of a pass, the end of a pass waits for copies, "
-                "and weights in files are compared with them. Sandboxes (gVisor) and containers without /proc do that."
+                "/proc/self/pagemap isn't readable (gVisor? container without /proc?). Falling back to slower edit "
+                "detection: no prefetch across forwards, and a sync after each."
             )
     return _Known.detects_writes
 

@@ -252,11 +252,11 @@ def _take_lock(fd: int, patience: float, on_wait: Callable[[], None], *, is_shar
             return True
         except BlockingIOError:
             waited = time.monotonic() - start
-        if waited > patience:
-            return False
         if waited > tuning().seconds_until_said and not is_said:
             is_said = True
             on_wait()
+        if waited > patience:
+            return False
         time.sleep(_POLL_SECONDS)
 
 

@@ -429,9 +429,10 @@ def _notes(asked: _Asked, source: _Source, components: Sequence[_Component]) -> 
     yield said
     untimed = [each for each in components if not each.is_timed]
     if len(untimed) == len(components):
-        yield "Compute is taken as nothing, since --step-seconds was not given: these times are what moving the weights takes."
+        yield "Times cover weight transfers only. Pass --step-seconds to include compute."
     elif untimed:
-        yield f"Compute is taken as nothing for {', '.join(each.name for each in untimed)}: --step-seconds is the denoiser's."
+        names = ", ".join(each.name for each in untimed)
+        yield f"Times of {names} cover weight transfers only: --step-seconds is the denoiser's."
 
 
 # ------------------------------------------------------------------------------------------------ for programs

@@ -428,9 +428,8 @@ class _Markers(Listener):
                 _unmark(registry)  # the model that it was a part of is gone
             elif registry is not None and registry.get_hook(HOOK_NAME) is not None:
                 raise StateError(
-                    f"Cannot apply group offloading to {type(module).__name__}: {name or 'it'} is offloaded by diffusers' own "
-                    f"group offloading, which cannot be switched off. Load the model again, and call patch_diffusers() or "
-                    f"group_offload's functions only."
+                    f"{name and f'{name} of '}{type(module).__name__} already uses diffusers' group offloading, which can't be "
+                    f"removed. Reload the model, then call enable_group_offload() or patch_diffusers()."
                 )
 
     def applied(self, handle: OffloadHandle) -> None:

@@ -627,16 +627,16 @@ class Gates:
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs of a call on the onload device. Inputs that the options exclude stay where they are."""
-        backend, non_blocking = self.backend, self._non_blocking
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.device == backend.device else backend.bring(tensor, non_blocking=non_blocking)
-
-        args = tuple(map_tensors(value, moved) for value in args)
-        kwargs = {
-            name: value if name in self._skip_inputs else map_tensors(value, moved) for name, value in kwargs.items()
-        }
+        args = tuple([map_tensors(value, self._moved) for value in args])
+        if kwargs:
+            skipped = self._skip_inputs
+            kwargs = {n: value if n in skipped else map_tensors(value, self._moved) for n, value in kwargs.items()}
         return args, kwargs
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self.backend.device:
+            return tensor
+        return self.backend.bring(tensor, non_blocking=self._non_blocking)
 
     def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
         """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""

@@ -293,9 +293,8 @@ class Passes:
     def _refuse_capture(self) -> None:
         if self._backend.is_capturing():
             raise StateError(
-                f"{self.name} is group-offloaded and was called while a CUDA graph is captured: a replay would "
-                f"read device memory that holds other weights by then. Capture a module that is not offloaded, or call "
-                f"remove() before. torch.compile without mode='reduce-overhead' captures no graphs."
+                f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
+                f"mode='reduce-overhead', or call handle.remove() first."
             )
 
     # ---------------------------------------------------------------- a forward
@@ -304,14 +303,13 @@ class Passes:
         top, entry = call.module, call.entry
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
-                f"{self.name} is group-offloaded and was called by torch.jit.trace: what is recorded would use "
-                f"weights where they are in this forward alone. Call remove() before."
+                f"{self.name} is offloaded and can't be recorded by torch.jit.trace: its weights move. Call handle.remove() "
+                f"first."
             )
         if current_transform() is not None:
             raise StateError(
-                f"{self.name} is group-offloaded: its weights cannot be brought inside of a transform of "
-                f"torch.func (grad, vmap, jvp). Use torch.autograd.grad or torch.autograd.functional, which work, or call "
-                f"remove() before."
+                f"{self.name} is offloaded and can't run inside torch.func transforms (grad, vmap, jvp). Use "
+                f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
         self.before_forward(self.root, inputs if entry is self.root else {})
         self._counters.passes += 1

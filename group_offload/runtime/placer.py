@@ -314,9 +314,9 @@ class Placer:
         budget = self._config.ram_budget
         missing = int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ConfigError(
-            f"ram_budget is {describe_bytes(budget)}, and the weights of {self._name} take turns in "
-            f"{describe_bytes(least, round_up=True)} of it. Give it "
-            f"{describe_bytes(budget + missing, round_up=True)} at least{smaller}."
+            f"ram_budget={describe_bytes(budget)} is too small for {self._name}: its buffers alone need "
+            f"{describe_bytes(least, round_up=True)}. Pass at least "
+            f"{describe_bytes(budget + missing, round_up=True)}{smaller}."
         )
 
     # ---------------------------------------------------------------- a pass
@@ -388,7 +388,7 @@ class Placer:
         gain = self._budgeter.gain_from_packing(self._packer.expected_bytes)
         if gain is None or gain < _MIN_PACKING_GAIN:
             return
-        logger.info("%s is packed: that is to save %.0f%% of a pass.", self._name, 100 * gain)
+        logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
         self._lookahead.abandon()
         self._stopwatch.clear()
         self._memory.release()

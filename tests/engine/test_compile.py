@@ -432,7 +432,7 @@ def test_a_trace_of_torch_jit_is_refused(offload_type: str) -> None:
     handle = apply_group_offloading(module, "cpu", offload_type=offload_type)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=r"`torch\.jit")  # torch has deprecated it
-        with pytest.raises(StateError, match=r"torch\.jit\.trace.*Call remove\(\) before"):
+        with pytest.raises(StateError, match=r"torch\.jit\.trace.*Call handle\.remove\(\) first"):
             torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
         assert torch.equal(module(x), expected)
         handle.remove()

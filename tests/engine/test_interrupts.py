@@ -6,8 +6,8 @@ import fcntl
 import os
 import random
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -38,6 +38,7 @@ from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import from_file
 from ..support.processes import run_python
+from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -511,6 +512,13 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
 # ---------------------------------------------------------------- threads
 
 
+def waits_for_the_lock(thread: threading.Thread) -> None:
+    places = {"wait_for_turn", "remove"}
+    assert thread.ident is not None
+    ident = thread.ident
+    assert eventually(lambda: sys._current_frames()[ident].f_code.co_name in places)
+
+
 def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None:
     """The thread calls the module that it has become."""
     model, reference = make(), make()
@@ -536,10 +544,10 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
     hook.remove()
     taker = threading.Thread(target=handle.remove)
     taker.start()
-    time.sleep(0.1)  # so that it is the first that waits
+    waits_for_the_lock(taker)  # as the first one
     second = threading.Thread(target=forward)
     second.start()
-    time.sleep(0.1)
+    waits_for_the_lock(second)
     go.set()
     for thread in (first, taker, second):
         thread.join(60)
@@ -601,7 +609,7 @@ def test_a_capture_is_refused_at_once() -> None:
             passes, copies = handle.stats().passes, device.num_copies
             device.captures = True
             for part in (model, model.blocks[0]):
-                with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+                with pytest.raises(StateError, match=r"captured in a CUDA graph.*remove\(\)"):
                     part(inputs())
             device.captures = False
             assert handle.stats().passes == passes and device.num_copies == copies
@@ -609,7 +617,7 @@ def test_a_capture_is_refused_at_once() -> None:
                 x = device.put(inputs()).requires_grad_()
                 loss = model.requires_grad_(False)(x).sum()
                 device.captures = True
-                with pytest.raises(StateError, match="CUDA graph is captured"):
+                with pytest.raises(StateError, match="captured in a CUDA graph"):
                     loss.backward()
                 device.captures = False
         handle.remove()

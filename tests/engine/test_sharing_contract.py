@@ -318,8 +318,9 @@ def test_a_buffer_that_is_changed_later() -> None:
     handle.remove()
 
 
-def test_a_model_inside_of_another_one() -> None:
+def test_a_model_inside_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forwards wait for no company: the other forward of the step waits for the turn of this one."""
+    tune(monkeypatch, convoy_wait_seconds=5.0)
     model, inner = Model().eval(), Model().eval()
     handles = [apply_group_offloading(each, "cpu", share_passes=True) for each in (inner, model)]
     model.use = lambda model, x, other: x + inner(x, torch.ones(1), x)

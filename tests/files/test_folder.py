@@ -9,6 +9,7 @@ import fcntl
 import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -414,17 +416,29 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- two processes
 
 
-def slow_set_up(path: Path, log: int) -> None:
-    link = os.link
+def set_up_beside(path: Path, log: int, both: Barrier) -> None:
+    """Set up while another process does. The first file gets its name once the other one has a file too, or waits."""
+    link, is_beside = os.link, False
 
-    def slow(source: Any, target: Any) -> None:
-        time.sleep(0.2)
+    def meet() -> None:
+        nonlocal is_beside
+        if not is_beside:
+            is_beside = True
+            both.wait(60)
+
+    def link_late(source: Any, target: Any) -> None:
+        meet()
         link(source, target)
         os.write(log, f"{os.fspath(target)}\n".encode())
 
-    os.link = slow  # type: ignore[assignment]
+    class Meets(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            meet()
+
+    os.link = link_late  # type: ignore[assignment]
     tune(seconds_until_said=0.1)
     logging.basicConfig()
+    logging.getLogger("group_offload").addHandler(Meets())
     assert_holds(set_up(path))
 
 
@@ -436,7 +450,8 @@ def set_up_in_two(path: str, locks: str) -> None:
 
         fcntl.flock = refuses  # type: ignore[assignment]
     reader, writer = os.pipe()
-    pids = [fork(lambda: slow_set_up(Path(path), writer)) for _ in range(2)]
+    both = multiprocessing.get_context("fork").Barrier(2)
+    pids = [fork(lambda: set_up_beside(Path(path), writer, both)) for _ in range(2)]
     os.close(writer)
     assert [status_of(pid) for pid in pids] == [0, 0]
     with open(reader) as log:

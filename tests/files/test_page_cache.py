@@ -274,7 +274,7 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
     why: str, path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "group_offload")
-    tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE, lock_patience_seconds=0.5)
+    tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE)
     num_locked, num_pieces, pin = 0, 0, device.pin
 
     def third_fails(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
@@ -285,7 +285,7 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
         if num_pieces == 3 and why == "the device refuses":
             return False
         if num_pieces == 3:
-            time.sleep(0.6)
+            tune(monkeypatch, lock_patience_seconds=0.0)  # it took longer than that
         num_locked += 1
         pin(memory, undo, read_only=read_only)
         unpin = undo.pop()
@@ -320,7 +320,7 @@ def test_a_device_that_locks_no_files(path: Path, device: SimulatedDevice, monke
     monkeypatch.setattr(logger, "info", lambda message, *args: messages.append(message % args))
     handle = offload(model)
     assert len(messages) == 2 and all(str(path) in message for message in messages)
-    assert "the device refuses" in messages[0] and "copied to RAM" in messages[1]
+    assert "the device refuses" in messages[0] and "to RAM" in messages[1]
     assert {group.where for group in handle.groups} == {"RAM, page-locked"}
     assert mappings_of(path) == []
     x = torch.randn(2, DIM)

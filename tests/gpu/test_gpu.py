@@ -435,7 +435,7 @@ def test_weights_that_cannot_be_page_locked_in_place(
         monkeypatch.setattr("group_offload.base.device.AcceleratorBackend.empty_pinned", lambda *_: None)
     handle = apply_group_offloading(model)
     monkeypatch.undo()
-    assert "page-lock" in caplog.text
+    assert "inned" in caplog.text or "pin " in caplog.text
     assert (handle.stats().pinned_bytes > 0) == has_own_memory
     for _ in range(2):
         assert torch.equal(run(model, x), expected)
@@ -906,9 +906,9 @@ def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.devic
             part(x)
 
     for part in (model, model.blocks[0]):
-        with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+        with pytest.raises(StateError, match=r"captured in a CUDA graph.*remove\(\)"):
             capture(part)
-        with pytest.raises(StateError, match=r"CUDA graph is captured.*remove\(\)"):
+        with pytest.raises(StateError, match=r"captured in a CUDA graph.*remove\(\)"):
             torch.cuda.make_graphed_callables(lambda each, part=part: part(other(each)), (x.clone(),))
         assert torch.equal(run(model, x), expected)
     graph = torch.cuda.CUDAGraph()

@@ -311,7 +311,7 @@ def test_a_backward_that_breaks_off(device: torch.device) -> None:
 def test_everything_requires_gradients(device: torch.device) -> None:
     model = make().requires_grad_(True)
     handle = apply_group_offloading(model, device)
-    with pytest.raises(RuntimeError, match="would leave a gradient in"):
+    with pytest.raises(RuntimeError, match="reached the offloaded weight"):
         train(model, device, 1)
     with torch.no_grad():
         model(torch.randn(4, DIM, device=device, dtype=torch.bfloat16))

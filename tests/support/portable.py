@@ -117,7 +117,7 @@ def about_linux(file: str, test: str) -> str | None:
 
 def is_refused(error: Exception) -> bool:
     """Whether an error says that weights cannot rest in their checkpoint, because the system has no page map."""
-    return str(error).startswith("offload_device='disk' needs a system that tells")
+    return str(error).startswith("offload_device='disk' needs /proc/self/pagemap")
 
 
 def _refuse(path: object, dir_fd: int | None = None) -> None:

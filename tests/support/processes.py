@@ -63,7 +63,7 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def run_code(code: str, arguments: Sequence[object] = (), timeout: float = 280) -> subprocess.CompletedProcess[str]:
     """Run code as `python -c` does, in the root of the repository, but that torch is there already."""
     (server, _), command = _server(), [sys.executable, "-c", code, *map(str, arguments)]
     request = json.dumps([textwrap.dedent(code), command[3:], {**os.environ, "OMP_NUM_THREADS": "1"}]).encode()
@@ -99,7 +99,7 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def in_new_process(
-    function: Callable[..., None], *args: object, under: Sequence[str] = (), timeout: float = 100, **options: Any
+    function: Callable[..., None], *args: object, under: Sequence[str] = (), timeout: float = 280, **options: Any
 ) -> str:
     """Run a function in a new process, which may fork because it has no threads. Returns all that it printed."""
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"

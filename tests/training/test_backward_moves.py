@@ -260,7 +260,7 @@ def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path
     for twin in (model, reference):
         twin.inside.requires_grad_(False)
     with offloaded(model, "random", tmp_path) as (_, handle, put, get):
-        with pytest.raises(StateError, match="the module is called with gradients enabled"):
+        with pytest.raises(StateError, match="Call the model once with gradients enabled first"):
             truncated(model, put)
         assert all(parameter.grad is None for parameter in model.parameters())
         model(data(0, put))  # with gradients, as the error says

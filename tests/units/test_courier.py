@@ -37,7 +37,7 @@ def other_process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < limit
         time.sleep(1e-3)
@@ -101,7 +101,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent() -> None:
         two = Two(other)
         assert two.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
         two.courier.post("leave", "1")
-        time.sleep(0.05)
+        wait_until(lambda: two.board.read()[0].left)
         assert not two.job.is_settled and two.shared.bytes
         two.other_has_sent()
         two.job.wait()
@@ -166,12 +166,13 @@ def test_a_rank_that_reads_is_waited_for() -> None:
 
 @pytest.mark.parametrize("fault", ["hangs", "gives up", "leaves"])
 def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, share_limit_seconds=0.3)
+    limit = 30.0 if fault == "leaves" else 0.3
+    tune(monkeypatch, share_limit_seconds=limit)
     with other_process() as other:
         two = Two(other)
         two.other_has_sent()
         two.job.wait()
-        two.courier.begin_pass("1", [], 1e-3 if fault == "hangs" else 0.4)
+        two.courier.begin_pass("1", [], 1e-3 if fault == "hangs" else 1.3 * limit)
         with two.board.change() as state:
             state.read(1, ["1/b"])
             if fault == "gives up":
@@ -184,12 +185,12 @@ def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: p
         start = time.monotonic()
         job.post("submit", job)
         job.wait()
-        assert job.alone and (time.monotonic() - start >= 0.3) == (fault != "leaves")
+        assert job.alone and (time.monotonic() - start >= limit) == (fault != "leaves")
         two.courier.leave_all()
 
 
 def test_a_rank_that_hangs_is_waited_for_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, share_limit_seconds=0.3)
+    tune(monkeypatch, share_limit_seconds=2.0)
     with other_process() as other:
         two = Two(other)
         two.other_has_sent()
@@ -203,7 +204,7 @@ def test_a_rank_that_hangs_is_waited_for_once_in_a_pass(monkeypatch: pytest.Monk
             job.post("submit", job)
         for job in jobs:
             job.wait()
-        assert all(job.alone for job in jobs) and 0.3 <= time.monotonic() - start < 0.6
+        assert all(job.alone for job in jobs) and 2.0 <= time.monotonic() - start < 4.0
         two.courier.leave_all()
 
 
@@ -276,12 +277,15 @@ def test_a_rank_says_what_it_reads_until_it_offers_that() -> None:
 
 @pytest.mark.parametrize("fault", ["is killed", "is stopped"])
 def test_a_rank_that_does_not_send_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, share_limit_seconds=0.3)
+    if fault == "is stopped":
+        tune(monkeypatch, share_limit_seconds=0.3)
     with other_process() as other:
         two = Two(other)
         if fault == "is killed":
             other.kill()
-        with pytest.raises(StateError, match="Rank 5 .*ended" if fault == "is killed" else "Rank 5 did not send"):
+        with pytest.raises(
+            StateError, match="Rank 5 .*ended" if fault == "is killed" else "waiting for weights from rank 5"
+        ):
             two.job.wait()
         two.job.cancel()
         assert two.shared.bytes  # a process that was stopped may go on, and write to the slot

@@ -215,15 +215,23 @@ def test_signals_at_any_moment() -> None:
     assert num_interrupts > 20 and len(done) == 3000
 
 
-def test_an_interrupt_of_the_wait() -> None:
+def test_an_interrupt_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has begun is waited for, and the rest never begins."""
-    work = Work()
+    work, withdraw, left, are_withdrawn = Work(), pool.Task.withdraw, [*range(100)], threading.Event()
+
+    def withdraw_one(self: pool.Task[int]) -> None:
+        withdraw(self)
+        left.pop()
+        if not left:
+            are_withdrawn.set()
 
     def interrupt() -> None:
         assert work.has_begun.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.1)
+        assert are_withdrawn.wait(60)
         work.go.set()
+
+    monkeypatch.setattr(pool.Task, "withdraw", withdraw_one)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)

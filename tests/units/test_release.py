@@ -17,7 +17,7 @@ class Memory:
     """It notes the thread that drops it, once it may be dropped."""
 
     def __init__(self, may_go: threading.Event, went: list[int]) -> None:
-        weakref.finalize(self, lambda: (may_go.wait(10), went.append(threading.get_ident())))
+        weakref.finalize(self, lambda: (may_go.wait(60), went.append(threading.get_ident())))
 
 
 @pytest.mark.parametrize("waits", [wait_for_releases, available_ram])

@@ -382,19 +382,16 @@ def ram_for_weights(
     if not stay:
         in_ram = 0
     if budget < others + in_ram + turn_bytes:
-        needs = [f"{describe_bytes(others, round_up=True)} without any weights (Python, torch, the device's driver"]
-        needs[0] += f", and {describe_bytes(staging_bytes)} to read files into)" if staging_bytes else ")"
-        if in_ram:
-            needs.append(
-                f"{describe_bytes(in_ram, round_up=True)} for weights that are in no file (with offload_to_disk_path they are)"
-            )
-        if turn_bytes:
-            turns = f"{describe_bytes(turn_bytes, round_up=True)} for weights to take turns in, and activations"
-            needs.append(f"{turns} (less with offload_type='leaf_level')")
-        total = describe_bytes(others + in_ram + turn_bytes, round_up=True)
+        needs = {
+            "Python, torch and the driver": others - staging_bytes,
+            "read buffers": staging_bytes,
+            "weights without a file (pass offload_to_disk_path to move those to disk)": in_ram,
+            "buffers and activations (less with offload_type='leaf_level')": turn_bytes,
+        }
+        parts = [f"{describe_bytes(size, round_up=True)} for {what}" for what, size in needs.items() if size]
         raise ConfigError(
-            f"ram_budget is {describe_bytes(budget)}, and this process needs {total}: {', '.join(needs)}. Give it that at "
-            f"least."
+            f"ram_budget={describe_bytes(budget)} is too small. This process needs at least "
+            f"{describe_bytes(others + in_ram + turn_bytes, round_up=True)}: {', '.join(parts)}."
         )
     # Files of other offloaded modules have the RAM that they were promised, or have locked without a budget. Files of
     # later modules may find no RAM left: they are read from the drive.

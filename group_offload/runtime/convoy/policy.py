@@ -439,7 +439,7 @@ class SharingPolicy:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said[reason] = None
-            logger.info("Forwards of %s do not share passes: %s.", type(self._root).__name__, reason)
+            logger.info("Not sharing passes of %s: %s.", type(self._root).__name__, reason)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:

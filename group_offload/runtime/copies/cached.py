@@ -147,7 +147,7 @@ class CachedFiles:
             self._to_lock.pop(source, None)
         self.look()
         logger.warning(
-            "RAM runs short: %s of %s are no longer page-locked, and are read from the drive from now on.",
+            "Low on RAM: unpinned %s of %s. These weights are now read from disk in every forward.",
             describe_bytes(sum(blob.layout.num_bytes for blob in given_up)),
             name,
         )

@@ -340,9 +340,8 @@ class LookAhead:
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
             logger.warning(
-                "Something keeps views of weights of %s in %s beyond the call that they were used in: they stay on the device "
-                "as long as it does. (A hook that collects weights, say, or an autograd function that keeps one in its context "
-                "and not with save_for_backward.)",
+                "Weights of %s in %s are still referenced after their call, so their device memory can't be reused. Check "
+                "hooks and autograd functions (use save_for_backward).",
                 " and ".join(group.group_id for slot in aliased for group in slot.groups),
                 self._model,
             )

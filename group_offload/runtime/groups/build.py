@@ -25,6 +25,7 @@ from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights, partition
+from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
 from ...stores.folder import Folder
@@ -114,8 +115,8 @@ def build_groups(
             if not isinstance(part.blob, CheckpointBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
                 part.blob.origin = Origin(places) if places else None
-        # Ranks that share groups bring each other their shares, on the CPU too.
-        in_place = not config.backend.has_streams and config.process_group is None
+        # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
+        in_place = not config.backend.has_streams and config.share is not True
         return tuple(
             Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
             for plan, height in zip(plans, cut.heights, strict=True)
@@ -339,11 +340,10 @@ def _adopt(
         except OSError as error:
             if is_promised:
                 raise ConfigError(
-                    f"offload_device='disk' leaves weights in the files that they were loaded from, and "
-                    f"{users[0][1][0][0].fqn!r} cannot rest there: {error}. Load the model again, or pass "
-                    f"offload_to_disk_path for files of their own, or offload_device='cpu'."
+                    f"offload_device='disk' can't leave {users[0][1][0][0].fqn!r} in the file it was loaded from: {error}. "
+                    f"Reload the model, or pass offload_to_disk_path to write another file, or offload_device='cpu'."
                 ) from error
-            logger.info("Weights cannot rest in the file that they were loaded from: %s.", error)
+            logger.info("Can't leave weights in the file they were loaded from: %s.", error)
             continue
         is_locked = accept(checkpoint)
         if is_locked is None:
@@ -373,20 +373,17 @@ def _adopt_for_ram(
     has_room = fits(num_bytes)
     if num_bytes and may_lock and not has_room:
         logger.warning(
-            "%d bytes of weights are views of files, which is more than the RAM that is available: they are read from there "
-            "each time they are needed, at the speed of the drive.",
-            num_bytes,
+            "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk speed.",
+            describe_bytes(num_bytes),
         )
 
     def accept(checkpoint: Checkpoint) -> bool | None:
         if not may_lock or not has_room:
             return False
         if checkpoint.lock(None, config.backend, wait):
-            logger.info("Weights rest in %s, page-locked in the page cache.", checkpoint.path)
+            logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
             return True
-        logger.info(
-            "Weights of %s are copied to RAM, because it cannot be page-locked in the page cache.", checkpoint.path
-        )
+        logger.info("Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path)
         checkpoint.release()
         return None
 
@@ -404,14 +401,14 @@ def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: 
     ]
     if others and not can_detect_writes():
         raise ConfigError(
-            "offload_device='disk' needs a system that tells which pages of a file were written to (/proc/self/pagemap), and "
-            "this one does not. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+            "offload_device='disk' needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass "
+            "offload_to_disk_path to write files, or offload_device='cpu'."
         )
     if others:
         raise ConfigError(
-            f"offload_device='disk' leaves weights in the files that they were loaded from, and {len(others)} parameters are "
-            f"in none, {others[0].fqn!r} first: they were cast, changed, made here, or loaded from something else than "
-            f"safetensors. Pass offload_to_disk_path for files of their own, or offload_device='cpu'."
+            f"offload_device='disk' needs every parameter in a safetensors file, and {len(others)} "
+            f"{'are' if len(others) > 1 else 'is'} in none (first: {others[0].fqn!r}): cast, modified or created in memory. "
+            f"Pass offload_to_disk_path to write them, or offload_device='cpu'."
         )
 
 

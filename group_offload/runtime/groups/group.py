@@ -175,11 +175,11 @@ class Group:
             bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
             bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
-        self.residence = (
-            Residence.ONLOADED
-        )  # before the first tensor is bound: an interrupt may leave only some of them bound
-        for tensor, view in zip(self._tensors, bound, strict=True):
-            tensor.data = view
+        # Before the first tensor is bound: an interrupt may leave only some of them bound.
+        self.residence = Residence.ONLOADED
+        if bound is not self._rest_views:  # else they are bound to these
+            for tensor, view in zip(self._tensors, bound, strict=True):
+                tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_on_device(bound)
         self._versions = self._versions_of(self._in_use())
@@ -191,6 +191,9 @@ class Group:
         Returns:
             The number of tensors that the forward changed.
         """
+        if self._is_left_in_place():
+            self._bound, self.residence = [], Residence.AT_REST
+            return 0
         slot = self.slot
         num_changed = 0
         for index in self._changed():
@@ -229,6 +232,11 @@ class Group:
         for index, value in self._recast.items():  # the next pass lays the group out again
             self._tensors[index].data = value.cpu()
         return num_changed
+
+    def _is_left_in_place(self) -> bool:
+        """Whether the tensors were used where they rest and are as they were, so that nothing has to be bound or copied."""
+        is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
+        return is_in_use and not (self.was_touched() or self.was_replaced() or self._moved())
 
     def recover(self, transfer: Transfer) -> None:
         """A pass failed, or was interrupted: bind the tensors to their memory at rest, whatever state they are in.
@@ -336,8 +344,8 @@ class Group:
             return
         if any(is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
             logger.warning(
-                "Weights of %s were edited, and rest in another file since. Tensors that were taken from them before (by "
-                "state_dict(), or detach()) are copies now: edits of those change nothing. Take them again.",
+                "Edited weights of %s moved to a new file. Tensors you got earlier from state_dict() or detach() are now "
+                "copies; get them again.",
                 self.group_id,
             )
         self.rest()

@@ -166,11 +166,9 @@ def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:
     if not had_gradient:
         parameter.grad = None
     raise StateError(
-        f"This backward would leave a gradient in {fqn!r}, which is offloaded: its gradient would stay on the device, and an "
-        f"optimizer would find the two in different places. Freeze what is offloaded with requires_grad_(False) and train "
-        f"the rest (a LoRA, an adapter, a head): parameters that require gradients stay on the device if they are less than "
-        f"half of the module's bytes, from the first time on that the module is called with gradients enabled. If a checkpoint "
-        f"of another library calls the whole module without gradients, call it once before with gradients enabled."
+        f"backward() reached the offloaded weight {fqn!r}. Freeze the base model (model.requires_grad_(False)) and train an "
+        f"adapter. Trained parameters stay on the GPU only if they are under half of the model's bytes. (Forward ran without "
+        f"gradients? Call the model once with gradients enabled first.)"
     )
 
 

@@ -281,7 +281,8 @@ class Board:
             except BlockingIOError:
                 if time.monotonic() > limit:
                     raise StateError(
-                        "Another process that shares the offloaded weights does not answer: it was stopped, or hangs."
+                        f"Timed out after {_LOCK_SECONDS:g} s waiting for the lock that the ranks of this host share: one of "
+                        f"them was stopped, or hangs. Restart all ranks."
                     ) from None
                 time.sleep(1e-5)
         try:

@@ -160,7 +160,7 @@ class Courier:
         except BaseException as error:
             self.error = self._blame(error)
         finally:
-            self.error = self.error or StateError("Sharing weights with other processes has ended.")
+            self.error = self.error or StateError("Sharing weights with other processes has ended. Restart all ranks.")
             self._settle_all()
             with suppress(StateError):
                 self._forget_reading()
@@ -188,7 +188,7 @@ class Courier:
         if isinstance(error, StateError):
             return error
         found = StateError(
-            f"GPUs that share weights could not gather them: {error}. Pass share=False to offload in each alone."
+            f"Couldn't exchange weights with the other GPUs: {error}. Pass share=False so that each loads its own."
         )
         found.__cause__ = error
         return found
@@ -408,8 +408,8 @@ class Courier:
             if late and time.monotonic() - self._on_way[0].since > tuning().share_limit_seconds:
                 names = " and ".join(str(self._peers[rank].rank) for rank in late)
                 raise StateError(
-                    f"Rank {names} did not send its share of the weights within {tuning().share_limit_seconds:g} s: it was "
-                    f"stopped, or hangs. Start all ranks again."
+                    f"Timed out after {tuning().share_limit_seconds:g} s waiting for weights from rank {names} (stopped or "
+                    f"hung?). Restart all ranks."
                 )
 
     def _look(self) -> None:
@@ -530,6 +530,6 @@ def _has_sent(each: _OnWay) -> bool:
 def _have_ended(gone: Sequence[Peer]) -> StateError:
     names = " and ".join(f"Rank {peer.rank} (process {peer.pid})" for peer in gone)
     return StateError(
-        f"{names}, with which the weights of an offloaded model are shared, ended without remove(). Start all ranks again; a "
-        f"rank that ends before the others has to call remove() first."
+        f"{names}, which shares weights of an offloaded model, ended without remove(). Restart all ranks; a rank that ends "
+        f"before the others must call handle.remove() first."
     )

@@ -104,7 +104,7 @@ class Roll:
             StateError: it says nothing in time, or that it has failed.
         """
         failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
-        while time.monotonic() < limit:
+        while True:
             pid, started = self.processes.get(rank, (0, None))
             # Both are asked first: it may have said something before. What ranks compare reaches all of them so, and then
             # each raises the same error, whichever comes to it first.
@@ -120,9 +120,12 @@ class Roll:
                     else StateError(f"Rank {rank} could not offload its model: {error}")
                 )
             if has_ended:
-                raise StateError(f"Rank {rank} (process {pid}) has ended before its model was offloaded.")
+                raise StateError(
+                    f"Rank {rank} (process {pid}) has ended before its model was offloaded. Restart all ranks."
+                )
+            if time.monotonic() > limit:  # after a look: this process may have been stopped meanwhile
+                raise _did_not_come(rank)
             time.sleep(_POLL_SECONDS)
-        raise _did_not_come(rank)
 
     def _said(self, rank: int, topic: str) -> Any:
         """What a rank says to a topic; None if it has said nothing yet."""

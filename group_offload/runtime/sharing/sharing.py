@@ -165,11 +165,15 @@ class Sharing:
             self._leave.atexit = False
         elif crew is not None:
             crew.courier.post("leave", self._model)  # with share=True other ranks share it all the same
-            self.why_not = "sharing would not make weights arrive faster here"
+            self.why_not = (
+                "sharing would not make weights arrive faster here"
+                if self._backend.has_streams
+                else "the CPU uses weights in RAM in place"
+            )
         if crew is not None and not self._config.low_cpu_mem_usage:
             self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
         if self.crew is None:
-            logger.info("%s is not shared among GPUs: %s.", self._title, self.why_not)
+            logger.info("Not sharing transfers of %s among GPUs: %s.", self._title, self.why_not)
 
     def _compare_options(self, ranks: list[int]) -> None:
         """Make sure that ranks which cannot meet say so at once, and why.
@@ -183,7 +187,7 @@ class Sharing:
             for what, value, first in zip([*_ALIKE.values(), "share=False"], values, found[0], strict=True):
                 if value != first:
                     raise ConfigError(
-                        f"All ranks of process_group have to have the same options, and {what} is {value} in rank {rank}, and "
+                        f"All ranks of process_group need the same options, but {what} is {value} in rank {rank}, and "
                         f"{first} in rank {ranks[0]}."
                     )
 
@@ -346,7 +350,7 @@ class Sharing:
                 f"{speeds.gather / 1e9:.3g} GB/s are gathered, and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
             )
         if crew is None:
-            return f"Each GPU goes alone: {self.why_not}.{figures}"
+            return f"Each rank loads its own weights: {self.why_not}.{figures}"
         return f"{crew.num_ranks} GPUs share each group: each sends 1/{crew.num_ranks} and gathers the rest.{figures}"
 
     # ---------------------------------------------------------------- what is sent

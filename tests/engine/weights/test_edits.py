@@ -196,5 +196,5 @@ def test_edits_of_what_was_taken_from_weights_in_files_are_warned_of(
     with torch.no_grad():
         next(iter(state.values())).mul_(2)
     run(model, inputs())
-    assert caplog.text.count("are copies now") == 1
+    assert caplog.text.count("are now copies") == 1
     handle.remove()

@@ -86,7 +86,7 @@ for _ in range(4):
     child = os.fork()
     if not child:
         sys.exit(0) if _ % 2 else os._exit(0)
-    for _ in range(200):
+    for _ in range(1200):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             break
@@ -123,7 +123,7 @@ def test_a_model_that_is_used_in_a_forked_child(tier: str, tmp_path: Path) -> No
                 code = 0
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         found, status = 0, 0
         while not found and time.monotonic() < deadline:
             found, status = os.waitpid(child, os.WNOHANG)
