@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...base.caches import touch
-from ...base.torch_internals import COMPILED_CALL
+from ...base.torch_internals import APPLY, COMPILED_CALL
 from .caller import has_same_variables
 from .contents import SIMPLE, Inside, RandomStates, print_of
 
@@ -31,11 +31,12 @@ _APART = frozenset(
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
         "_group_offload_handle",
+        APPLY,
         COMPILED_CALL,
     }
 )
 """Attributes of modules that change for other reasons, or that `survey` looks at."""
-_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
+_TO_ENGINE = ("_group_offload_handle", APPLY, COMPILED_CALL)
 _OWN = frozenset(nn.Module().__dict__) | _APART
 """Attributes whose contents are looked at elsewhere: what every module has, and ours."""
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
