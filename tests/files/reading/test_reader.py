@@ -125,7 +125,7 @@ def test_dropped_while_files_are_read(
         assert rig.device.pinned_bytes == rig.device.allocated_bytes == 0 and not has_ended.is_set()
         num_calls = preadv.num_calls
         may_end.set()
-        assert has_ended.wait(60) and preadv.num_calls == num_calls
+        assert has_ended.wait(60) and preadv.num_calls <= num_calls + pool.num_threads()  # one each
         assert eventually(lambda: num_mappings(tmp_path) == 0)
 
 
