@@ -577,7 +577,8 @@ class Gates:
         self._gates.clear()
         if root_gate is not None:
             self._gates[self._top] = root_gate
-            root_gate.repeater.forget()
+            # What was known of the module keeps weights that were replaced.
+            root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours)
         for module, found in needs.items():
             gate = self._gates[module] if module in self._gates else self._new_gate(module)
             gate.tables = tuple(group for group in found if group.is_table)

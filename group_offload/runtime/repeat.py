@@ -62,13 +62,9 @@ class Repeater:
         self._before: Survey | None = None
         """The module's state as an earlier call returned."""
         self._is_opaque = False
-        """Whether nothing can be told of the module's state."""
+        """Whether nothing can be told of the module's state. Gates are made anew when the module changes."""
         self._was_refused_silently = False
         self._has_warned = False
-
-    def forget(self) -> None:
-        """The module is another one by now. (What was known of it keeps weights that were replaced.)"""
-        self._before, self._is_opaque = None, False
 
     def call(
         self,
