@@ -22,6 +22,10 @@ import torch
 from torch import nn
 
 from group_offload import ModuleError, StateError, apply_group_offloading, enable_group_offload
+from group_offload.base import release
+from group_offload.runtime import engine
+from group_offload.runtime.groups import build
+from group_offload.runtime.groups.part import Part
 from group_offload.runtime.measure.recorder import Recorder
 
 from ..support import training
@@ -112,7 +116,7 @@ def test_memory_comes_back_at_once(options: str, use: str, is_removed: bool, tmp
         model = make(Model)
         handle = offload_to(tmp_path if options == "file" else None, model, **OPTIONS[options])
         USES[use](model, inputs(), lambda model, x: forward(device, model, x))
-        engine = weakref.ref(engine_of(handle))
+        engine_left = weakref.ref(engine_of(handle))
         gone = [weakref.ref(each) for each in (model, model.gain, model.blocks[0])]
         if is_removed:
             handle.remove()
@@ -120,9 +124,36 @@ def test_memory_comes_back_at_once(options: str, use: str, is_removed: bool, tmp
             assert not device.memory.now and not device.pinned_bytes
         del model, handle
         device.synchronize()
-        assert alive(*gone) == expected and engine() is None
+        assert alive(*gone) == expected and engine_left() is None
         assert not device.memory.now
         assert not device.pinned_bytes or any(expected)
+
+
+class Later:
+    """Work that no thread begins before somebody waits for it."""
+
+    is_done = False
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.wait = work
+
+
+def test_memory_of_weights_that_return_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads give it back, all of it at the end, so that the copies to the device do not wait for that."""
+
+    def materialise(part: Part) -> None:
+        part.devices = [torch.device("cpu")] * len(part.devices)
+        build.materialise(part)
+
+    monkeypatch.setattr(release, "on_pool", Later)
+    monkeypatch.setattr(engine, "materialise", materialise)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        model = make(Model)
+        handle = apply_group_offloading(model, "cpu")
+        for part in (part for group in engine_of(handle).groups for part in group.parts):
+            part.devices = [torch.device("meta")] * len(part.devices)  # that is, not in RAM
+        handle.remove()
+        assert not device.pinned_bytes and torch.equal(run(model, inputs()), run(make(Model), inputs()))
 
 
 @pytest.mark.parametrize("is_called", [False, True])
