@@ -282,9 +282,9 @@ class OffloadHandle:
     def remove(self) -> None:
         """Restore the module: values (with all edits), devices, hooks, `forward`, class.
 
-        Each weight gets separate memory again, on the device where it was, so all of them need room there. Group files stay
-        for the next time. The RAM of weights that go to a device is given back by other threads, which may take a second
-        longer. Repeated calls do nothing, and of a module that is gone nothing is left to restore.
+        Each weight gets separate memory again, on the device where it was, so all of them need room there. All memory that
+        offloading took is free on return. Group files stay for the next time. Repeated calls do nothing, and of a module
+        that is gone nothing is left to restore.
 
         Raises:
             StateError: a forward or backward of the module is in progress.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,20 +20,30 @@ from .stats import ActivationStats
 logger = logging.getLogger("group_offload")
 
 _ALIGNMENT = 512
+_MOST_IDLE = 32
+"""The forwards for which a segment stays that none of them needs. To pin memory takes time."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Segment:
     memory: torch.Tensor
-    num_cut: int = 0
-    """Bytes that were cut into buffers, from the beginning on."""
+    unpin: Callable[[], object] | None
+    """Unpins the memory once no copy is under way; None if it isn't pinned."""
+    free: list[tuple[int, int]]
+    """The ranges that no buffer has: first byte and end, in order."""
+    used_in: int
+    """The number of the last forward that took a buffer of it, or found one in use."""
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, self.memory.numel())]
 
 
 class HostPool:
-    """Pinned host memory for one device. It grows when it is full, and is freed as a whole with its owner.
+    """Pinned host memory for one device. It grows when it is full. Segments that the last forwards had no use for are freed.
 
-    A buffer that is given back serves the next request of its size: a training step repeats the sizes of the step before.
-    When no buffer is in use, at the end of most steps, all segments are whole again, so other sizes find room too.
+    A buffer is the first free range that has room for it, and ranges that are side by side become one again. So it makes no
+    difference which sizes there were before, or that some graphs are never freed.
 
     A copy may still be reading a buffer that is given back: see [Note: The life of an activation]. Not thread-safe.
     """
@@ -45,54 +57,74 @@ class HostPool:
         self._backend = backend
         self._stats = stats
         self._wait = wait
-        self._locks: list[PageLock] = []
-        """The locks of the segments that could be pinned in place."""
         self._segments: list[_Segment] = []
-        self._free: dict[int, list[torch.Tensor]] = {}
-        """Buffers that were given back, by size."""
         self._is_exhausted = False
         """The system refused to pin more."""
+        self._num_forwards = 0
+
+    def begin_forward(self) -> None:
+        """Free the segments that the last forwards had no use for."""
+        self._num_forwards += 1
+        for segment in [*self._segments]:
+            if not segment.is_unused:
+                segment.used_in = self._num_forwards
+            elif self._num_forwards - segment.used_in > _MOST_IDLE:
+                self._segments.remove(segment)
+                self._stats.host_bytes -= segment.memory.numel()
+                if segment.unpin is not None:
+                    self._stats.pinned_bytes -= segment.memory.numel()
+                    segment.unpin()
+                self._is_exhausted = False
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
         """A buffer of `num_bytes`. None if there is none, and the system pins no more."""
-        free = self._free.get(num_bytes)
-        found = free.pop() if free else self._cut(num_bytes)
-        if found is not None:
-            self._stats.used_host_bytes += round_up(num_bytes)
-            self._stats.peak_used_host_bytes = max(self._stats.peak_used_host_bytes, self._stats.used_host_bytes)
-        return found
+        size = round_up(num_bytes)
+        found = next((each for each in map(partial(self._cut, size), self._segments) if each is not None), None)
+        if found is None and not self._is_exhausted and (segment := self._grow(size)) is not None:
+            found = self._cut(size, segment)
+        if found is None:
+            return None
+        self._stats.used_host_bytes += size
+        self._stats.peak_used_host_bytes = max(self._stats.peak_used_host_bytes, self._stats.used_host_bytes)
+        return found[:num_bytes]
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""
-        self._stats.used_host_bytes -= round_up(buffer.numel())
-        if self._stats.used_host_bytes:
-            self._free.setdefault(buffer.numel(), []).append(buffer)
-        else:
-            self._free.clear()
-            for segment in self._segments:
-                segment.num_cut = 0
+        size = round_up(buffer.numel())
+        self._stats.used_host_bytes -= size
+        for segment in self._segments:
+            start = buffer.data_ptr() - segment.memory.data_ptr()
+            if 0 <= start < segment.memory.numel():
+                end, free = start + size, segment.free
+                index = bisect_left(free, (start, end))
+                if index < len(free) and free[index][0] == end:
+                    end = free.pop(index)[1]
+                if index and free[index - 1][1] == start:
+                    index -= 1
+                    start = free.pop(index)[0]
+                free.insert(index, (start, end))
 
-    def _cut(self, num_bytes: int) -> torch.Tensor | None:
-        size = round_up(num_bytes)
-        segment = next((each for each in self._segments if each.num_cut + size <= each.memory.numel()), None)
-        if segment is None and not self._is_exhausted:
-            segment = self._grow(size)
-        if segment is None:
-            return None
-        start, segment.num_cut = segment.num_cut, segment.num_cut + size
-        return segment.memory.narrow(0, start, num_bytes)
+    def _cut(self, size: int, segment: _Segment) -> torch.Tensor | None:
+        for index, (start, end) in enumerate(segment.free):
+            if end - start >= size:
+                segment.free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                segment.used_in = self._num_forwards
+                return segment.memory[start : start + size]
+        return None
 
     def _grow(self, num_bytes: int) -> _Segment | None:
         size = max(num_bytes, tuning().activation_segment_bytes, round_up(self._stats.host_bytes // 4))
         memory = flat_view(map_anonymous(size), 0, size)
+        unpin: Callable[[], object] | None = None
         if self._backend.has_streams:
             memory.zero_()  # by all of torch's threads: the driver would touch the pages with one
             lock = PageLock.take(self._backend, memory, self._wait)
             if lock is not None:
-                self._locks.append(lock)
+                unpin = lock.release
             elif (by_driver := self._backend.empty_pinned(size)) is not None:
                 memory = by_driver
-                weakref.finalize(self, _keep_until, self._wait, memory).atexit = False
+                unpin = weakref.finalize(self, _keep_until, self._wait, memory)
+                unpin.atexit = False
             else:
                 self._is_exhausted = True
                 logger.warning(
@@ -106,12 +138,12 @@ class HostPool:
             self._stats.pinned_bytes += size
         # else every copy is done when it returns: pinning would gain nothing
         self._stats.host_bytes += size
-        self._segments.append(_Segment(memory))
+        self._segments.append(_Segment(memory, unpin, [(0, size)], self._num_forwards))
         return self._segments[-1]
 
 
 def round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
 
 
 def _keep_until(wait: Callable[[], None], memory: torch.Tensor) -> None:

@@ -42,6 +42,11 @@ class DeviceOffloader:
         self.remains: deque[Remains] = deque()
         """What dead stashes left behind, in whichever thread they died."""
 
+    def begin_forward(self) -> None:
+        """A forward begins. Free host memory that the last ones had no use for."""
+        self.clean_up()
+        self._pool.begin_forward()
+
     def begin_group(self) -> None:
         """Compute has reached another group. Free the device memory of what was offloaded two groups ago."""
         self._num_groups += 1

@@ -201,7 +201,10 @@ class Session:
             if self._config.offloads(device):
                 self._offloader_on(device)
         self._tapes.add(tape)
-        return None if self._offloader is None else self._offloader.backend.current_stream()
+        if self._offloader is None:
+            return None
+        self._offloader.begin_forward()
+        return self._offloader.backend.current_stream()
 
     def end(self) -> None:
         """The root's forward is over, whichever way."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 __all__ = [
+    "APPLY",
     "CACHING_MODES",
     "COMPILED_CALL",
     "DeviceContext",
@@ -270,6 +271,9 @@ def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
+
+APPLY = "_apply"
+"""The method through which `to`, `cuda`, `half` and others change all weights of a module."""
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""

@@ -230,12 +230,13 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     # Options of the last call may be for a model that is gone by now.
     _check_names(pipeline, models, excluded, special if "model_options" in given else {})
     offloaded, whole = {}, []
+    away = {id(models[name]) for name in excluded if name in models}
     for name, model in models.items():
-        if _is_given_up(model):
-            continue
         handle, model_options = handle_of(model), _options_for(options, special.get(name, {}))
         # Options of the last call are for models that are not offloaded yet.
-        is_excluded = name in excluded and (handle is None or "exclude_modules" in given)
+        is_excluded = id(model) in away and (handle is None or "exclude_modules" in given)
+        if _is_given_up(model) or (is_excluded and name not in excluded):  # it has another name
+            continue
         shared = shared_handle(
             handle,
             model_options,
@@ -376,7 +377,8 @@ def _check_names(
                 f"model_options[{name!r}]: no such option: {unknown[0]!r}.{did_you_mean(unknown[0], known)} Options: "
                 f"{', '.join(sorted(known))}."
             )
-    both = sorted(set(excluded) & set(special))
+    names = {id(model): {each for each in models if models[each] is model} for model in models.values()}
+    both = sorted(name for each in names.values() if each & set(excluded) and each & set(special) for name in each)
     if both:
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
 
@@ -451,12 +453,8 @@ class _Markers(Listener):
             )
 
     def removed(self, handle: OffloadHandle) -> None:
-        if "diffusers" not in sys.modules:
-            return
-        for module in handle.module.modules():
-            registry = module.__dict__.get("_diffusers_hook")
-            if type(registry) is _marked_registry_class():
-                _unmark(registry)
+        if "diffusers" in sys.modules:
+            _unmark_all(handle.module)
 
 
 def _warn_of_added(module: nn.Module) -> None:
@@ -506,6 +504,13 @@ def _new_registry() -> Any:
 def _forget_children(registry: Any) -> None:
     """A registry keeps a list of those below it, which are other ones from now on: contexts of caches go by the list."""
     registry._child_registries_cache = None
+
+
+def _unmark_all(model: nn.Module) -> None:
+    for module in model.modules():
+        registry = module.__dict__.get("_diffusers_hook")
+        if type(registry) is _marked_registry_class():
+            _unmark(registry)
 
 
 def _unmark(registry: Any) -> None:
@@ -669,12 +674,12 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 def _install_seam() -> None:
     """Let `_apply_group_offloading` of a marker's config reach that marker's engine, and all other calls diffusers.
 
-    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so.
+    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so, and `pipe.to("meta")` gives them up.
     """
     for module_name, class_name in _PIPELINE_CLASSES.items():
         pipelines = getattr(sys.modules.get(module_name), class_name, None)
         if pipelines is not None and not hasattr(pipelines.to, "group_offload_before"):
-            pipelines.to = _tells_of_casts(pipelines.to)
+            pipelines.to = _moves_and_tells(pipelines.to)
     offloading = _offloading_module()
     before = getattr(offloading, _SEAM)
     if hasattr(before, "group_offload_before"):
@@ -705,10 +710,18 @@ def _install_seam() -> None:
     setattr(offloading, _SEAM, apply)
 
 
-def _tells_of_casts(to: Callable[..., Any]) -> Callable[..., Any]:
+def _moves_and_tells(to: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(to)
     def tells(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-        result = to(pipeline, *args, **kwargs)
+        gives_up = any(str(each).startswith("meta") for each in (*args, *kwargs.values()))
+        handles = [*handles_of(pipeline).values()] if gives_up else []
+        for handle in handles:
+            _unmark_all(handle.module)  # diffusers leaves marked models where they are
+        try:
+            result = to(pipeline, *args, **kwargs)
+        finally:
+            for handle in handles:
+                _mark(handle)
         dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
         models = {name: handle.module for name, handle in handles_of(pipeline).items() if dtype is not None}
         kept = [name for name, model in models.items() if _dtype_of(model) not in (None, dtype)]

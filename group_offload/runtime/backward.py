@@ -33,7 +33,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.device import Backend, Stream
 from ..base.layout import span_of
-from ..base.saved import Kept, Pack, Passed, Unpack, check_version, hooks_in_force, keep, unwatched, view_of
+from ..base.saved import (
+    Kept,
+    Pack,
+    Passed,
+    Unpack,
+    check_version,
+    first_of_two_runs,
+    hooks_in_force,
+    keep,
+    unwatched,
+    view_of,
+)
 from ..base.torch_internals import (
     are_saved_tensors_hooks_enabled,
     current_autograd_node,
@@ -226,6 +237,14 @@ class Backward:
         if below is not None:  # a checkpoint calls modules again, whose gates are there as long as the model is
             unpack.root = self._passes.root  # type: ignore[attr-defined]
         return saved_tensors_hooks(pack, unpack)
+
+    def keep_root(self) -> None:
+        """Keep the model as long as the graph, if a reentrant checkpoint makes the call in progress, and will make it again."""
+        kind = self._passes.kind
+        if kind is not None and kind.with_grad and not torch.is_grad_enabled():
+            node = first_of_two_runs()
+            if node is not None:
+                node.group_offload_root = self._passes.root
 
     def check_graph(self, output: Any) -> None:
         """Refuse a graph that was recorded where saved-tensor hooks are forbidden: its backward would find other weights.

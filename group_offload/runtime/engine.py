@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
-from ..base.saved import is_first_of_two_runs
+from ..base.saved import first_of_two_runs
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
@@ -156,6 +156,7 @@ class Engine:
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self._placer)
+        self._gates.was_applied = weakly(self._look_for_meta)
         self._gates.share(weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
@@ -209,8 +210,6 @@ class Engine:
     def remove(self) -> None:
         """Move every tensor back into separate memory on the device where it was before, and take the gates away.
 
-        Of weights that go to a device, the RAM is given back by other threads, which may take a second longer.
-
         The method raises midway if memory runs out, and no weight is lost: tensors moved so far stay as they are, the
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
@@ -257,6 +256,7 @@ class Engine:
                 group.give_up()
                 if goes_to_ram:
                     wait_for_releases()  # the next group's memory may be taken out of what this one had
+        wait_for_releases()
 
     # ---------------------------------------------------------------- for the handle
 
@@ -337,7 +337,7 @@ class Engine:
         scope = self._notice(top)
         if self._changes.undo_merges(top):
             scope = self._notice(top)
-        if not kind.with_grad and not is_first_of_two_runs():
+        if not kind.with_grad and first_of_two_runs() is None:
             return scope
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
         if self._trained.take_up(self._refs):
@@ -377,18 +377,46 @@ class Engine:
 
     def _refuse_meta(self) -> None:
         """Name a weight that was given up since the module was cut. If all of them were, their memory goes."""
-        now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
-        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
-        if lost and all(tensor.is_meta for tensor in now.values()):
-            self._release()
-            self._forget_groups()
-            self._gates.install(())
+        lost, are_all = self._lost()
+        if are_all:
+            self._give_up()
         if lost:
             raise ModuleError(
                 f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
                 f"values up. To use the model, load the model again. If accelerate has taken the weights (cpu_offload), take "
                 f"its hooks off: accelerate.hooks.remove_hook_from_module(model, recurse=True)."
             )
+
+    def _look_for_meta(self) -> None:
+        """Free the memory of a model whose weights were all given up just now. In the middle of a pass the next one does it."""
+        if self.groups and self._lost()[1]:
+            self._passes.if_at_rest(self._give_up_at_rest)
+
+    def _give_up_at_rest(self) -> None:
+        self._passes.begin_clean()
+        self._give_up()
+        self._passes.stay_clean()
+
+    def _lost(self) -> tuple[list[str], bool]:
+        """The names of weights that were given up since the module was cut, and whether all were."""
+        now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
+        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
+        return lost, bool(lost) and all(tensor.is_meta for tensor in now.values())
+
+    def _give_up(self) -> None:
+        """Free all memory, of weights that are not needed any more."""
+        self._release()
+        for group in self.groups:
+            group.give_up()
+        self._close_replaced(())
+        self._trained.forget_others(())
+        self._trained.guard(())
+        self._forget_groups()
+        self._gates.install(())
+        if self._gates.sharing is not None:
+            self._gates.sharing.close()
+        self.transfer.close()
+        wait_for_releases()
 
     def _release(self) -> None:
         """Give up all device memory. What is on its way arrives before."""

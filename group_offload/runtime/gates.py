@@ -38,6 +38,7 @@ from ..base.compiled import Around, is_compiled
 from ..base.saved import hooks_in_force, pop_hooks
 from ..base.tensors import map_tensors
 from ..base.torch_internals import (
+    APPLY,
     COMPILED_CALL,
     TorchDispatchMode,
     detect_fake_mode,
@@ -88,8 +89,8 @@ class Gate(Around):
         """The groups that the call needs. The group that is needed longest comes first."""
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
-        self._owner = weakref.ref(gates)
-        self._repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
+        self._owner: Callable[[], Gates | None] = weakref.ref(gates)
+        self.repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
         self.compiled = module.__dict__.get(COMPILED_CALL)
         self.bypassing: BypassingCall | None = None
         """A call in progress that bypassed the gate. A forward hook will end it."""
@@ -175,6 +176,8 @@ class Gate(Around):
             this.is_deferred = own is not None
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
+            if gates.records_graphs:
+                backward.keep_root()
             args, kwargs = self._inputs(gates, args, kwargs)
             call = self._enclosed
             first = num_autograd_nodes()
@@ -187,7 +190,7 @@ class Gate(Around):
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = nullcontext() if own is None else own.preceded_by(partial(passes.acquire_late, this))
             with backward.hooks() or nullcontext(), late:
-                output = self._repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
+                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 kept = [group for group in self.groups if group.has_beside]
@@ -313,6 +316,8 @@ class InnerGate(Gate):
         else:
             is_inside = gates.passes.runs_here
         if is_inside and all(group.is_ready for group in self.groups):
+            if gates.records_graphs:
+                gates.backward.keep_root()
             return call(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -378,12 +383,32 @@ class MethodGate(InnerGate):
     def __bool__(self) -> bool:
         return True
 
+    # A copy of the module, which is being made, is not offloaded: its calls are let through. (The method itself would keep
+    # the copy alive.)
+
     def __deepcopy__(self, memo: Any) -> Any:
-        """The method of the copy of the module, which is being made."""
-        return getattr(memo[id(self.module)], self.name)
+        return _let_through(memo[id(self.module)], self.name)
 
     def __reduce__(self) -> tuple[Any, Any]:
-        return getattr, (self.module, self.name)
+        return _let_through, (self.module, self.name)
+
+
+class ApplyGate(MethodGate):
+    """Encloses the root's `_apply`, through which `to("meta")` gives up weights: what they took is freed at once."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._enclosed(*args, **kwargs)
+        finally:
+            gates = self._owner()
+            if gates is not None:
+                gates.was_applied()
+
+
+def _let_through(module: nn.Module, name: str) -> MethodGate:
+    gate = MethodGate.__new__(MethodGate)
+    gate.module, gate.name, gate.compiled, gate._owner = module, name, None, lambda: None
+    return gate
 
 
 @not_compiled
@@ -467,6 +492,8 @@ class Gates:
         self.placer = placer
         self.sharing: SharingPolicy | Unsigned | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
+        self.was_applied: Callable[[], None] = lambda: None
+        """Called once a function was applied to all weights of the root: they may have been given up."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
@@ -558,6 +585,8 @@ class Gates:
         self._gates.clear()
         if root_gate is not None:
             self._gates[self._top] = root_gate
+            # What was known of the module keeps weights that were replaced.
+            root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours, is_function=self.is_function)
         for module, found in needs.items():
             gate = self._gates[module] if module in self._gates else self._new_gate(module)
             gate.tables = tuple(group for group in found if group.is_table)
@@ -605,6 +634,9 @@ class Gates:
                 gate = self._methods[method] = MethodGate(self, method)
                 gate.groups = _in_turn(found)
                 gate.install()
+        apply = Method(weakref.ref(self._top), APPLY)
+        self._methods[apply] = ApplyGate(self, apply)
+        self._methods[apply].install()
 
     def uninstall(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""

@@ -400,7 +400,7 @@ class Passes:
         return sum(blob.layout.num_bytes for blob in self._files.read_through_cache)
 
     def plan_cache_reads(self, beside_bytes: int) -> None:
-        self._if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
+        self.if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
 
     def read_cache(self, is_idle: Callable[[], bool]) -> bool:
         return self._files.ahead.go_on(is_idle)
@@ -409,10 +409,10 @@ class Passes:
         self._files.ahead.stop()
 
     def read_first(self) -> None:
-        self._if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
+        self.if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
 
     def take_over(self) -> None:
-        self._if_at_rest(lambda: self._prepare_for_turn(self._start_first))
+        self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
     @property
     def slot_bytes(self) -> int:
@@ -453,7 +453,7 @@ class Passes:
         else:
             self.stay_clean()
 
-    def _if_at_rest(self, step: Callable[[], None]) -> None:
+    def if_at_rest(self, step: Callable[[], None]) -> None:
         """Do this under the lock, unless another thread has it, or a pass is in progress."""
         was_owned = self.lock._is_owned()
         try:

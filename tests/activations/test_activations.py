@@ -9,6 +9,7 @@ import logging
 import pickle
 import random
 import tracemalloc
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ from ..support.training import (
     train,
     two_by_two,
 )
+from ..support.tuning import tune
 
 # ---------------------------------------------------------------- bits
 
@@ -197,6 +199,29 @@ def test_host_memory_is_reused_step_after_step() -> None:
 
     most = step(7)
     assert {step(num_samples) for num_samples in (7, 3, 6, 1, 7, 5, 4)} == {most}
+
+
+@pytest.mark.parametrize(("device", "num_shapes"), [("cpu", 1000), ("eager", 50)])
+def test_host_memory_is_bounded_for_any_shapes(device: str, num_shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always a graph that is alive. Afterwards what small ones do not need is freed."""
+    tune(monkeypatch, activation_segment_bytes=4096)
+    model, rng = make(2), random.Random(0)
+    with on(device, model) as (put, _):
+        handle = offload(model, keep_last=0)
+        graphs: deque[torch.Tensor] = deque(maxlen=3)
+        for number in range(num_shapes + 40):
+            num_samples = rng.randrange(1, 40) if number < num_shapes else 1
+            graphs.append(model(put(torch.randn(num_samples, TOKENS, DIM))).square().mean())
+            if number == num_shapes - 1:
+                before = handle.stats()
+                assert before.host_bytes <= 2 * before.peak_used_host_bytes
+        after = handle.stats()
+        assert after.used_host_bytes > 0 and after.host_bytes < before.host_bytes / 8
+        if device != "cpu":
+            simulated: SimulatedDevice = put.__self__  # type: ignore[attr-defined]
+            assert after.pinned_bytes == simulated.pinned_bytes == after.host_bytes
+        graphs.clear()
+        handle.remove()
 
 
 def test_nothing_grows_with_the_number_of_steps() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import operator
+import pickle
 import sys
 import threading
-import time
 import tracemalloc
 import weakref
 from collections import deque
@@ -20,6 +22,10 @@ import torch
 from torch import nn
 
 from group_offload import ModuleError, StateError, apply_group_offloading, enable_group_offload
+from group_offload.base import release
+from group_offload.runtime import engine
+from group_offload.runtime.groups import build
+from group_offload.runtime.groups.part import Part
 from group_offload.runtime.measure.recorder import Recorder
 
 from ..support import training
@@ -53,11 +59,21 @@ def _lora(model: nn.Module, x: Any, call: Callable[..., Any]) -> None:
         ).square().mean().backward() if output.requires_grad else None
 
 
+def _peft(model: nn.Module, x: Any, call: Callable[..., Any]) -> None:
+    """A LoRA of peft, in a forward with a graph and one without."""
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up", "down"], r=2), model)
+    with torch.enable_grad():
+        call(model, x)
+    call(model, x)
+
+
 USES: dict[str, Callable[..., Any]] = {
     "never called": lambda model, x, call: None,
     "called": lambda model, x, call: [call(model, x) for _ in range(2)],
     "part called": lambda model, x, call: [call(model, x), model.blocks[0]],
     "with a graph": _lora,
+    "with a LoRA of peft": _peft,
     "with hooks": lambda model, x, call: [
         [part.register_forward_hook(lambda *_: None) for part in model.modules()],
         call(model, x),
@@ -100,7 +116,7 @@ def test_memory_comes_back_at_once(options: str, use: str, is_removed: bool, tmp
         model = make(Model)
         handle = offload_to(tmp_path if options == "file" else None, model, **OPTIONS[options])
         USES[use](model, inputs(), lambda model, x: forward(device, model, x))
-        engine = weakref.ref(engine_of(handle))
+        engine_left = weakref.ref(engine_of(handle))
         gone = [weakref.ref(each) for each in (model, model.gain, model.blocks[0])]
         if is_removed:
             handle.remove()
@@ -108,15 +124,36 @@ def test_memory_comes_back_at_once(options: str, use: str, is_removed: bool, tmp
             assert not device.memory.now and not device.pinned_bytes
         del model, handle
         device.synchronize()
-        deadline = time.monotonic() + 60  # threads that read ahead, in the middle of a step, let go a moment later
-        while time.monotonic() < deadline and (
-            alive(*gone) != expected or (device.pinned_bytes > 0 and not any(expected))
-        ):
-            time.sleep(0.01)
-        device.synchronize()
-        assert alive(*gone) == expected and engine() is None
+        assert alive(*gone) == expected and engine_left() is None
         assert not device.memory.now
         assert not device.pinned_bytes or any(expected)
+
+
+class Later:
+    """Work that no thread begins before somebody waits for it."""
+
+    is_done = False
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.wait = work
+
+
+def test_memory_of_weights_that_return_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads give it back, all of it at the end, so that the copies to the device do not wait for that."""
+
+    def materialise(part: Part) -> None:
+        part.devices = [torch.device("cpu")] * len(part.devices)
+        build.materialise(part)
+
+    monkeypatch.setattr(release, "on_pool", Later)
+    monkeypatch.setattr(engine, "materialise", materialise)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        model = make(Model)
+        handle = apply_group_offloading(model, "cpu")
+        for part in (part for group in engine_of(handle).groups for part in group.parts):
+            part.devices = [torch.device("meta")] * len(part.devices)  # that is, not in RAM
+        handle.remove()
+        assert not device.pinned_bytes and torch.equal(run(model, inputs()), run(make(Model), inputs()))
 
 
 @pytest.mark.parametrize("is_called", [False, True])
@@ -188,12 +225,28 @@ def test_backward_after_the_model_was_dropped() -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("run_block", CHECKPOINTS[1:])
+class CheckpointedPart(nn.Module):
+    """A part of a block that is called again in backward, and not the block."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = training.reentrant(self.part, x)
+        return result
+
+
+@pytest.mark.parametrize("run_block", [*CHECKPOINTS, None])
 def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -> None:
     gradients, gone = [], []
     for offloads in (False, True):
         with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
-            model = training.make(run_block=run_block).requires_grad_(False)
+            model = training.make().requires_grad_(False)
+            if run_block is not None:
+                model.run_block = run_block
+            else:
+                model.blocks[1].down = CheckpointedPart(model.blocks[1].down)
             put = device.put if offloads else torch.clone
             if offloads:
                 apply_group_offloading(model, "cpu")
@@ -202,6 +255,7 @@ def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -
                 loss = model(x).square().mean()
                 gone.append(weakref.ref(model))
                 del model
+                assert alive(gone[-1]) == [offloads]
                 loss.backward()
             device.synchronize()
             gradients.append(device.get(x.grad) if offloads else x.grad)
@@ -210,23 +264,98 @@ def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("where", ["whole", "part"])
-def test_weights_that_are_given_up_on_the_meta_device(where: str) -> None:
-    model = make(Model)
+@pytest.mark.parametrize("use", ["never called", "called", "with a graph", "with a LoRA of peft", "compiled"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_weights_that_are_given_up_on_the_meta_device(options: str, use: str, tmp_path: Path) -> None:
     with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
-        handle = apply_group_offloading(model, "cpu")
-        forward(device, model, inputs())
+        model = make(Model)
+        handle = offload_to(tmp_path if options == "file" else None, model, **OPTIONS[options])
+        USES[use](model, inputs(), lambda model, x: forward(device, model, x))
+        old = [weakref.ref(each) for each in (*model.parameters(), *model.buffers())]
+        model.to("meta")
         device.synchronize()
-        before = device.pinned_bytes
-        (model if where == "whole" else model.blocks[1]).to("meta")
+        assert not any(alive(*old)) and not device.pinned_bytes and not device.memory.now
         for _ in range(2):
             with pytest.raises(ModuleError, match=r"was moved to the meta device .* load the model again"):
                 forward(device, model, inputs())
-        device.synchronize()
-        assert device.pinned_bytes == (before if where == "part" else 0)
         handle.remove()
         device.synchronize()
-        assert not device.pinned_bytes and not device.memory.now and model.blocks[1].up.weight.is_meta
+        assert not device.pinned_bytes and not device.memory.now and "_apply" not in vars(model)
+
+
+def test_weights_of_a_part_are_given_up() -> None:
+    """Their memory goes with the last of them, at the next call."""
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        model = make(Model)
+        handle = apply_group_offloading(model, "cpu")
+        before = device.pinned_bytes
+        model.blocks[1].to("meta")
+        for part in (None, *model.children()):
+            if part is not None:
+                part.to("meta")
+            with pytest.raises(ModuleError, match="was moved to the meta device"):
+                forward(device, model, inputs())
+            assert device.pinned_bytes == before
+        model.to("meta")
+        assert not device.pinned_bytes
+        handle.remove()
+
+
+def test_weights_that_come_back_from_the_meta_device() -> None:
+    model, reference = make(Model), make(Model)
+    handle = apply_group_offloading(model, "cpu")
+    run(model, inputs())
+    model.to("meta").to_empty(device="cpu").load_state_dict(reference.state_dict())
+    assert torch.equal(run(model, inputs()), run(reference, inputs()))
+    handle.remove()
+
+
+def test_weights_that_are_given_up_in_a_forward() -> None:
+    with counted():
+        model = make(Model)
+        apply_group_offloading(model, "cpu")
+        run(model, inputs())
+        old = [weakref.ref(each) for each in model.parameters()]
+        hook = model.blocks[1].register_forward_pre_hook(lambda *_: model.to("meta") and None)
+        with contextlib.suppress(RuntimeError):  # some operators take a meta tensor, and some do not
+            run(model, inputs())
+        hook.remove()
+        with pytest.raises(ModuleError, match="was moved to the meta device"):
+            run(model, inputs())
+        assert not any(alive(*old))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_moves_by_itself(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    with counted():
+        model, reference = make(Model), make(Model)
+        handle = apply_group_offloading(model, "cpu")
+        copied = make_copy(make_copy(model))
+        copied.double()
+        assert torch.equal(run(model, inputs()), run(reference, inputs()))
+        assert {weight.dtype for weight in copied.parameters()} == {torch.float64}
+        for part in copied.modules():  # diffusers' registries lead back to their modules
+            part.__dict__.pop("_diffusers_hook", None)
+        gone = weakref.ref(copied)
+        del copied, part
+        assert gone() is None
+        handle.remove()
+        assert "_apply" not in vars(model)
+
+
+def test_a_pipeline_that_is_moved_to_the_meta_device() -> None:
+    from ..support import tiny_models
+
+    with counted():
+        pipe = tiny_models.flux_pipeline()
+        enable_group_offload(pipe, onload_device="cpu", exclude_modules="vae")
+        tiny_models.run(pipe)
+        models = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.vae]
+        old = [weakref.ref(weight) for model in models for weight in model.parameters()]
+        pipe.to("meta")
+        assert not any(alive(*old))
+        with pytest.raises(ModuleError, match="was moved to the meta device"):
+            tiny_models.run(pipe)
 
 
 def entries(value: Any, seen: set[int]) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from group_offload import (
     ConfigError,
     ModuleError,
+    StateError,
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
@@ -262,6 +263,23 @@ def test_one_model_under_two_names(device: torch.device, tmp_path: Path) -> None
     assert torch.equal(tiny.run(pipe), expected)
     disable_group_offload(pipe)
     assert torch.equal(tiny.run(pipe.to(device)), expected)
+
+
+@pytest.mark.parametrize(("excluded", "other"), [("transformer", "transformer_2"), ("transformer_2", "transformer")])
+def test_an_excluded_name_of_a_model_with_two_names(excluded: str, other: str, device: torch.device) -> None:
+    pipe = tiny.wan_pipeline()
+    pipe.register_modules(transformer_2=pipe.transformer)
+    handles = enable_group_offload(pipe, onload_device=device, exclude_modules=excluded)
+    assert handles.keys().isdisjoint({excluded, other}) and handle_of(pipe.transformer) is None
+    assert next(pipe.transformer.parameters()).device == device
+    with pytest.raises(
+        ConfigError, match=r"^\['transformer', 'transformer_2'\] are in exclude_modules and in model_opt"
+    ):
+        enable_group_offload(pipe, exclude_modules=excluded, model_options={other: {"offload_type": "leaf_level"}})
+    assert handle_of(pipe.transformer) is None
+    assert enable_group_offload(pipe, exclude_modules=None).keys() >= {excluded, other}
+    with pytest.raises(StateError, match=rf"^{excluded} .* leave it out of exclude_modules"):
+        enable_group_offload(pipe, exclude_modules=excluded)
 
 
 @any_level

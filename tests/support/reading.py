@@ -76,11 +76,7 @@ class Rig:
         self.clear()
         if self.device is not None:
             self.device.synchronize()
-            if self.model is not None:
-                assert self.device.pinned_bytes == 0
-            # Dropped without remove(): a thread may still be on its way out.
-            assert eventually(lambda: self.device is not None and self.device.pinned_bytes == 0)
-            assert self.device.allocated_bytes == 0
+            assert self.device.pinned_bytes == self.device.allocated_bytes == 0
 
     def clear(self) -> None:
         self.resident.alive.clear()

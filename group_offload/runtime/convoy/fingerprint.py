@@ -19,12 +19,12 @@ from torch import nn
 
 from ...base.caches import touch
 from ...base.compiled import Around
-from ...base.torch_internals import COMPILED_CALL
+from ...base.torch_internals import APPLY, COMPILED_CALL
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
-_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
+_TO_ENGINE = ("_group_offload_handle", APPLY, COMPILED_CALL)
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _OWN = frozenset(nn.Module().__dict__) | {"_diffusers_hook", *_TO_ENGINE}
 """Attributes that every module has, or that lead to the engine."""

@@ -28,6 +28,9 @@ class CacheReads:
         """What is to be read: a file, the first byte, and how many."""
         self._tasks: list[Task[None]] = []
 
+    def __del__(self) -> None:
+        self.stop()  # the model was dropped
+
     def plan(self, blobs: Iterable[FileBlob], beside_bytes: int) -> None:
         """Read these blobs from now on, as far as the page cache has room for them and for `beside_bytes`."""
         self.stop()

@@ -162,21 +162,25 @@ class Reader:
                 self._end(job, None)
         self.wait_until_enqueued()
 
-    def successor(self) -> Reader:
-        """Another reader in the place of this one, whose state is unknown after an interrupt.
-
-        The threads of this one read on into its memory and enqueue nothing any more. The memory goes with the last thread.
-        """
+    def retire(self) -> None:
+        """Enqueue nothing any more, and give the staging memory back. Threads are not waited for: one that is in the middle of
+        a chunk keeps what it reads from, and the staging memory, which is not locked any more, until that chunk is read."""
         with self._lock:
             self._is_retired = True
             for job in [*self._submitted, *self._announced]:
                 job.error, job.landing = job.error or RuntimeError("The pass was interrupted."), None
                 job.chunks.clear()
+                job.begun.clear()
                 job.end()
             self._submitted.clear()
             self._announced.clear()
+            self._staging.close()
+
+    def successor(self) -> Reader:
+        """Another reader in the place of this one, whose state is unknown after an interrupt."""
         other = Reader(self._backend, self._recorder)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
+        self.retire()
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
         other.bytes_unpacked = self.bytes_unpacked
         return other

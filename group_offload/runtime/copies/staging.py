@@ -90,12 +90,13 @@ class Staging:
             self._free = self._starts()
 
     def close(self) -> None:
-        """Give the memory back. No thread may use a frame; copies that are on their way are waited for."""
+        """Give the memory back. Copies that are on their way are waited for. Threads that use a frame keep the memory."""
+        while self._sent:
+            self._sent.popleft()[0].synchronize()
         if self._lock is not None:
             self._lock.release()
         self._lock, self.memory, self.view = None, None, memoryview(b"")
         self._free.clear()
-        self._sent.clear()
 
     def _allocate(self) -> None:
         num_frames = self.num_frames

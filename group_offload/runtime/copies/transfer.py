@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ class Transfer:
         Args:
             unpacks: Whether some blobs are sent packed.
         """
+        self._reader = Reader(backend, recorder)
         self._backend = backend
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
@@ -52,7 +54,6 @@ class Transfer:
         self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
         self._staging_size = 1
         self._turn = 0
-        self._reader = Reader(backend, recorder)
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
@@ -63,6 +64,10 @@ class Transfer:
         self._bytes_unpacked = 0
         self.sharing: Sharing | None = None
         """The other GPUs that bring their shares of each group; None if there are none."""
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the driver is gone then
+            self._reader.retire()  # threads read for a model that was dropped
 
     @property
     def num_copies(self) -> int:

@@ -195,7 +195,8 @@ class Succession:
         if reader is not None and not self._is_planned:
             reader.plan_cache_reads(model.cached_bytes)
             self._is_planned = True
-        if reader is None or not reader.read_cache(lambda: not model.is_reading):
+        this = weakref.ref(model)  # threads call it, also when the model was dropped
+        if reader is None or not reader.read_cache(lambda: (model := this()) is not None and not model.is_reading):
             self._reader = None
         if heir is not None:
             heir.read_first()

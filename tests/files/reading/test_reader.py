@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import random
 import tempfile
-import time
+import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from hypothesis import strategies as st
 from group_offload import GroupFileError
 from group_offload.base import pool
 from group_offload.base.tuning import tuning
+from group_offload.runtime.copies.reader import Reader
 
+from ...support.inside import engine_of
 from ...support.models import Stop
 from ...support.on_device import exercise
 from ...support.reading import (
@@ -35,7 +39,6 @@ from ...support.reading import (
     num_threads,
 )
 from ...support.reads import late_reads
-from ...support.simulated import SimulatedDevice
 from ...support.tuning import tune
 
 # ---------------------------------------------------------------- what is left
@@ -83,25 +86,47 @@ def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: 
 
 
 @every_tier
-def test_dropped_while_files_are_read(tier: str, tmp_path: Path, preadv: Preadv) -> None:
-    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
-        time.sleep(0.003)
+def test_dropped_while_files_are_read(
+    tier: str, tmp_path: Path, preadv: Preadv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in the middle of a read keeps the file, and staging memory that is not locked. It reads no more."""
+    here, read = threading.local(), Reader._read
+    is_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def reading(self: Reader, job: Any, chunk: Any) -> None:
+        here.groups = {each.label for _, reads in chunk.spans for each in reads}
+        read(self, job, chunk)
+
+    def one_waits(real: Any, fd: int, buffers: Any, position: int) -> int:
+        if is_needed_next and here.groups == {"blocks_0_0"} and not is_begun.is_set():
+            is_begun.set()
+            assert may_end.wait(60)
         count: int = real(fd, buffers, position)
         return count
 
-    before = num_fds()
-    device = SimulatedDevice(0)
+    monkeypatch.setattr(Reader, "_read", reading)
+    is_needed_next: list[bool] = []
     with Rig("simulated", tier, tmp_path) as rig:
         assert rig.device is not None
-        device = rig.device
         rig.check(2)
-        preadv.arm(0, 10**9, slowly)
-        rig.check()  # what the next pass needs first is being read
-        rig.drop()
+        preadv.arm(0, 10**9, one_waits)
+        rig.model.blocks[0].down.register_forward_pre_hook(lambda *_: is_needed_next.append(True))
+        rig.check()
+        assert is_begun.wait(60)
+        weakref.finalize(engine_of(rig.handle).transfer._reader, has_ended.set)
+        gone = [weakref.ref(each) for each in (rig.model, engine_of(rig.handle), *rig.model.parameters())]
+        rig.clear()
+        gc.disable()
+        try:
+            rig.model = rig.handle = None
+            assert not any(each() for each in gone)
+        finally:
+            gc.enable()
+        assert rig.device.pinned_bytes == rig.device.allocated_bytes == 0 and not has_ended.is_set()
+        num_calls = preadv.num_calls
+        may_end.set()
+        assert has_ended.wait(60) and preadv.num_calls <= num_calls + pool.num_threads()  # one each
         assert eventually(lambda: num_mappings(tmp_path) == 0)
-    device.synchronize()
-    assert eventually(lambda: device.pinned_bytes == 0)
-    assert eventually(lambda: num_fds() <= before)
 
 
 # ---------------------------------------------------------------- what is counted
