@@ -137,10 +137,7 @@ def _recorded(engine: Engine) -> list[PassFacts]:
             slices = [*_on_cpu(slices)]
         found.append(
             PassFacts(
-                title=f"{each.what} {each.number}{part}",
-                seconds=took,
-                slices=slices,
-                is_forward=each.what == "forward",
+                title=f"{each.what} {each.number}{part}", seconds=took, slices=slices, is_forward=each.what == "forward"
             )
         )
     return found
