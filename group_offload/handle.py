@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from .base import timeline
 from .base.publish import check_path
 from .base.text import html_table, printable, table
 from .base.weak import Weak
@@ -22,7 +21,7 @@ from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
 from .report.page import value_text, write_page
-from .run_report import Run, facts_of, memory_of, wait_for_work
+from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE, Gate
 from .runtime.groups.group import Group
@@ -255,7 +254,7 @@ class OffloadHandle:
             with engine.lock:
                 engine.transfer.wait_until_enqueued()
                 trace = engine.recorder.end_all()
-            timeline.write(path, trace)  # also if the block raised: then it is most wanted
+            trace.write(path)  # also if the block raised: then it is most wanted
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.
@@ -273,7 +272,8 @@ class OffloadHandle:
         Example:
             >>> handle.report("run.html")
         """
-        return write_report_of({"": self}, path)
+        check_path(Path(path))
+        return write_page(report_of({"": self}), path)
 
     def refresh(self) -> None:
         """Take up changed, added or removed weights now instead of in the next forward."""
@@ -345,14 +345,10 @@ def _describe(group: Group) -> GroupInfo:
     blobs = [part.blob for part in group.parts]
     packed_bytes, in_ram = group.packed_bytes, group.packed_ram_bytes
     tier = blobs[0].tier.value if blobs and not in_ram else Tier.RAM.value
-    from_files = packed_bytes - in_ram
     return GroupInfo(
         group_id=group.group_id,
-        tier=Tier.FILE.value if from_files else tier,
-        where=(", ".join(dict.fromkeys(blob.where for blob in blobs)) or "nothing to move")
-        + (", rows are gathered there" if group.is_table else "")
-        + (f", sent from {describe_bytes(in_ram)} of packed RAM" if in_ram else "")
-        + (f", read from {describe_bytes(from_files)} of packed files" if from_files else ""),
+        tier=Tier.FILE.value if packed_bytes > in_ram else tier,
+        where=where_of(group),
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
@@ -360,11 +356,8 @@ def _describe(group: Group) -> GroupInfo:
     )
 
 
-def write_report_of(
-    handles: Mapping[str, OffloadHandle], path: str | os.PathLike[str], title: str = "", sentences: Sequence[str] = ()
-) -> Path:
-    """Write one page for several models, which go by their names. See `OffloadHandle.report`."""
-    check_path(Path(path))
+def report_of(handles: Mapping[str, OffloadHandle], title: str = "", sentences: Sequence[str] = ()) -> ReportFacts:
+    """What a page says of several models, which go by their names."""
     runs, models = [], []
     for name, handle in handles.items():
         with handle._live.lock:  # one at a time: a forward of one model may call another one
@@ -373,7 +366,7 @@ def write_report_of(
             models.append(facts_of(run))
         runs.append(run)
     title = title or " and ".join(model.title for model in models)
-    return write_page(ReportFacts(title=title, models=models, memories=memory_of(runs), sentences=sentences), path)
+    return ReportFacts(title=title, models=models, memories=memory_of(runs), sentences=sentences)
 
 
 def link(handles: Mapping[str, OffloadHandle], order: Sequence[str], run_once: Collection[str]) -> None:

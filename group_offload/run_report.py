@@ -11,16 +11,14 @@ from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
 from .plan.budgets import describe_bytes, total_ram
 from .plan.report import OffloadPlan
 from .report.facts import (
-    GainFacts,
     GroupFacts,
     MemoryFacts,
     ModelFacts,
-    PartFacts,
     PassFacts,
     Place,
-    gains_of,
-    plan_as_dict,
+    figures_of,
     predicted_pass,
+    sentences_of,
 )
 from .report.page import seconds
 from .runtime.engine import Engine
@@ -58,10 +56,7 @@ def facts_of(run: Run) -> ModelFacts:
     outer = frozenset(group.name for group in groups if group.is_outer)
     passes = _recorded(engine)
     has_link = run.plan.device_has_memory
-    sentences = [plan.headline(), plan.verdict()] if plan is not None and has_link else [run.plan.verdict]
-    gains: list[GainFacts] = []
-    if plan is not None and has_link:
-        gains = gains_of(plan)
+    sentences = sentences_of(plan) if plan is not None and has_link else [run.plan.verdict]
     if passes:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
         sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer, has_link=has_link))
@@ -72,17 +67,17 @@ def facts_of(run: Run) -> ModelFacts:
             if not plan.prediction.compute_seconds and has_link:
                 sentences[-1] += " How long compute takes is not known, so these are the times of moving the weights."
             passes = [predicted_pass(plan)]
+    figures = {"Statistics since the module was offloaded": run.stats}
+    if plan is not None:
+        figures["The plan in numbers"] = figures_of(plan)
     return ModelFacts(
         name=run.name,
         model_class=type(engine.root).__name__,
         device=str(engine.config.onload_device),
-        device_has_memory=has_link,
         groups=groups,
         passes=passes,
         sentences=sentences,
-        gains=gains,
-        plan=None if plan is None else plan_as_dict(plan),
-        stats=run.stats,
+        figures=figures,
         memory=engine.device_memory,
     )
 
@@ -98,6 +93,17 @@ def memory_of(runs: Sequence[Run]) -> list[MemoryFacts]:
     return [*found, _ram(runs)]
 
 
+def where_of(group: Group) -> str:
+    """The names of the files or of the RAM that the weights rest in, and what of them is packed."""
+    in_ram, from_files = group.packed_ram_bytes, group.packed_bytes - group.packed_ram_bytes
+    return (
+        (", ".join(dict.fromkeys(part.blob.where for part in group.parts)) or "nothing to move")
+        + (", rows are gathered there" if group.is_table else "")
+        + (f", sent from {describe_bytes(in_ram)} of packed RAM" if in_ram else "")
+        + (f", read from {describe_bytes(from_files)} of packed files" if from_files else "")
+    )
+
+
 def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
     blobs = [part.blob for part in group.parts]
     if is_staying:
@@ -110,25 +116,14 @@ def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
         parts = [part for part in group.parts if part.blob.layout.num_bytes]
         is_locked = parts and all(part.packed is not None or part.blob.pinned_bytes for part in parts)
         place = Place.LOCKED if is_locked else Place.RAM
-    details = [*dict.fromkeys(blob.where for blob in blobs)]
-    details += dict.fromkeys(
-        f"read: {blob.way}"
-        for blob in blobs
-        if isinstance(blob, FileBlob) and blob.way != "locked" and not blob.is_packed
-    )
-    if group.packed_ram_bytes:
-        details.append("packed")
-    if group.packed_ram_bytes < group.packed_bytes:
-        details.append(f"{describe_bytes(group.packed_bytes - group.packed_ram_bytes)} of packed files are read")
-    if group.is_table:
-        details.append("rows are gathered there")
-    if group.height:
-        details.append("on the device while the groups inside of it compute")
+    ways = {blob.way for blob in blobs if isinstance(blob, FileBlob) and not blob.is_packed} - {"locked", ""}
+    detail = [where_of(group), *(f"read: {way}" for way in sorted(ways))]
+    detail += ["on the device while the groups inside of it compute"] if group.height else []
     return GroupFacts(
         name=group.group_id,
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
         place=place,
-        detail=", ".join(details),
+        detail=", ".join(detail),
         is_outer=bool(group.height),
     )
 
@@ -142,11 +137,7 @@ def _recorded(engine: Engine) -> list[PassFacts]:
             slices = [*_on_cpu(slices)]
         found.append(
             PassFacts(
-                title=f"{each.what} {each.number}{part}",
-                seconds=took,
-                slices=slices,
-                how="recorded",
-                is_forward=each.what == "forward",
+                title=f"{each.what} {each.number}{part}", seconds=took, slices=slices, is_forward=each.what == "forward"
             )
         )
     return found
@@ -179,14 +170,14 @@ def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
     budgets = [run.engine.vram_budget for run in runs]
     given = [budget for budget in budgets if budget is not None]
     parts = [
-        PartFacts("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
+        ("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
         # The models of a process run one after another, in the same slots.
-        PartFacts("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
-        PartFacts("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
+        ("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
+        ("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
     ]
     peak = backend.peak_reserved_bytes()
-    others = max(0, peak - sum(part.num_bytes for part in parts))
-    parts.append(PartFacts("activations and everything else", others, "pass"))
+    others = max(0, peak - sum(num_bytes for _, num_bytes, _ in parts))
+    parts.append(("activations and everything else", others, "pass"))
     sentences = ["The last part is what torch had reserved at its peak, beyond the others."] if others else []
     if not given:
         sentences.append("No vram_budget was given: no weights stay on the device between passes.")
@@ -223,11 +214,11 @@ def _ram(runs: Sequence[Run]) -> MemoryFacts:
     return MemoryFacts(
         name="RAM of this process",
         parts=[
-            PartFacts("weights, page-locked", locked, "locked"),
-            PartFacts("weights, not page-locked", other, "ram"),
-            PartFacts("buffers for files", staging, "file"),
-            PartFacts("weights that take turns", turns, "device"),
-            PartFacts("Python, torch and everything else", rest, "pass"),
+            ("weights, page-locked", locked, "locked"),
+            ("weights, not page-locked", other, "ram"),
+            ("buffers for files", staging, "file"),
+            ("weights that take turns", turns, "device"),
+            ("Python, torch and everything else", rest, "pass"),
         ],
         budget_bytes=max(given, default=None),
         total_bytes=total_ram(),

@@ -1,16 +1,35 @@
-"""What the arguments of `group-offload` stand for: paths, models, dtypes, devices."""
+"""What the arguments of `group-offload` stand for: paths, models, sizes, dtypes, devices."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..base.device import default_device
 from ..errors import ConfigError, DeviceError, GroupFileError
+from ..plan.budgets import parse_bytes
+
+
+def new_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """A command of what `ArgumentParser.add_subparsers` returned."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--json", action="store_true", help="for programs")
+    return command
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
+
+
+def add_dtype(command: argparse.ArgumentParser) -> None:
+    text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    command.add_argument("--dtype", type=dtype_of, help=text)
 
 
 def path_of(text: str) -> Path:
@@ -20,73 +39,33 @@ def path_of(text: str) -> Path:
     return Path(text)
 
 
-def find_checkpoint(name: str) -> Path:
-    """A file or folder; or what `huggingface_hub` has downloaded before as `name` (owner/model, or a folder in it).
-
-    Raises:
-        GroupFileError: there is neither.
-    """
-    if not name:
-        raise GroupFileError("MODEL is empty. Pass the folder of a model; . is the current folder.")
-    path = Path(os.path.expanduser(name))  # Path's own methods raise if there is no such user,
-    has_home = not str(path).startswith("~/")  # nothing in the current folder is meant by that
-    if has_home and os.path.exists(path):  # or the name is too long
-        return path
-    found = _downloaded(name)
-    if found is None:
-        raise GroupFileError(
-            f"There is no {name}: no such file or folder, and no downloaded model. A model of the hub: hf download "
-            f"{'/'.join(name.split('/')[:2]) if _is_hub_name(name) else 'OWNER/MODEL'}"
-        )
-    return found
+def size_of(text: str) -> int:
+    """Bytes: `8GiB`."""
+    try:
+        return parse_bytes(text, "SIZE")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """
-    Raises:
-        ConfigError: weights cannot be cast to it.
-    """
+def positive_size_of(text: str) -> int:
+    num_bytes = size_of(text)
+    if not num_bytes:
+        raise argparse.ArgumentTypeError("it has to be more than 0 bytes")
+    return num_bytes
+
+
+def speed_of(text: str) -> int:
+    """Bytes a second: `25GB` or `25 GB/s`."""
+    return positive_size_of(text.strip().removesuffix("/s"))
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """A dtype that weights can be cast to."""
+    found = getattr(torch, text.removeprefix("torch."), None)
     # Scales are unsigned, and two numbers of 4 bits are one element.
-    if dtype is not None and not (dtype.is_floating_point and dtype.is_signed and "_x2" not in str(dtype)):
-        raise ConfigError(f"dtype={dtype}: weights are cast to a floating point dtype, such as torch.bfloat16.")
-
-
-def named_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype that `--dtype` names.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name is None:
-        return None
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(
-            f"--dtype {name}: torch has no such dtype. Expected bfloat16, float16 or float32, for example."
-        )
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or not found.is_signed or "_x2" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no floating point dtype of torch, such as bfloat16 or float32")
     return found
-
-
-def _is_hub_name(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) > 1 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
-
-
-def _downloaded(name: str) -> Path | None:
-    """The place of a model, or of a folder in it, in the hub's cache."""
-    parts = name.split("/")
-    if not _is_hub_name(name):
-        return None
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        folder = Path(snapshot_download("/".join(parts[:2]), local_files_only=True), *parts[2:])
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
-        return None
-    return folder if folder.exists() else None
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -99,3 +78,29 @@ def chosen_device(name: str | None) -> torch.device:
         return default_device() if name is None else torch.device(name)
     except RuntimeError as error:
         raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
+
+
+def find_checkpoint(name: str) -> Path:
+    """A file or folder; or what `huggingface_hub` has downloaded before as `name` (owner/model, or a folder in it).
+
+    Raises:
+        GroupFileError: there is neither.
+    """
+    if not name:
+        raise GroupFileError("MODEL is empty. Pass the folder of a model; . is the current folder.")
+    path = os.path.expanduser(name)
+    if os.path.exists(path):  # Path.exists raises if the name is too long
+        return Path(path)
+    parts = name.split("/")
+    is_hub_name = len(parts) > 1 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
+    if is_hub_name:
+        with suppress(ImportError, OSError, ValueError):  # huggingface_hub is not there, or has no such model
+            from huggingface_hub import snapshot_download
+
+            found = Path(snapshot_download("/".join(parts[:2]), local_files_only=True), *parts[2:])
+            if found.exists():
+                return found
+    raise GroupFileError(
+        f"There is no {name}: no such file or folder, and no downloaded model. A model of the hub: hf download "
+        f"{'/'.join(parts[:2]) if is_hub_name else 'OWNER/MODEL'}"
+    )

@@ -12,7 +12,7 @@ from ..base.device import backend_for
 from ..base.terminal import add_row, new_console, new_table, say
 from ..errors import GroupFileError
 from ..plan.speeds import measure, record, record_file
-from .arguments import chosen_device, path_of
+from .arguments import add_device, chosen_device, new_command, path_of
 
 
 def add_command(commands: Any) -> None:
@@ -20,17 +20,10 @@ def add_command(commands: Any) -> None:
     text = (
         "Measure how fast weights move here: RAM to the device, and the drive of DIR to RAM. Plans use it from then on."
     )
-    command = commands.add_parser("bench", help=text, description=text)
-    command.add_argument(
-        "folder",
-        metavar="DIR",
-        type=path_of,
-        nargs="?",
-        default=Path(),
-        help="the folder of a model or a pipeline, one of whose files is read (default: the current folder)",
-    )
-    command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
-    command.add_argument("--json", action="store_true", help="for programs")
+    command = new_command(commands, "bench", text)
+    add_device(command)
+    text = "the folder of a model or a pipeline, one of whose files is read (default: the current folder)"
+    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
     command.set_defaults(run=_bench)
 
 

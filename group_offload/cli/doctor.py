@@ -1,100 +1,142 @@
-"""The command `group-offload doctor`: what this machine allows, and which way the engine takes."""
+"""The command `group-offload doctor`: what this machine allows, and which way the engine takes.
+
+The engine's own code answers: it page-locks, maps, reads and measures here as it does for a model. So a row never says
+anything else than the engine does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterator
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 
+from .. import __version__
 from ..base.device import Backend, backend_for
-from ..base.publish import claim, temporary_name
-from ..base.system import advise
+from ..base.layout import memory_of
+from ..base.mapping import flat_view, map_anonymous
+from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
+from ..base.pagemap import Detection, detection
+from ..base.ram import available_ram
+from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from ..plan.budgets import describe_bytes
-from .arguments import chosen_device, path_of
-from .probes import PROBES, Machine, Verdict, ask, ask_nvidia, in_one_line
+from ..plan.budgets import auto_ram, describe_bytes, total_ram
+from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
+from ..stores.pinned import Segment
+from ..stores.source import Piece, SourceFile
+from .arguments import add_device, chosen_device, new_command, path_of
 
-_STYLES = {Verdict.SLOWER: "yellow", Verdict.MISSING: "red", Verdict.UNKNOWN: "magenta"}
+OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
+"""The engine takes its fastest way, or another one; it does without; the system or the driver failed when it was asked."""
+_STYLES = {SLOWER: "yellow", MISSING: "red", UNKNOWN: "magenta"}
+_CPU = "not needed: the CPU computes from RAM itself"
+_SLOW_LINK = 10e9
+"""Bytes per second. PCIe 3 x16 carries 12 GB/s, PCIe 4 x16 25 GB/s."""
+_SLOW_DRIVE = 1e9
+"""Bytes per second. SATA drives, disks and most network drives are slower, NVMe drives are faster."""
+_LIBRARIES = ("diffusers", "accelerate", "safetensors", "transformers", "peft")
+
+
+class Row(NamedTuple):
+    """What one probe found out."""
+
+    found: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the probes look at."""
+
+    folder: Path
+    file: Path
+    """A file in the folder, for trying reads out."""
+    backend: Backend
+    driver_problem: str
+    """What the driver said when it was asked for an accelerator and failed; else empty."""
+    nvidia: dict[str, str]
+    """What `nvidia-smi` said of the device; nothing where it does not answer."""
 
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
     text = "Try out what this machine allows, and say which way the engine takes. An issue report starts with this."
-    command = commands.add_parser("doctor", help=text, description=text)
-    command.add_argument(
-        "folder",
-        metavar="DIR",
-        type=path_of,
-        nargs="?",
-        default=Path(),
-        help="a folder on the drive of the models; a small file is written to it and removed (default: the current folder)",
+    command = new_command(commands, "doctor", text)
+    add_device(command)
+    text = (
+        "a folder on the drive of the models; a small file is written to it and removed (default: the current folder)"
     )
-    command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
     command.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
-    backend, problem = _backend(arguments.device)
+    problem = ""
+    try:
+        backend = backend_for(chosen_device(arguments.device))
+    except Exception as error:
+        if arguments.device is not None:
+            raise
+        backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
     errors = new_console(stderr=True)
     if errors.is_terminal:
         say(errors, "Trying out what this machine allows takes some seconds ...")
     with _file_to_try(folder) as file:
         machine = Machine(folder, file, backend, problem, ask_nvidia(backend))
-        rows = {name: ask(probe, machine) for name, probe in PROBES.items()}
+        rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
     if arguments.json:
-        shown = [{"name": name, **asdict(row)} for name, row in rows.items()]
+        shown = [{"name": name, **row._asdict()} for name, row in rows.items()]
         print(json.dumps({"folder": str(folder.absolute()), "device": str(backend.device), "rows": shown}, indent=2))
         return 0
     table = new_table(f"group-offload doctor {folder.absolute()}", "", "found", "verdict", "what to do")
     for name, row in rows.items():
-        add_row(table, name.replace("_", " "), row.found, row.verdict.value, row.remedy, style=_STYLES.get(row.verdict))
+        add_row(table, name.replace("_", " "), *row, style=_STYLES.get(row.verdict))
     new_console().print(table)
     return 0
 
 
-def _backend(name: str | None) -> tuple[Backend, str]:
-    """The device, and what its driver said if it failed: then the device is the CPU.
-
-    Raises:
-        DeviceError: there is no device of the name that was given.
-    """
+def _ask(probe: Callable[[Machine], Row], machine: Machine) -> Row:
+    """The row of a probe, or one that says how the probe failed."""
     try:
-        return backend_for(chosen_device(name)), ""
-    except Exception as error:
-        if name is not None:
-            raise
-        return backend_for(torch.device("cpu")), in_one_line(error)
+        return probe(machine)
+    except Exception as error:  # a system or a driver may fail in any way, and the other rows still come
+        return Row(f"could not be told: {_in_one_line(error)}", UNKNOWN)
+
+
+def _in_one_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 @contextmanager
 def _file_to_try(folder: Path) -> Iterator[Path]:
     """A file of random bytes that are on the drive and not in the page cache.
 
-    It has the name of a temporary file of the engine: if this process is killed, the next set-up in the folder removes it.
-
     Raises:
         GroupFileError: the folder is none, or cannot be written to.
     """
-    path, size = folder / temporary_name("probe"), tuning().tried_file_bytes
+    size = tuning().tried_file_bytes
     with ExitStack() as stack:
-        stack.callback(_remove, path)  # before the file is made: an interrupt leaves nothing behind
         try:
-            file = stack.enter_context(open(path, "xb", buffering=0))
-            claim(file.fileno())
-            left = memoryview(os.urandom(size))
-            while left:
-                left = left[file.write(left) :]
+            file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix="group_offload_probe_"))
+            file.write(os.urandom(size))
+            file.flush()
             os.fsync(file.fileno())
             advise(file.fileno(), 0, 0, "DONTNEED")
         except OSError as error:
@@ -102,9 +144,206 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
                 f"Cannot write to {folder}: {error.strerror or error}. Give a folder on the drive of the models that this user "
                 f"can write to and that has {describe_bytes(size)} free."
             ) from error
-        yield path
+        yield Path(file.name)
 
 
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+# ------------------------------------------------------------------------------------------------ the rows
+
+
+def ask_nvidia(backend: Backend) -> dict[str, str]:
+    """What `nvidia-smi` says of the device, or of the first one if torch sees none; nothing where it does not answer."""
+    fields = ("name", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        if backend.device.type == "cuda":  # torch numbers the devices in another way than nvidia-smi
+            command.append(f"--id=GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
+        said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError):
+        return {}
+    return dict(zip(fields, (said.splitlines() or [""])[0].split(", "), strict=False))
+
+
+def _page_map(machine: Machine) -> Row:
+    way = detection()
+    if way is Detection.SCAN:
+        return Row("PAGEMAP_SCAN: one call finds edits of weights at rest")
+    if way is Detection.ENTRIES:
+        found = "only /proc/self/pagemap: threads read it to find edits of weights at rest"
+        return Row(found, SLOWER, "Linux 6.7 or newer has PAGEMAP_SCAN, unless a sandbox forbids it.")
+    return Row(
+        "refused: nothing is prefetched across passes, and the host waits for copies at the end of each pass",
+        MISSING,
+        "Allow this process to read /proc/self/pagemap: sandboxes such as gVisor do not.",
+    )
+
+
+def _page_locking(machine: Machine) -> Row:
+    soft = max_locked_bytes()
+    said = f"ulimit -l: {'unlimited' if soft is None else describe_bytes(soft)}"
+    if is_wsl2():
+        said += f"; WSL2: Windows gives half of the RAM to page-lock, {describe_bytes(careful_bytes())}"
+    if not machine.backend.has_streams:
+        return Row(f"{_CPU} ({said})")
+    limit = LockLimit(machine.backend)
+    num_tried = _try_locks(machine.backend, limit)
+    num_locked = limit.num_locked + limit.num_by_driver
+    if limit.was_refused:
+        return Row(
+            f"{describe_bytes(num_locked)} of {describe_bytes(num_tried)} were locked, then the system refused: threads copy "
+            f"the other weights to a staging buffer ({said})",
+            SLOWER if num_locked else MISSING,
+            "`ulimit -l unlimited`; for containers `--ulimit memlock=-1` and a larger `--memory`; for WSL2 .wslconfig.",
+        )
+    if limit.num_by_driver:
+        locked = f"only memory of the driver's own making, {describe_bytes(num_locked)} tried"
+        found = f"{locked}: it may take twice as much ({said})"
+        return Row(found, SLOWER, "A newer driver may lock memory where it is.")
+    found = f"{describe_bytes(num_locked)} were tried, and none refused ({said})"
+    return Row(found, SLOWER, "Set `memory=` in .wslconfig to more of the RAM of Windows.") if is_wsl2() else Row(found)
+
+
+def _try_locks(backend: Backend, limit: LockLimit) -> int:
+    """Lock RAM as weights at rest are locked, segment by segment, and give it back.
+
+    Returns:
+        The bytes that were tried.
+    """
+    most = int(min(tuning().tried_lock_bytes, available_ram() // 4, careful_bytes()))
+    num_tried, until = 0, time.monotonic() + tuning().tried_lock_seconds
+    held = []  # what is dropped is unlocked
+    while num_tried < most and not limit.was_refused and time.monotonic() < until:
+        held.append(Segment(min(tuning().segment_bytes, most - num_tried), backend, pin=True, wait=lambda: None))
+        held[-1].fill([])
+        held[-1].lock(limit)
+        num_tried += held[-1].bytes.numel()
+    return num_tried
+
+
+@contextmanager
+def _opened(machine: Machine) -> Iterator[SourceFile]:
+    """The file, as weights rest in it."""
+    fd = open_to_read(machine.file)
+    try:
+        source = SourceFile(machine.file, fd, 0, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+    try:
+        yield source
+    finally:
+        source.release()
+
+
+def _mapped_files(machine: Machine) -> Row:
+    if not machine.backend.has_streams:
+        return Row(_CPU)
+    with _opened(machine) as source:
+        if source.lock(None, machine.backend, lambda: None):
+            return Row("the driver page-locks files in the page cache: checkpoints are sent from there")
+    found = "the driver page-locks no mapped file: threads copy checkpoints to a staging buffer"
+    return Row(found, SLOWER, "A newer driver may do it, and another file system may allow it.")
+
+
+def _direct_reads(machine: Machine) -> Row:
+    with _opened(machine) as source:
+        size = min(source.num_bytes, tuning().small_chunk_bytes)
+        for pause in (0, 0.01, 0.1):  # the kernel keeps a page that some other work of it holds just then
+            time.sleep(pause)
+            source.forget_cached([Piece(0, 0, source.num_bytes)])
+            if not (is_cached := source.is_cached(0, size)):
+                break
+        area = memory_of(flat_view(map_anonymous(size), 0, size))
+        if source.read(area, 0, size, direct=True):
+            return Row("O_DIRECT works: where RAM is scarce, files are read past the page cache")
+    why = "files stay in the page cache" if is_cached else "the file system has no O_DIRECT"
+    remedy = "Keep models on a local drive with ext4, XFS or btrfs, if they are larger than RAM."
+    return Row(f"{why}: files are read through the page cache", SLOWER, remedy)
+
+
+def _ram(machine: Machine) -> Row:
+    total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
+    found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
+    found += f'; ram_budget="auto" takes {describe_bytes(auto)}'
+    if not auto:
+        return Row(found, MISSING, "End programs that take RAM, or keep weights in files.")
+    if limit < total:
+        found += (
+            f"; the container's limit is {describe_bytes(limit)}: a larger model is read from its files in each pass"
+        )
+        return Row(found, SLOWER, "Give the container a larger `--memory`.")
+    return Row(found)
+
+
+def _device(machine: Machine) -> Row:
+    backend, nvidia = machine.backend, machine.nvidia
+    if machine.driver_problem:
+        remedy = "Repair or update the driver: `nvidia-smi` and `torch.accelerator.current_accelerator()` have to work."
+        return Row(f"the driver failed: {machine.driver_problem}", MISSING, remedy)
+    if backend.has_streams:
+        total, free = describe_bytes(backend.total_bytes()), describe_bytes(backend.free_bytes())
+        return Row(f"{backend.device}: {device_name(backend)}, {total}, {free} free")
+    if not nvidia or torch.accelerator.is_available():
+        return Row("the CPU")
+    return Row(
+        f"the CPU: torch {torch.__version__} sees no accelerator, and the driver has {nvidia.get('name')}",
+        MISSING,
+        "Install a torch build with CUDA that the driver supports, or a newer driver. CUDA_VISIBLE_DEVICES may hide it.",
+    )
+
+
+def _link(machine: Machine) -> Row:
+    if not machine.backend.has_streams:
+        return Row(_CPU)
+    measured = measure_link(machine.backend, min(LINK_BYTES, tuning().tried_lock_bytes))
+    found = f"{measured / 1e9:.1f} GB/s from RAM to the device"
+    if measured >= _SLOW_LINK:
+        return Row(found)
+    remedy = "PCIe 4 x16 carries 25 GB/s: use a slot with all lanes. If page-locking is refused, see there."
+    return Row(found, SLOWER, remedy)
+
+
+def _drive(machine: Machine) -> Row:
+    folder = machine.folder.resolve()
+    mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
+    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
+    size = machine.file.stat().st_size
+    speed, problem = measure_drive(machine.file, size, size)
+    found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
+    if speed is None:
+        return Row(f"{found}; not measured: {problem}", UNKNOWN)
+    found += f", {speed / 1e9:.2f} GB/s from the drive to RAM"
+    if speed >= _SLOW_DRIVE:
+        return Row(found)
+    remedy = "Keep models on an NVMe drive, or have RAM for all weights. Under WSL2 keep them outside of /mnt."
+    return Row(found, SLOWER, remedy)
+
+
+def _versions(machine: Machine) -> Row:
+    numbers: dict[str, str | None] = {
+        "group_offload": __version__,
+        platform.system(): platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": machine.nvidia.get("driver_version"),
+    }
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            numbers[name] = version(name)
+    found = ", ".join(f"{name} {numbers.get(name) or '-'}" for name in dict.fromkeys((*numbers, *_LIBRARIES)))
+    if numbers.get("diffusers"):
+        return Row(found)
+    return Row(found, MISSING, "pip install 'group-offload[diffusers]', to offload pipelines.")
+
+
+PROBES: dict[str, Callable[[Machine], Row]] = {
+    "page_map": _page_map,
+    "page_locking": _page_locking,
+    "mapped_files": _mapped_files,
+    "direct_reads": _direct_reads,
+    "ram": _ram,
+    "device": _device,
+    "link": _link,
+    "drive": _drive,
+    "versions": _versions,
+}
+"""The rows, in their order."""

@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from ..base.terminal import complain
 from ..errors import GroupOffloadError
-from . import doctor, pack
-from .plan import add_commands
+from . import bench, doctor, pack, plan
 
 OK, FAILED = 0, 2
 """The exit statuses. That of argparse for wrong arguments is 2 too."""
@@ -22,11 +21,7 @@ OK, FAILED = 0, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (by default the arguments of the process), and return its exit status."""
     _open_missing_streams()
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    for name, value in vars(arguments).items():
-        if value == []:  # argparse takes the "--" of `--ram=--` away
-            parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
+    arguments = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal cannot show
@@ -72,7 +67,6 @@ def _write_nothing_more() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_commands(commands)
-    pack.add_command(commands)
-    doctor.add_command(commands)
+    for command in (plan, bench, pack, doctor):
+        command.add_command(commands)
     return parser

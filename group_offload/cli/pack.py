@@ -19,31 +19,23 @@ from ..errors import ConfigError
 from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
-from .arguments import check_dtype, chosen_device, find_checkpoint, named_dtype, path_of
-from .outline import absent_parts, models_in
+from .arguments import add_device, add_dtype, chosen_device, find_checkpoint, new_command, path_of
+from .outline import absent_parts, find_models, usual_dtype
 
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
     text = "Pack the weights of a model or pipeline without loss into group files in DIR. A run that was ended goes on."
-    command = commands.add_parser("pack", help=text, description=text)
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        help="the folder of a model or a pipeline, a variant's safetensors file in one, or a name in the hub's cache",
-    )
+    command = new_command(commands, "pack", text)
+    text = "the folder of a model or a pipeline, a variant's safetensors file in one, or a name in the hub's cache"
+    command.add_argument("model", metavar="MODEL", help=text)
     command.add_argument("folder", metavar="DIR", type=path_of, help="what will be given as offload_to_disk_path")
-    command.add_argument(
-        "--dtype", help="the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
-    )
-    command.add_argument("--device", help="what packs, such as cuda:0 (default: the current accelerator, else the CPU)")
-    command.add_argument("--json", action="store_true", help="for programs")
+    add_dtype(command)
+    add_device(command)
     command.set_defaults(run=_pack)
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    dtype = named_dtype(arguments.dtype)
-    check_dtype(dtype)
     device = chosen_device(arguments.device)
     if not can_unpack(device):
         if arguments.device is not None:
@@ -51,7 +43,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         device = torch.device("cpu")
     device = backend_for(device).device
     path = find_checkpoint(arguments.model)
-    models = models_in(path)
+    models = find_models(path)
     packed: dict[str, PackedModel] = {}
     for name, model in models.items():
         with ExitStack() as stack:
@@ -60,7 +52,7 @@ def _pack(arguments: argparse.Namespace) -> int:
                 model.folder,
                 arguments.folder,
                 variant=model.variant,
-                dtype=dtype or model.dtype,
+                dtype=arguments.dtype or usual_dtype(model),
                 device=device,
                 on_start=partial(_begin_bar, stack, f"Packing {name}".rstrip()),
             )
@@ -68,22 +60,13 @@ def _pack(arguments: argparse.Namespace) -> int:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
     console = new_console()
-    numbers = ("groups", "plain", "packed", "ratio", "worst")
-    table = new_table("Packed", "model", *numbers, "its group", numbers=numbers)
+    numbers = ("groups", "plain", "packed", "ratio")
+    table = new_table("Packed", "model", *numbers, numbers=numbers)
     for name, model in models.items():
         groups = packed[name].groups
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
-        worst = max(groups, key=lambda group: group.packed_bytes / group.plain_bytes, default=None)
-        add_row(
-            table,
-            f"{name} {model.model_class.__name__}".strip(),
-            str(len(groups)),
-            describe_bytes(plain),
-            describe_bytes(small),
-            f"{small / plain:.3f}" if plain else "",
-            f"{worst.packed_bytes / worst.plain_bytes:.3f}" if worst else "",
-            worst.group_id if worst else "",
-        )
+        cells = str(len(groups)), describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""
+        add_row(table, f"{name} {model.model_class.__name__}".strip(), *cells)
     console.print(table)
     absent = absent_parts(path)
     if absent:

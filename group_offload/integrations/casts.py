@@ -113,8 +113,13 @@ class PostponedCasts(TorchFunctionMode):
     Use it around the call that loads. Then ask `casts_of` which weights are to be cast.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_files_only: bool = True) -> None:
+        """
+        Args:
+            of_files_only: whether casts of weights that are in no file, or may have been edited since, are made at once.
+        """
         super().__init__()
+        self._of_files_only = of_files_only
         self.refusal: str | None = None
         """The reason why the loaded weights are wrong: something was written to a weight that only seemed to be cast."""
         self.computed_with: set[str] = set()
@@ -248,6 +253,8 @@ class PostponedCasts(TorchFunctionMode):
         return value
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
+        if not self._of_files_only:
+            return True
         if self._files.find(tensor.detach()) is None:
             self._files = FileMap()  # it may have been mapped since
             return self._files.find(tensor.detach()) is not None

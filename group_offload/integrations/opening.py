@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..api import handle_of, offload, remove_group_offloading
 from ..base.system import forked_free
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
-from ..errors import ConfigError, GroupFileError
+from ..errors import ConfigError, GroupFileError, GroupOffloadError
 from ..owners import add_owner
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
@@ -222,6 +224,44 @@ def _offload_pipeline(
 # ------------------------------------------------------------------------------------------------ loading
 
 
+def open_in_place(
+    model_class: Any, path: Path, *, dtype: torch.dtype | None, variant: str | None
+) -> tuple[nn.Module, dict[str, torch.dtype]]:
+    """A model to look at, whose weights are views of its files, and the casts that are left to make, by the names of weights.
+
+    Raises:
+        GroupFileError: the library cannot load it.
+    """
+    options = {"variant": variant, "dtype": dtype, "local_files_only": True}
+    options = {name: value for name, value in options.items() if value is not None}
+    _name_dtype(model_class, options)
+    casts = PostponedCasts(of_files_only=False)  # nobody asks for values, so none need be cast
+    with errors_of_loading(model_class, path):
+        loaded = _load(model_class, path, options, torch.device("cpu"), casts, casts)
+        _refuse_missing(loaded, path)
+    return loaded, casts.casts_of(loaded)
+
+
+@contextmanager
+def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
+    """Whatever a library raises over files that it does not understand becomes a `GroupFileError` that names them."""
+    try:
+        yield
+    except GroupOffloadError:
+        raise
+    except Exception as error:
+        remedy = "Save the model there again (save_pretrained), or download it again."
+        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
+        if isinstance(error, MemoryError):
+            remedy = (
+                "A file that is larger than RAM cannot be mapped: save the model in more files (max_shard_size='5GB')."
+            )
+        raise GroupFileError(
+            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
+        ) from error
+
+
 def _open(
     model_class: Any,
     name: str | os.PathLike[str],
@@ -230,23 +270,30 @@ def _open(
 ) -> tuple[Any, PostponedCasts]:
     """The result of the library's loader, and the casts that were postponed in it."""
     device = OffloadConfig.from_options(model_options).onload_device
-
-    def load(casts: PostponedCasts, mode: AbstractContextManager[object]) -> Any:
-        with _loading, _one_thread(), Quantising(casts, device).watch(), mode:
-            loaded = model_class.from_pretrained(name, **options)
-        for model in _models_in(loaded):
-            take_off_meta(model)
-        return loaded
-
     casts = PostponedCasts()
-    loaded = load(casts, casts)
+    loaded = _load(model_class, name, options, device, casts, casts)
     if casts.refusal is None:
         _report(loaded)
         return loaded, casts
     del loaded
     logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
     casts = PostponedCasts()
-    return load(casts, nullcontext()), casts
+    return _load(model_class, name, options, device, casts, nullcontext()), casts
+
+
+def _load(
+    model_class: Any,
+    name: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    device: torch.device,
+    casts: PostponedCasts,
+    mode: AbstractContextManager[object],
+) -> Any:
+    with _loading, _one_thread(), Quantising(casts, device).watch(), mode:
+        loaded = model_class.from_pretrained(name, **options)
+    for model in _models_in(loaded):
+        take_off_meta(model)
+    return loaded
 
 
 _loading = forked_free(threading.RLock())

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ..api import handle_of
-from ..errors import GroupFileError, GroupOffloadError
 from ..runtime.packer import wanted_of
 from ..stores.folder import Folder
 from ..stores.manifest import ManifestEntry
 from ..stores.packed_files import PackedFile, PackedFiles, give_up_outdated, may_overlap
-from .opening import from_pretrained
+from .opening import errors_of_loading, from_pretrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +63,10 @@ def pack_model(
         ConfigError, ModuleError: the model cannot be opened offloaded.
     """
     options: dict[str, Any] = {} if variant is None else {"variant": variant}
-    try:
+    with errors_of_loading(model_class, path):
         model = from_pretrained(
             model_class, path, dtype=dtype, onload_device="cpu", offload_to_disk_path=folder, **options
         )
-    except GroupOffloadError:
-        raise
-    except Exception as error:  # whatever a library raises over files that it does not understand
-        remedy = "Save the model there again (save_pretrained), or download it again."
-        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
-            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
-        raise GroupFileError(
-            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
-        ) from error
     handle = handle_of(model)
     assert handle is not None and handle._engine is not None
     parts = [

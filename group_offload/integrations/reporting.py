@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..api import handle_of
+from ..base.publish import check_path
 from ..errors import ConfigError, StateError
-from ..handle import OffloadHandle, write_report_of
+from ..handle import OffloadHandle, report_of
+from ..report.page import write_page
 from .diffusers import models_of
 
 
@@ -51,4 +53,5 @@ def write_report(models: Any, path: str | os.PathLike[str]) -> Path:
         )
     sentences = [f"Not offloaded: {', '.join(others)}."] if others else []
     handles = {", ".join(mine): handle for handle, mine in names.items()}
-    return write_report_of(handles, path, title, sentences)
+    check_path(Path(path))
+    return write_page(report_of(handles, title, sentences), path)

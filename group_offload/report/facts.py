@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice
+from ..plan.budgets import describe_bytes
 from ..plan.pass_model import foresee
 from ..plan.placement import Placement
 from ..plan.planner import Plan
@@ -60,17 +61,14 @@ class PassFacts:
     seconds: float
     slices: Sequence[Slice]
     """Times count from the beginning of the pass. Some begin before it, or end after it."""
-    how: str
-    """"recorded" or "predicted"."""
     is_forward: bool = True
 
-    def busy_seconds(self, lane: str, outer: Iterable[str] = ()) -> float:
+    def busy_seconds(self, lane: str, outer: Collection[str] = ()) -> float:
         """How long at least one slice of the lane was under way, within the pass. Groups in `outer` do not count."""
-        left_out = frozenset(outer)
         spans = sorted(
             (max(0.0, each.start), min(self.seconds, each.end))
             for each in self.slices
-            if each.lane == lane and each.name not in left_out
+            if each.lane == lane and each.name not in outer
         )
         busy, until = 0.0, 0.0
         for start, end in spans:
@@ -80,38 +78,14 @@ class PassFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GainFacts:
-    """What more of a memory would save in each pass: 1 GiB, or one more group."""
-
-    memory: str
-    num_bytes: int
-    seconds: float
-    step_seconds: float
-
-    @property
-    def sentence(self) -> str:
-        if self.seconds <= self.step_seconds / 1000:
-            return "would change nothing"
-        return f"would save {self.seconds:.3g} s of {self.step_seconds:.3g} s a pass ({self.seconds / self.step_seconds:.0%})"
-
-
-@dataclass(frozen=True, slots=True)
-class PartFacts:
-    """A part of a memory. Its colour is that of a place or of a lane."""
-
-    label: str
-    num_bytes: int
-    colour: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
     """One memory: what is in it, and what it may take."""
 
     name: str
-    parts: Sequence[PartFacts]
+    parts: Sequence[tuple[str, int, str]]
+    """The label, the bytes, and the color: that of a place or of a lane."""
     budget_bytes: int | None
-    total_bytes: int | None
+    total_bytes: int | None = None
     sentences: Sequence[str] = ()
 
 
@@ -120,32 +94,20 @@ class ModelFacts:
     name: str
     """The name in its pipeline. Empty for a model by itself."""
     model_class: str
-    device: str
-    device_has_memory: bool = True
-    """Whether bytes are sent to the device. If not, it is the CPU, which computes with weights in RAM where they are."""
+    device: str = ""
     groups: Sequence[GroupFacts]
     passes: Sequence[PassFacts]
     """The last ones, the latest last."""
     sentences: Sequence[str]
     """The verdict first."""
-    gains: Sequence[GainFacts]
-    plan: Mapping[str, Any] | None
-    stats: Mapping[str, Any] | None
-    """`OffloadStats` as a dict. None before a run."""
+    figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Tables of numbers, by their titles."""
     memory: Sequence[tuple[str, int]] = ()
     """Who holds device memory now."""
 
     @property
     def title(self) -> str:
         return " ".join(part for part in (self.name, self.model_class) if part) or "model"
-
-    @property
-    def step(self) -> tuple[float, str] | None:
-        """The seconds of a pass, and whether these were measured, recorded or predicted. None if nothing is known."""
-        measured = (self.plan or {}).get("measured_seconds")
-        if measured is not None:
-            return measured, "measured"
-        return next(((one.seconds, one.how) for one in reversed(self.passes) if one.is_forward), None)
 
     @property
     def outer(self) -> frozenset[str]:
@@ -164,25 +126,31 @@ class ReportFacts:
 def predicted_pass(plan: Plan) -> PassFacts:
     """A pass as the plan foresees it."""
     return PassFacts(
-        title="predicted",
-        seconds=plan.prediction.step_seconds,
-        slices=foresee(plan.problem, plan.placements),
-        how="predicted",
+        title="predicted", seconds=plan.prediction.step_seconds, slices=foresee(plan.problem, plan.placements)
     )
 
 
-def gains_of(plan: Plan) -> list[GainFacts]:
-    """What more memory would save. Nothing is said if a pass takes no time that is known."""
-    step = plan.prediction.step_seconds
-    more = plan.more_bytes
-    gains = {"VRAM": plan.gain_from(device_bytes=more), "RAM": plan.gain_from(ram_bytes=more)}
+def sentences_of(plan: Plan) -> list[str]:
+    """What bounds a pass, and what more memory would save. Nothing is said of that if no time of a pass is known."""
+    step, more = plan.prediction.step_seconds, plan.more_bytes
+    gains = {"VRAM": plan.gain_from(device_bytes=more), "RAM": plan.gain_from(ram_bytes=more)} if step else {}
     return [
-        GainFacts(memory=name, num_bytes=more, seconds=gain, step_seconds=step) for name, gain in gains.items() if step
+        plan.headline(),
+        plan.verdict(),
+        *(
+            f"{describe_bytes(more, round_up=True)} more of {memory} would "
+            + (
+                f"save {gain:.3g} s of {step:.3g} s a pass ({gain / step:.0%})."
+                if gain > step / 1000
+                else "change nothing."
+            )
+            for memory, gain in gains.items()
+        ),
     ]
 
 
-def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """The numbers of a plan, as the page shows them."""
+def figures_of(plan: Plan) -> dict[str, Any]:
+    """The numbers of a plan."""
     prediction = plan.prediction
     return {
         "step_seconds": plan.step_seconds,

@@ -43,14 +43,6 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 2 and "usage: group-offload" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["vram", "dtype", "html", "steps", "step-seconds"])
-def test_an_option_whose_value_argparse_takes_away(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is a list then, in versions of Python before 3.13."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", ".", f"--{option}=--"])
-    assert caught.value.code == 2 and f"argument --{option}: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
 def test_a_process_without_a_stream(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, status in ((["doctor"], cli.OK), (["doctor", "--json"], cli.OK), (["plan"], cli.FAILED)):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import platform
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ import torch
 import group_offload
 from group_offload.base import pagemap
 from group_offload.base.device import HostBackend
-from group_offload.cli import doctor, probes
-from group_offload.stores.folder import Folder
+from group_offload.cli import doctor
+from group_offload.cli.doctor import ask_nvidia
+from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups
@@ -30,13 +32,11 @@ from ..support.terminal import Terminal
 from ..support.tuning import tune
 
 ROWS = (
-    "kernel",
     "page_map",
     "page_locking",
     "mapped_files",
     "direct_reads",
     "ram",
-    "control_groups",
     "device",
     "link",
     "drive",
@@ -50,8 +50,6 @@ needs_page_map = pytest.mark.skipif(
 NVIDIA = {
     "name": "NVIDIA H200",
     "driver_version": "570.1",
-    "pcie.link.gen.max": "5",
-    "pcie.link.width.max": "16",
 }
 
 Rows = dict[str, dict[str, Any]]
@@ -87,7 +85,7 @@ def ask(run: Terminal, folder: Path) -> Ask:
         rows = {row.pop("name"): row for row in said["rows"]}
         assert tuple(rows) == ROWS and said["folder"] == str(folder) and not list(folder.iterdir())
         for name, row in rows.items():
-            assert row.keys() == {"found", "verdict", "remedy", "values"} and row["found"], name
+            assert row.keys() == {"found", "verdict", "remedy"} and row["found"], name
             assert row["verdict"] in ("ok", "slower", "missing", "unknown"), name
             assert bool(row["remedy"]) == (row["verdict"] in ("slower", "missing")), name
         return rows
@@ -169,33 +167,21 @@ def test_an_interrupt_leaves_nothing_behind(
     if where == "the file":
         monkeypatch.setattr(os, "fsync", interrupted)
     else:
-        monkeypatch.setattr(probes, "measure_drive", interrupted)
+        monkeypatch.setattr(doctor, "measure_drive", interrupted)
     run("doctor", folder, "--device", "cpu", status=130)
     assert not list(folder.iterdir())
 
 
-def test_what_a_kill_leaves_is_removed_by_the_next_set_up(
-    run: Terminal, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_remove", lambda path: None)
-    run("doctor", folder, "--device", "cpu")
-    assert len(list(folder.iterdir())) == 1
-    Folder(folder).prepare(0)
-    assert not list(folder.iterdir())
-
-
 FAILURES: dict[str, tuple[Any, str]] = {
-    "kernel": (probes, "is_wsl2"),
-    "page_map": (probes, "detection"),
-    "page_locking": (probes, "LockLimit"),
+    "page_map": (doctor, "detection"),
+    "page_locking": (doctor, "LockLimit"),
     "mapped_files": (SourceFile, "lock"),
     "direct_reads": (SourceFile, "read"),
-    "ram": (probes, "auto_ram"),
-    "control_groups": (probes, "memory_limits"),
+    "ram": (doctor, "auto_ram"),
     "device": (SimulatedDevice, "free_bytes"),
-    "link": (probes, "measure_link"),
+    "link": (doctor, "measure_link"),
     "drive": (psutil, "disk_partitions"),
-    "versions": (probes, "version"),
+    "versions": (doctor, "version"),
 }
 
 
@@ -209,18 +195,7 @@ def test_a_probe_that_fails_is_a_row(
     assert [other for other, row in rows.items() if row["verdict"] == "unknown"] == [name]
 
 
-# ---------------------------------------------------------------- kernel, page map
-
-
-def test_kernel(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
-    row = ask()["kernel"]
-    assert row["verdict"] == "ok" and row["values"] == {"release": "6.8.0-generic", "is_wsl2": False}
-    monkeypatch.setattr(platform, "release", lambda: "6.6.87-microsoft-standard-WSL2")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=12 * GIB))
-    row = ask()["kernel"]
-    assert row["verdict"] == "slower" and row["values"]["is_wsl2"]
-    assert "WSL2" in row["found"] and "8 GiB" in row["found"] and ".wslconfig" in row["remedy"]
+# ---------------------------------------------------------------- page map
 
 
 @needs_page_map
@@ -229,14 +204,14 @@ def test_page_map(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
         page_map = PageMap(monkeypatch)
         monkeypatch.setattr(pagemap._Known, "lacks_scan", True)
         row = ask()["page_map"]
-        assert row["verdict"] == "slower" and row["values"] == {"way": "/proc/self/pagemap"} and "6.7" in row["remedy"]
+        assert row["verdict"] == "slower" and "/proc/self/pagemap" in row["found"] and "6.7" in row["remedy"]
         page_map.refuse()
         row = ask()["page_map"]
-        assert row["verdict"] == "missing" and row["values"] == {"way": "none"} and "sandbox" in row["remedy"]
+        assert row["verdict"] == "missing" and "refused" in row["found"] and "sandbox" in row["remedy"]
         page_map.allow()
         monkeypatch.setattr(pagemap.PageScan, "_scan", lambda self, fd: pagemap._read_entries(fd, *span(self)))
         row = ask()["page_map"]
-        assert row["verdict"] == "ok" and row["values"] == {"way": "PAGEMAP_SCAN"}
+        assert row["verdict"] == "ok" and "PAGEMAP_SCAN" in row["found"]
     finally:
         monkeypatch.undo()
         pagemap._Known.forget()
@@ -264,7 +239,6 @@ def test_the_cpu_locks_nothing(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = ask()
     assert all(rows[name]["verdict"] == "ok" for name in ("page_locking", "mapped_files", "link"))
     assert "not needed" in rows["page_locking"]["found"] and "ulimit -l: 8 MiB" in rows["page_locking"]["found"]
-    assert rows["page_locking"]["values"] == {"memlock_limit_bytes": 8 << 20}
 
 
 def test_all_is_locked(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +247,6 @@ def test_all_is_locked(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.Mo
     rows = ask()
     assert rows["page_locking"]["verdict"] == rows["mapped_files"]["verdict"] == "ok"
     assert "64 KiB were tried, and none refused (ulimit -l: unlimited)" in rows["page_locking"]["found"]
-    assert rows["page_locking"]["values"] == {
-        "memlock_limit_bytes": None,
-        "tried_bytes": LOCK_BYTES,
-        "locked_bytes": LOCK_BYTES,
-        "driver_bytes": 0,
-        "is_refused": False,
-    }
-    assert rows["mapped_files"]["values"] == {"is_locked": True}
 
 
 @pytest.mark.parametrize(("num_locked", "verdict"), [(2, "slower"), (0, "missing")])
@@ -297,19 +263,21 @@ def test_little_is_locked(
 
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
-    monkeypatch.setattr(probes, "measure_link", lambda *args: 1)  # it locks too
+    monkeypatch.setattr(doctor, "measure_link", lambda *args: 1)  # it locks too
     row = ask()["page_locking"]
-    assert row["verdict"] == verdict and row["values"]["is_refused"] and "--ulimit memlock=-1" in row["remedy"]
-    assert row["values"]["locked_bytes"] == num_locked * SEGMENT_BYTES
-    assert row["values"]["tried_bytes"] == sum(asked) == (num_locked + 1) * SEGMENT_BYTES
+    assert row["verdict"] == verdict and "--ulimit memlock=-1" in row["remedy"]
+    assert sum(asked) == (num_locked + 1) * SEGMENT_BYTES
+    locked, tried = describe_bytes(num_locked * SEGMENT_BYTES), describe_bytes(sum(asked))
+    assert f"{locked} of {tried} were locked, then the system refused" in row["found"]
 
 
 def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-    row = ask()["page_locking"]
-    assert row["verdict"] == "slower" and "driver" in row["found"] and not row["values"]["is_refused"]
-    assert row["values"]["driver_bytes"] == LOCK_BYTES and row["values"]["locked_bytes"] == 0
+    rows = ask()
+    assert rows["page_locking"]["verdict"] == "slower"
+    assert "only memory of the driver's own making, 64 KiB tried" in rows["page_locking"]["found"]
+    assert rows["mapped_files"]["verdict"] == "slower" and "staging" in rows["mapped_files"]["found"]
 
 
 @pytest.mark.parametrize("release", ["6.8.0-generic", "6.6.87-microsoft-standard-WSL2"])
@@ -320,19 +288,14 @@ def test_no_more_is_locked_than_is_left(
     monkeypatch.setattr(platform, "release", lambda: release)
     memory = SimpleNamespace(total=2 * SEGMENT_BYTES, available=12 * SEGMENT_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    values = ask()["page_locking"]["values"]
-    most = SEGMENT_BYTES if "microsoft" in release else 3 * SEGMENT_BYTES
-    assert values["tried_bytes"] == values["locked_bytes"] == most and not values["is_refused"]
-
-
-def test_mapped_files_that_the_driver_does_not_lock(
-    ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = device.pin
-    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and real(memory, undo))
     rows = ask()
-    assert rows["mapped_files"]["verdict"] == "slower" and rows["mapped_files"]["values"] == {"is_locked": False}
-    assert "staging" in rows["mapped_files"]["found"] and rows["page_locking"]["verdict"] == "ok"
+    assert release in rows["versions"]["found"]
+    said = rows["page_locking"]["found"]
+    if "microsoft" in release:
+        assert "16 KiB were tried" in said and "WSL2: Windows gives half of the RAM to page-lock, 16 KiB" in said
+        assert ".wslconfig" in rows["page_locking"]["remedy"]
+    else:
+        assert "48 KiB were tried" in said and rows["page_locking"]["verdict"] == "ok"
 
 
 # ---------------------------------------------------------------- files
@@ -348,17 +311,15 @@ def test_direct_reads(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(device, "pin", pin)
     rows = ask()
-    assert rows["direct_reads"]["verdict"] == ("ok" if rows["direct_reads"]["values"]["is_direct"] else "slower")
-    if rows["drive"]["values"]["filesystem"] in ("ext4", "xfs", "btrfs"):
-        assert rows["direct_reads"]["values"] == {"is_direct": True, "stays_cached": False}
+    if rows["drive"]["found"].partition(",")[0] in ("ext4", "xfs", "btrfs"):
+        assert rows["direct_reads"]["verdict"] == "ok" and "O_DIRECT works" in rows["direct_reads"]["found"]
 
 
 def test_a_page_that_is_dropped_only_when_asked_again(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel drops no page that it works on itself at that moment."""
     answers = [True, True, False]
     monkeypatch.setattr(SourceFile, "is_cached", lambda *args: answers.pop(0) if answers else False)
-    values = ask()["direct_reads"]["values"]
-    assert not values["stays_cached"] and not answers
+    assert "stay in the page cache" not in ask()["direct_reads"]["found"] and not answers
 
 
 def test_no_direct_reads(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,17 +334,16 @@ def test_no_direct_reads(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SourceFile, "is_cached", lambda *args: False)
     row = ask()["direct_reads"]
     assert row["verdict"] == "slower" and "no O_DIRECT" in row["found"]
-    assert row["values"] == {"is_direct": False, "stays_cached": False}
     monkeypatch.setattr(SourceFile, "is_cached", lambda *args: True)
     row = ask()["direct_reads"]
-    assert row["verdict"] == "slower" and "stay in the page cache" in row["found"] and row["values"]["stays_cached"]
+    assert row["verdict"] == "slower" and "stay in the page cache" in row["found"]
 
 
 @pytest.mark.parametrize(("speed", "verdict"), [(10**9, "ok"), (10**9 - 1, "slower"), (None, "unknown")])
 def test_drive(speed: int | None, verdict: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "measure_drive", lambda *args: (speed, "" if speed else "it is asleep"))
+    monkeypatch.setattr(doctor, "measure_drive", lambda *args: (speed, "" if speed else "it is asleep"))
     row = ask()["drive"]
-    assert row["verdict"] == verdict and row["values"]["read"] == speed and row["values"]["free_bytes"] > 0
+    assert row["verdict"] == verdict and ("1.00 GB/s" in row["found"]) == (speed is not None)
     assert ("NVMe" in row["remedy"]) == (verdict == "slower") and ("it is asleep" in row["found"]) == (speed is None)
 
 
@@ -391,40 +351,25 @@ def test_the_drive_is_that_of_the_folder(ask: Ask, folder: Path, monkeypatch: py
     mounts = [("/", "zfs"), (str(folder.parent), "xfs"), (str(folder)[:-1], "nfs"), (str(folder / "in"), "vfat")]
     found = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: found)
-    row = ask()["drive"]
-    assert row["values"]["filesystem"] == "xfs" and row["values"]["read"] > 0
+    assert re.fullmatch(r"xfs, [0-9.]+ \w+ free, [0-9.]+ GB/s from the drive to RAM", ask()["drive"]["found"])
 
 
 # ---------------------------------------------------------------- RAM
 
 
-def test_ram_and_control_groups(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ram_and_the_limit_of_a_container(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Cgroups(tmp_path, monkeypatch)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=40 * GIB))
     groups.say("0::/docker")
-    rows = ask()
-    assert rows["ram"]["verdict"] == rows["control_groups"]["verdict"] == "ok"
-    assert rows["ram"]["values"] == {
-        "total_bytes": 64 * GIB,
-        "available_bytes": 40 * GIB,
-        "auto_budget_bytes": 36 * GIB,
-    }
-    assert rows["control_groups"]["values"] == {"limit_bytes": None}
-    groups.write("/docker", memory__max=8 * GIB)
-    row = ask()["control_groups"]
-    assert row["verdict"] == "slower" and row["values"] == {"limit_bytes": 8 * GIB} and "--memory" in row["remedy"]
-    assert "8 GiB of 64 GiB" in row["found"]
-    groups.say("4:memory:/old")
-    groups.write("/old", version=1, memory__limit_in_bytes=(1 << 63) - 4096)  # no limit
-    assert ask()["control_groups"]["verdict"] == "ok"
-    groups.write("/old", version=1, memory__limit_in_bytes=4 * GIB)
-    assert ask()["control_groups"]["values"] == {"limit_bytes": 4 * GIB}
-
-
-def test_no_ram_is_left(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=GIB // 2))
     row = ask()["ram"]
-    assert row["verdict"] == "missing" and row["values"]["auto_budget_bytes"] == 0
+    assert row["verdict"] == "ok" and row["found"] == '64 GiB, 40 GiB available; ram_budget="auto" takes 36 GiB'
+    groups.write("/docker", memory__max=8 * GIB)
+    row = ask()["ram"]
+    assert (
+        row["verdict"] == "slower" and "the container's limit is 8 GiB" in row["found"] and "--memory" in row["remedy"]
+    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=GIB // 2))
+    assert ask()["ram"]["verdict"] == "missing"
 
 
 # ---------------------------------------------------------------- devices
@@ -445,35 +390,29 @@ def test_a_torch_for_the_cpu_beside_a_driver(sees_it: bool, ask: Ask, monkeypatc
     rows = ask()
     assert rows["device"]["verdict"] == ("ok" if sees_it else "missing")
     assert ("NVIDIA H200" in rows["device"]["found"]) != sees_it
-    assert rows["versions"]["values"]["driver"] == "570.1"
+    assert "driver 570.1" in rows["versions"]["found"]
 
 
 def test_a_device(ask: Ask, device: SimulatedDevice) -> None:
     rows = ask()
-    assert rows["device"]["verdict"] == rows["link"]["verdict"] == "ok"
-    assert rows["device"]["values"]["total_bytes"] == rows["device"]["values"]["free_bytes"] == device.capacity
-    assert rows["link"]["values"]["h2d"] > 0 and rows["link"]["values"]["pcie_width"] is None
+    assert rows["device"]["verdict"] == "ok"
+    assert rows["device"]["found"].endswith(
+        f"{describe_bytes(device.capacity)}, {describe_bytes(device.capacity)} free"
+    )
+    assert "GB/s from RAM to the device" in rows["link"]["found"]
 
 
-@pytest.mark.parametrize(
-    ("speed", "lanes", "verdict"),
-    [(55, "16", "ok"), (25, "16", "slower"), (25, "8", "ok"), (25, "[N/A]", "ok")],
-)
-def test_link(
-    speed: int, lanes: str, verdict: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PCIe 5 x16 could carry 63 GB/s."""
-    monkeypatch.setattr(doctor, "ask_nvidia", lambda backend: {**NVIDIA, "pcie.link.width.max": lanes})
-    monkeypatch.setattr(probes, "measure_link", lambda *args: speed * 10**9)
+@pytest.mark.parametrize(("speed", "verdict"), [(55, "ok"), (10, "ok"), (6, "slower")])
+def test_link(speed: int, verdict: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_link", lambda *args: speed * 10**9)
     row = ask()["link"]
-    assert row["verdict"] == verdict and row["values"]["h2d"] == speed * 10**9
-    assert row["values"]["pcie_width"] == (int(lanes) if lanes.isdecimal() else None)
+    assert row["verdict"] == verdict and row["found"] == f"{speed}.0 GB/s from RAM to the device"
 
 
 @pytest.mark.parametrize(
     ("script", "found"),
     [
-        ("echo 'NVIDIA H200, 570.1, 5, 16'; echo 'NVIDIA H200, 570.1, 5, 8'", NVIDIA),
+        ("echo 'NVIDIA H200, 570.1'; echo 'NVIDIA H100, 570.1'", NVIDIA),
         (r"printf 'NV\377IDIA, 1'", {"name": "NV\ufffdIDIA", "driver_version": "1"}),
         ("echo 'No devices were found'; exit 6", {}),
         (None, {}),
@@ -486,7 +425,7 @@ def test_what_nvidia_smi_says(
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o700)
-    assert probes.ask_nvidia(HostBackend()) == found
+    assert ask_nvidia(HostBackend()) == found
 
 
 def test_versions(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,14 +433,13 @@ def test_versions(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def version(name: str) -> str:
         if name not in found:
-            raise probes.PackageNotFoundError(name)
+            raise doctor.PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(probes, "version", version)
+    monkeypatch.setattr(doctor, "version", version)
     row = ask()["versions"]
-    assert row["verdict"] == "ok" and "transformers -" in row["found"]
-    assert row["values"]["group_offload"] == group_offload.__version__ and row["values"]["torch"] == torch.__version__
-    assert row["values"]["peft"] == "0.20" and row["values"]["transformers"] is None
+    assert row["verdict"] == "ok" and "transformers -" in row["found"] and "peft 0.20" in row["found"]
+    assert f"group_offload {group_offload.__version__}" in row["found"] and f"torch {torch.__version__}" in row["found"]
     del found["diffusers"]
     row = ask()["versions"]
     assert row["verdict"] == "missing" and "pip install 'group-offload[diffusers]'" in row["remedy"]
@@ -517,12 +455,7 @@ def test_the_rows_of_an_accelerator(run: Terminal, folder: Path) -> None:
     assert device is not None and not list(folder.iterdir())
     for name in ("page_locking", "mapped_files", "device", "link"):
         assert rows[name]["verdict"] != "unknown", rows[name]
-    locked = rows["page_locking"]["values"]
-    assert locked["tried_bytes"] >= locked["locked_bytes"] + locked["driver_bytes"] > 0
-    assert locked["is_refused"] == (locked["tried_bytes"] > locked["locked_bytes"] + locked["driver_bytes"])
-    assert isinstance(rows["mapped_files"]["values"]["is_locked"], bool)
-    assert 0 < rows["device"]["values"]["free_bytes"] <= rows["device"]["values"]["total_bytes"]
-    assert rows["link"]["values"]["h2d"] > 10**9
+    assert "GB/s from RAM to the device" in rows["link"]["found"]
     if device.type == "cuda":
-        assert rows["device"]["values"]["name"] == torch.cuda.get_device_name()
-        assert rows["versions"]["values"]["cuda"] == torch.version.cuda
+        assert torch.cuda.get_device_name() in rows["device"]["found"]
+        assert f"cuda {torch.version.cuda}" in rows["versions"]["found"]

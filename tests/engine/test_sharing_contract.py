@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from group_offload import OffloadStats, apply_group_offloading, handle_of
 from group_offload.base.tuning import tuning
 
+from ..support.tuning import tune
+
 NUM_STEPS = 8
 variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable", default=1.0)
 buffer = torch.zeros(6, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import re
@@ -27,11 +26,12 @@ from group_offload import (
     write_report,
 )
 from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from group_offload.handle import report_of
 from group_offload.plan.budgets import describe_bytes
 from group_offload.plan.pass_model import foresee, simulate
 from group_offload.plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds
 from group_offload.plan.planner import make_plan
-from group_offload.report.facts import GroupFacts, ModelFacts, PassFacts, Place, ReportFacts
+from group_offload.report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
 from group_offload.report.page import write_page
 from group_offload.run_report import memory_of
 from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
@@ -50,6 +50,7 @@ from ..support.tuning import tune
 
 LINK = 1e6
 BYTES, SECONDS = 4096, 0.003
+GIB = 1 << 30
 
 
 class Timed(nn.Module):
@@ -84,14 +85,13 @@ def timed_model(device: TimedDevice, num_blocks: int = 8) -> nn.Module:
     return nn.Sequential(*(Timed(device) for _ in range(num_blocks)))
 
 
-def as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+def facts_of(handle: OffloadHandle) -> ModelFacts:
+    [found] = report_of({"": handle}).models
+    return found
 
 
-def busy(page: Page, lane: str) -> int:
-    """In millionths of the last pass, as it is drawn."""
-    lanes = page.facts["models"][0]["passes"][-1]["lanes"]
-    return sum(sum(found["lengths"]) for found in lanes if found["kind"] == lane)
+def titles(handle: OffloadHandle) -> list[str]:
+    return [one.title for one in facts_of(handle).passes]
 
 
 def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,21 +108,19 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
     assert f": {stays} stay on cpu, each step sends {sent}, which takes " in told[-1]
     path = handle.report(tmp_path / "run.html")
     assert path == tmp_path / "run.html"
-    page = Page(path)
-    [facts] = page.facts["models"]
-    plan, stats = handle.plan, handle.stats()
+    page, plan, stats = Page(path), handle.plan, handle.stats()
+    report = report_of({"": handle})
+    [facts], [memory, _] = report.models, report.memories
     assert plan.details is not None
-    assert facts["stats"] == as_json(asdict(stats))
-    assert (
-        facts["plan"]["step_seconds"] == plan.step_seconds
-        and facts["plan"]["device_bytes"] == plan.details.device_bytes
-    )
-    assert facts["plan"]["measured_seconds"] == pytest.approx(took)
-    assert facts["gains"] == {
-        "VRAM": plan.details.gain_from(device_bytes=1 << 30),
-        "RAM": plan.details.gain_from(ram_bytes=1 << 30),
-    }
+    assert facts.figures["Statistics since the module was offloaded"] == asdict(stats)
+    figures = facts.figures["The plan in numbers"]
+    assert figures["step_seconds"] == plan.step_seconds and figures["device_bytes"] == plan.details.device_bytes
+    assert figures["measured_seconds"] == pytest.approx(took)
+    gains = {"VRAM": plan.details.gain_from(device_bytes=1 << 30), "RAM": plan.details.gain_from(ram_bytes=1 << 30)}
+    assert gains == {"VRAM": 0, "RAM": 0}  # compute takes longer than copies
+    assert all(f"1 GiB more of {memory} would change nothing." in page.words for memory in gains)
     assert plan.details.verdict() in page.words and plan.details.headline() in page.words
+    assert f"onloads {stats.onloads}" in page.words
     # Who holds device memory.
     held = dict(plan.memory)
     assert held["residents"] == stats.resident_bytes and held["weights of other models"] == 0
@@ -132,21 +130,21 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
         assert re.search(rf"{label} +{describe_bytes(num_bytes)}", str(plan))
         assert f"<td>{label}</td><td class=number>{describe_bytes(num_bytes)}</td>" in plan._repr_html_()
     # Where groups rest.
-    places = facts["bytes_by_place"]
-    assert places["device"] == stats.resident_bytes == 3 * BYTES
-    assert sum(places.values()) == sum(group.num_bytes for group in handle.groups) == sum(facts["cells"]["bytes"])
-    assert places["locked"] == places["device"] // 3 * 5
+    at = {place: sum(each.num_bytes for each in facts.groups if each.place is place) for place in Place}
+    assert at[Place.DEVICE] == stats.resident_bytes == 3 * BYTES and at[Place.LOCKED] == 5 * BYTES
+    assert [(each.name, each.num_bytes) for each in facts.groups] == [(g.group_id, g.num_bytes) for g in handle.groups]
+    assert f"{len(handle.groups)} {describe_bytes(8 * BYTES)}" in page.words
     # The last pass: what was sent, computed and waited for.
-    last = facts["passes"][-1]
-    assert last["title"] == "forward 8" and last["seconds"] == pytest.approx(took)
-    assert busy(page, "compute") / 1e6 * took == pytest.approx(8 * SECONDS, rel=1e-3)
-    sent = [sum(lane["bytes"]) for lane in last["lanes"] if lane["kind"] == "link"]
-    assert sum(sent) <= places["locked"]
-    assert busy(page, "link") / 1e6 * took == pytest.approx(5 * BYTES / LINK, rel=1e-3)
-    assert busy(page, "stalls") / 1e6 * took == pytest.approx(took - 8 * SECONDS, rel=1e-3)
-    [memory, _] = page.facts["memories"]
-    assert memory["budget_bytes"] == BYTES * 5 and memory["parts"]["weights that stay"] == stats.resident_bytes
-    assert sum(memory["parts"].values()) <= memory["budget_bytes"]
+    last = facts.passes[-1]
+    assert last.title == "forward 8" and last.seconds == pytest.approx(took)
+    assert last.busy_seconds(COMPUTE) == pytest.approx(8 * SECONDS)
+    assert last.busy_seconds(COPIES) == pytest.approx(5 * BYTES / LINK)
+    assert last.busy_seconds(STALLS) == pytest.approx(took - 8 * SECONDS)
+    assert f"forward 8, {took * 1e3:.4g} ms: link 20.48 ms, compute 24 ms" in page.words
+    computed = [hint for hint in page.hints if f": {SECONDS * 1e3:g} ms, from" in hint]
+    assert len({hint.split(":")[0] for hint in computed}) == 8
+    assert memory.budget_bytes == BYTES * 5 and memory.parts[0] == ("weights that stay", stats.resident_bytes, "device")
+    assert sum(num_bytes for _, num_bytes, _ in memory.parts) <= memory.budget_bytes
     handle.remove()
 
 
@@ -160,8 +158,8 @@ def test_before_any_pass(device: CountingDevice, tmp_path: Path) -> None:
     handle = offload(model)
     page = Page(handle.report(tmp_path / "run.html"))
     assert "No pass has run yet. The timeline is what the plan foresees." in page.words
-    [only] = page.facts["models"][0]["passes"]
-    assert only["title"] == "predicted" and only["seconds"] == handle.plan.step_seconds
+    [only] = facts_of(handle).passes
+    assert only.title == "predicted" and only.seconds == handle.plan.step_seconds
     handle.remove()
 
 
@@ -171,40 +169,22 @@ def test_passes_that_are_recorded(device: CountingDevice, tmp_path: Path) -> Non
     handle = offload(model)
     for _ in range(7):
         forward_of(model)
-    titles = [f"forward {number}" for number in (1, 2, 3, 4)]
-    assert [one["title"] for one in recorded(handle, tmp_path)] == titles
+    assert titles(handle) == [f"forward {number}" for number in (1, 2, 3, 4)]
     with handle.trace(tmp_path / "trace.json"):
         for _ in range(2):
             forward_of(model)
-        assert [one["title"] for one in recorded(handle, tmp_path)][-1] == "forward 9"
-    passes = recorded(handle, tmp_path)
-    assert [one["title"] for one in passes] == ["forward 3", "forward 4", "forward 8", "forward 9"]
+        assert titles(handle)[-1] == "forward 9"
+    passes = facts_of(handle).passes
+    assert titles(handle) == ["forward 3", "forward 4", "forward 8", "forward 9"]
     # Steady passes are alike, also where the pass before was not recorded.
-    assert len({round(one["seconds"], 9) for one in passes[1:]}) == 1
-    for one in passes:
-        [link] = [lane for lane in one["lanes"] if lane["kind"] == "link"]
-        inside = (
-            min(start + length, 10**6) - max(start, 0)
-            for start, length in zip(link["starts"], link["lengths"], strict=True)
-        )
-        assert sum(inside) / 1e6 * one["seconds"] == pytest.approx(8 * BYTES / LINK, rel=2e-3)
+    assert len({round(one.seconds, 9) for one in passes[1:]}) == 1
+    assert all(one.busy_seconds(COPIES) == pytest.approx(8 * BYTES / LINK, rel=2e-3) for one in passes)
     for _ in range(7):
         forward_of(model)
-    [*_, last] = recorded(handle, tmp_path)
-    names = handle_names(handle, tmp_path)
-    assert last["title"] == "forward 16" and len(engine_of(handle).recorder.passes) == NUM_RECORDED
-    assert SENT_AHEAD in [names[index] for lane in last["lanes"] for index in lane["names"]]
+    [*_, last] = facts_of(handle).passes
+    assert last.title == "forward 16" and len(engine_of(handle).recorder.passes) == NUM_RECORDED
+    assert SENT_AHEAD in {each.name for each in last.slices}
     handle.remove()
-
-
-def recorded(handle: OffloadHandle, folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = Page(handle.report(folder / "run.html")).facts["models"][0]["passes"]
-    return found
-
-
-def handle_names(handle: OffloadHandle, folder: Path) -> list[str]:
-    names: list[str] = Page(handle.report(folder / "run.html")).facts["models"][0]["names"]
-    return names
 
 
 def test_what_recording_costs(device: CountingDevice) -> None:
@@ -225,7 +205,7 @@ def test_what_recording_costs(device: CountingDevice) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}, {"use_stream": False}], ids=str
 )
-def test_while_work_is_on_its_way(options: dict[str, Any], tmp_path: Path) -> None:
+def test_while_work_is_on_its_way(options: dict[str, Any]) -> None:
     """The page is right, and changes nothing, when kernels and copies have not run yet."""
     with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for(options) as given:
         model = RoutedModel([16, 24, 16, 16])
@@ -234,11 +214,12 @@ def test_while_work_is_on_its_way(options: dict[str, Any], tmp_path: Path) -> No
         x = torch.randn(2, DIM)
         for _ in range(3):
             output = forward(device, model, x)
-            page = Page(handle.report(tmp_path / "run.html"))
-            assert page.facts["models"][0]["stats"] == as_json(asdict(handle.stats()))
+            facts = facts_of(handle)
+            assert facts.figures["Statistics since the module was offloaded"] == asdict(handle.stats())
             assert torch.equal(device.get(output), run(resident, x))
-        kinds = {lane["kind"] for lane in page.facts["models"][0]["passes"][-1]["lanes"]}
-        assert {"link", "compute"} <= kinds  # reads are told by the host's clock, which this device knows nothing of
+        assert {COPIES, COMPUTE} <= {
+            each.lane for each in facts.passes[-1].slices
+        }  # reads are told by the host's clock, which this device knows nothing of
         model.alive.clear()
         handle.remove()
 
@@ -255,7 +236,7 @@ def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
         assert "No pass was recorded that completed." in page.words
         model.stop_at = -1
         forward(device, model, x)
-        assert [one["title"] for one in recorded(handle, tmp_path)] == ["forward 2"]
+        assert titles(handle) == ["forward 2"]
         model.alive.clear()
         handle.remove()
 
@@ -280,14 +261,13 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     for _ in range(2):
         run(model, inputs())
     page = Page(handle.report(tmp_path / "run.html"))
-    [facts] = page.facts["models"]
-    kinds = {lane["kind"] for lane in facts["passes"][-1]["lanes"]}
-    assert "compute" in kinds and "link" not in kinds and ("drive" in kinds) == ("stalls" in kinds) == (tier == "file")
-    assert facts["passes"][-1]["seconds"] > 0 and facts["stats"] == as_json(asdict(handle.stats()))
-    assert facts["bytes_by_place"]["file" if tier == "file" else "ram"] == sum(g.num_bytes for g in handle.groups)
-    assert [memory["name"] for memory in page.facts["memories"]] == ["RAM of this process"]
-    if tier == "file":
-        assert "compute waited for weights from files" in page.words
+    facts = facts_of(handle)
+    lanes = {each.lane for each in facts.passes[-1].slices}
+    assert COMPUTE in lanes and COPIES not in lanes and (READS in lanes) == (STALLS in lanes) == (tier == "file")
+    assert facts.passes[-1].seconds > 0
+    assert {group.place for group in facts.groups} == {Place.FILE if tier == "file" else Place.RAM}
+    assert [memory.name for memory in report_of({"": handle}).memories] == ["RAM of this process"]
+    assert ("compute waited for weights from files" in page.words) or tier == "ram"
     handle.remove()
 
 
@@ -297,9 +277,8 @@ def test_training(tmp_path: Path) -> None:
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "groups")
     for _ in range(2):
         model(torch.randn(2, 64, requires_grad=True)).sum().backward()
-    titles = [one["title"] for one in recorded(handle, tmp_path)]
-    assert titles == ["forward 1", "backward 1", "forward 2", "backward 2"]
-    assert any(lane["kind"] == "compute" for lane in recorded(handle, tmp_path)[-1]["lanes"])
+    assert titles(handle) == ["forward 1", "backward 1", "forward 2", "backward 2"]
+    assert facts_of(handle).passes[-1].busy_seconds(COMPUTE) > 0
     handle.remove()
 
 
@@ -316,7 +295,7 @@ def test_names_cannot_speak_to_the_browser(tmp_path: Path) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 4))
     page = Page(handle.report(tmp_path / "run.html"))
-    assert page.tags["script"] == 2 and not page.tags["b"] - 2
+    assert not page.tags["b"]
     assert "<script>alert(1)</script>" in page.words and "<b>Model" in page.words
     assert not any(c in (tmp_path / "run.html").read_text() for c in "\x1b\u202e")
     handle.remove()
@@ -360,14 +339,13 @@ def test_a_pipeline(tmp_path: Path) -> None:
     handles = enable_group_offload(pipe, onload_device="cpu", exclude_modules="vae")
     pages = [Page(write_report(models, tmp_path / "run.html")) for models in (pipe, handles, models_of(pipe))]
     for page in pages:
-        assert [model["name"] for model in page.facts["models"]] == [*handles]
-        for found, handle in zip(page.facts["models"], handles.values(), strict=True):
-            assert found["stats"] == as_json(asdict(handle.stats())) and found["num_groups"] == len(handle.groups)
+        assert all(f"{name} {type(pipe.components[name]).__name__}" in page.words for name in handles)
+        assert "Models model weights a pass what bounds it" in page.words
     assert "FluxPipeline" in pages[0].words and "Not offloaded: vae." in pages[0].words
     one = Page(write_report(pipe.transformer, tmp_path / "run.html"))
-    assert [model["model_class"] for model in one.facts["models"]] == ["FluxTransformer2DModel"]
+    assert one.words.startswith("FluxTransformer2DModel") and "T5EncoderModel" not in one.words
     same = Page(write_report({"a": pipe.transformer, "b": handles["transformer"]}, tmp_path / "run.html"))
-    assert [model["name"] for model in same.facts["models"]] == ["a, b"]
+    assert "a, b FluxTransformer2DModel" in same.words
     for wrong, message in (({"a": 1}, "'a' is int"), (1, "diffusers pipeline, got int")):
         with pytest.raises(ConfigError, match=message):
             write_report(wrong, tmp_path / "run.html")
@@ -394,8 +372,8 @@ def test_several_devices() -> None:
         "Device cuda:1",
         None,
     )
-    assert [part.num_bytes for part in first.parts] == [130, 60, 0, 510]
-    assert [part.num_bytes for part in second.parts] == [10, 20, 0, 670] and ram.name == "RAM of this process"
+    assert [num_bytes for _, num_bytes, _ in first.parts] == [130, 60, 0, 510]
+    assert [num_bytes for _, num_bytes, _ in second.parts] == [10, 20, 0, 670] and ram.name == "RAM of this process"
 
 
 # ---------------------------------------------------------------- many groups, and lanes
@@ -416,11 +394,8 @@ def many(num_groups: int, num_slices: int) -> ModelFacts:
         groups=[
             GroupFacts(name=n, num_bytes=1000 + i, place=places[i % 3], detail="a file") for i, n in enumerate(names)
         ],
-        passes=[PassFacts(title=f"forward {n}", seconds=1.0, slices=slices, how="recorded") for n in range(4)],
+        passes=[PassFacts(title=f"forward {n}", seconds=1.0, slices=slices) for n in range(4)],
         sentences=["A verdict."],
-        gains=[],
-        plan=None,
-        stats=None,
     )
 
 
@@ -430,20 +405,26 @@ def test_many_groups(num_groups: int, num_slices: int, tmp_path: Path) -> None:
     model = many(num_groups, num_slices)
     path = write_page(ReportFacts(title="Many", models=[model], memories=[], sentences=[]), tmp_path / "many.html")
     assert path.stat().st_size < 2 << 20
-    [facts] = Page(path).facts["models"]
-    assert sum(facts["cells"]["bytes"]) == sum(group.num_bytes for group in model.groups)
-    for one in facts["passes"]:
-        assert "compute 500 ms" in one["caption"]
-        for lane in one["lanes"]:
-            assert sum(lane["bytes"]) == 1000 * num_slices and len(lane["starts"]) <= num_slices
+    page = Page(path)
+    assert page.words.count("drive 500 ms, link 500 ms, compute 500 ms, stalls 500 ms") == 4
+    assert f"all {num_groups} {describe_bytes(sum(group.num_bytes for group in model.groups))}" in page.words
 
 
-def test_a_lane_that_is_not_used_is_left_out(tmp_path: Path) -> None:
-    slices = [Slice(COMPUTE, "a", 0.1, 0.2, 1), Slice(DECODE, "a", 0.0, 0.1, 1)]
-    model = replace(many(1, 1), passes=[PassFacts(title="forward 1", seconds=1.0, slices=slices, how="recorded")])
-    path = write_page(ReportFacts(title="One", models=[model], memories=[], sentences=[]), tmp_path / "one.html")
-    lanes = Page(path).facts["models"][0]["passes"][0]["lanes"]
-    assert [lane["kind"] for lane in lanes] == ["decode", "compute"]
+def test_what_the_pointer_tells(tmp_path: Path) -> None:
+    """A group's times, its bytes and the speed. A lane that is not used is left out, and what is held around others apart."""
+    slices = [Slice(DECODE, "a", 0.0, 0.1, 1), Slice(COPIES, "a", 0.1, 0.35, 10**9), Slice(COMPUTE, "a", 0.5, 2, 1)]
+    slices += [Slice(COMPUTE, "outer", -1, 1, 1), Slice(STALLS, "late", 1.5, 2, 1)]
+    outer = GroupFacts(name="outer", num_bytes=1, place=Place.PASS, is_outer=True)
+    one = PassFacts(title="forward 1", seconds=1.0, slices=slices)
+    model = replace(many(1, 1), groups=[*many(1, 1).groups, outer], passes=[one])
+    memory = MemoryFacts(name="RAM", parts=[("weights", GIB, "ram")], budget_bytes=4 * GIB)
+    path = write_page(ReportFacts(title="One", models=[model], memories=[memory], sentences=[]), tmp_path / "one.html")
+    page = Page(path)
+    assert "RAM: 1 GiB, budget 4 GiB" in page.words
+    assert "forward 1, 1 s: link 250 ms, decode 100 ms, compute 500 ms. 0 s 250 ms 500 ms 750 ms 1 s" in page.words
+    assert page.words.endswith("1 s link decode around compute")
+    assert "a: 250 ms, from 100 ms, 954 MiB at 4 GB/s" in page.hints
+    assert "blocks.0.a_layer_with_a_long_name: 1000 B, on the device, a file" in page.hints
 
 
 # ---------------------------------------------------------------- what is foreseen
@@ -465,7 +446,7 @@ def test_a_foreseen_pass_is_the_predicted_one(seed: int) -> None:
     )
     plan = make_plan(problem)
     prediction, slices = plan.prediction, foresee(problem, plan.placements)
-    one = PassFacts(title="", seconds=prediction.step_seconds, slices=slices, how="predicted")
+    one = PassFacts(title="", seconds=prediction.step_seconds, slices=slices)
     ends = [each.end for each in slices if each.lane == COMPUTE]
     assert max(ends) == pytest.approx(prediction.step_seconds, rel=2e-3)
     assert one.busy_seconds(COMPUTE) == pytest.approx(prediction.compute_seconds)

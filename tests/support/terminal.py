@@ -14,7 +14,10 @@ class Terminal:
         self._capsys = capsys
 
     def __call__(self, *arguments: object, status: int = 0) -> str:
-        actual = cli.main([str(argument) for argument in arguments])
+        try:
+            actual = cli.main([str(argument) for argument in arguments])
+        except SystemExit as error:  # of argparse
+            actual = int(error.code or 0)
         said = self._capsys.readouterr()
         assert actual == status, said
         return said.out + said.err

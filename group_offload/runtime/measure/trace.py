@@ -1,36 +1,82 @@
-"""The trace is a timeline of passes: reads, copies and compute of each group."""
+"""The trace is a timeline of passes: reads, copies and compute of each group.
+
+Times on the device are those of its own events, times of threads those of the host; both count from when the trace was made.
+The file is in the Trace Event Format of Chrome (https://ui.perfetto.dev and chrome://tracing open it).
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Timeline
+from ...base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice, side_by_side
+from ...errors import GroupFileError
 
 _LANES = (COPIES, GATHERS, DECODE, COMPUTE, STALLS)
+_NO_TIME = 1e-6
+"""Stalls that take no time are left out: they are waits for events that had been reached."""
 
 
-class WeightTrace(Timeline):
-    """Lanes for file reads, copies to the device, compute, and stalls. Threads that read files may call `copied` and `read`."""
+class _Moment:
+    """A point of a device whose work is done when the call returns: the host's clock tells its time."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def record(self, stream: Stream, /) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class WeightTrace:
+    """Lanes for file reads, copies to the device, compute, and stalls. `now`, `copied` and `read` are thread-safe."""
 
     def __init__(self, backend: Backend, title: str, idle: Stream) -> None:
-        super().__init__(backend, title, host_lanes=(READS,), device_lanes=_LANES, idle=idle)
+        """
+        Args:
+            idle: A stream that never has work, so that the host need not wait for the device to compare their clocks.
+        """
+        self._backend = backend
+        self._title = title
+        self._on_device: list[tuple[str, str, Event, Event, int]] = []
+        """Lane, name, start, end and bytes."""
+        self._reads: list[Slice] = []
+        """In values of `time.perf_counter`."""
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
+        self._origin = self.now(idle)
+        self._origin_seconds = time.perf_counter()
+
+    def now(self, stream: Stream) -> Event:
+        """A point on the device."""
+        if not self._backend.has_streams:
+            return _Moment()
+        event = self._backend.new_event()
+        event.record(stream)
+        return event
 
     def copied(self, names: Sequence[str], begun: Event, stream: Stream, num_bytes: int) -> None:
         """Copies of these groups were enqueued on `stream` behind `begun`, which `now` gave."""
         names = [*dict.fromkeys(names)]
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        self.add(COPIES, name, begun, self.now(stream), num_bytes)
+        self._on_device.append((COPIES, name, begun, self.now(stream), num_bytes))
 
     def unpacked(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
         """Unpacking of a group was enqueued on `stream` behind `begun`, which `now` gave."""
-        self.add(DECODE, name, begun, self.now(stream), num_bytes)
+        self._on_device.append((DECODE, name, begun, self.now(stream), num_bytes))
 
     def gathered(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
         """What other GPUs have brought of a group was enqueued on `stream` behind `begun`, which `now` gave."""
-        self.add(GATHERS, name, begun, self.now(stream), num_bytes)
+        self._on_device.append((GATHERS, name, begun, self.now(stream), num_bytes))
 
     def compute_arrives(self, name: str, at: Event) -> None:
         """Compute is about to wait for the group of this name."""
@@ -47,9 +93,73 @@ class WeightTrace(Timeline):
         if found is not None:
             arrived, begun = found
             if arrived is not begun:
-                self.add(STALLS, name, arrived, begun)
-            self.add(COMPUTE, name, begun, at, num_bytes)
+                self._on_device.append((STALLS, name, arrived, begun, 0))
+            self._on_device.append((COMPUTE, name, begun, at, num_bytes))
 
     def read(self, name: str, started: float, ended: float, num_bytes: int) -> None:
         """A file was read, between two values of `time.perf_counter`."""
-        self.add_on_host(READS, name, started, ended, num_bytes)
+        self._reads.append(Slice(READS, name, started, ended, num_bytes))
+
+    def joined(self, others: Sequence[WeightTrace]) -> WeightTrace:
+        """A trace that begins as this one does, with the slices of others too."""
+        found, traces = copy(self), (self, *others)
+        found._on_device = [each for trace in traces for each in trace._on_device]
+        found._reads = [each for trace in traces for each in trace._reads]
+        return found
+
+    def host_seconds(self, point: Event) -> float:
+        """The value of `time.perf_counter` when the device came to `point`. Waits for it."""
+        return self._origin_seconds + self._seconds(self._origin, point)
+
+    def slices(self, zero: Event | None = None, zero_seconds: float | None = None) -> list[Slice]:
+        """Wait for the device, and return all slices, those of each lane in the order in which they were added.
+
+        Args:
+            zero, zero_seconds: The point that times count from, and the host's time then. Default: the trace's beginning.
+        """
+        if zero is None or zero_seconds is None:
+            zero, zero_seconds = self._origin, self._origin_seconds
+        found = [
+            Slice(READS, each.name, each.start - zero_seconds, each.end - zero_seconds, each.num_bytes)
+            for each in [*self._reads]
+        ]
+        for lane, name, begun, ended, num_bytes in [*self._on_device]:
+            start, end = self._seconds(zero, begun), self._seconds(zero, ended)
+            if lane != STALLS or end - start >= _NO_TIME:
+                found.append(Slice(lane, name, start, end, num_bytes))
+        return found
+
+    def _seconds(self, start: Event, end: Event) -> float:
+        if isinstance(start, _Moment) and isinstance(end, _Moment):
+            return end.seconds - start.seconds
+        start.synchronize()
+        end.synchronize()
+        seconds = self._backend.seconds_between(start, end)
+        assert seconds is not None
+        return seconds
+
+    def write(self, path: Path) -> None:
+        """Wait for the device, and write all slices.
+
+        Raises:
+            GroupFileError: the file cannot be written.
+        """
+        slices = self.slices()
+        # A lane shows one thing at a time, and several threads read: so there is one for each of them.
+        reads = side_by_side(each for each in slices if each.lane == READS) or [[]]
+        rows = {READS if number == 1 else f"{READS} {number}": row for number, row in enumerate(reads, 1)}
+        on_device = {lane: [each for each in slices if each.lane == lane] for lane in _LANES}
+        rows |= {lane: mine for lane, mine in on_device.items() if mine or lane not in (DECODE, GATHERS)}
+        events: list[dict[str, object]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self._title}}]
+        for index, (lane, mine) in enumerate(rows.items()):
+            where = {"pid": 1, "tid": index}
+            events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": lane}})
+            events.append({"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": index}})
+            for each in mine:
+                micros = {"ts": each.start * 1e6, "dur": (each.end - each.start) * 1e6}
+                args = {"bytes": each.num_bytes} if each.num_bytes else {}
+                events.append({"ph": "X", **where, "name": each.name, **micros, "args": args})
+        try:
+            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error
