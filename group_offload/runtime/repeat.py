@@ -95,7 +95,7 @@ class Repeater:
                 with self._backend.other_algorithms() if self._was_refused_silently else nullcontext():
                     output = _seen(call, args, kwargs, compiler, modes)
             except torch.OutOfMemoryError as error:
-                if not (self._arena.resident_bytes and self._may_repeat(given)) or num_repeats == _MOST_REPEATS:
+                if not (self._arena.has_residents and self._may_repeat(given)) or num_repeats == _MOST_REPEATS:
                     raise
                 # The frames of the call hold what it has computed so far.
                 refused = error.with_traceback(None)
@@ -118,7 +118,7 @@ class Repeater:
     def _repeats_silent(self, given: _Given) -> bool:
         """Whether the call is to be repeated, because an operator in it was refused memory, and went on without."""
         passes, was_before = self._passes, self._was_refused_silently
-        may_repeat = self._arena.resident_bytes and not was_before and self._may_repeat(given)
+        may_repeat = self._arena.has_residents and not was_before and self._may_repeat(given)
         if may_repeat and passes.give_way(1):
             self._was_refused_silently = True
             return True

@@ -234,6 +234,11 @@ class Arena:
         """The bytes of all modules' residents."""
         return sum(each.resident_bytes for each in [*self._holdings])
 
+    @property
+    def has_residents(self) -> bool:
+        """Whether there are any. It is asked in each call of a gate."""
+        return any(each.residents for each in [*self._holdings])
+
     def others_resident_bytes(self, mine: Holding[Any] | None) -> int:
         """Those of other modules than `mine` that do not run now."""
         return sum(each.resident_bytes for each in [*self._holdings] if each is not mine and not each.is_busy)
