@@ -154,7 +154,7 @@ class OffloadHandle:
     @property
     def missing_bytes(self) -> int:
         """The device memory that the next forward takes for weights, beside what the module has by now."""
-        return self._live.missing_bytes
+        return self._live.placer.missing_bytes
 
     @property
     def root_gate(self) -> Gate:
@@ -193,8 +193,8 @@ class OffloadHandle:
             tensors_brought_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
-            resident_bytes=engine.resident_bytes,
-            trainable_bytes=engine.trainable_bytes,
+            resident_bytes=engine.memory.resident_bytes,
+            trainable_bytes=engine.trained.num_bytes,
             host_bytes=packed
             + sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
             packed_bytes=packed,
@@ -221,7 +221,7 @@ class OffloadHandle:
             shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
             return OffloadPlan(
                 self._name,
-                engine.current_plan(),
+                engine.placer.current_plan(),
                 device_has_memory=has_memory,
                 shared=shared if engine.shares_passes else None,
                 gpus="" if engine.sharing is None else engine.sharing.describe(),
@@ -329,7 +329,7 @@ class OffloadHandle:
         total = describe_bytes(sum(group.num_bytes for group in self.groups))
         summary = (
             f"{self._name}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
-            f"through slots of {describe_bytes(self._live.slot_bytes)} in all."
+            f"through slots of {describe_bytes(self._live.placer.slot_bytes)} in all."
         )
         return rows, summary
 

@@ -167,12 +167,12 @@ def _what_was_busy(one: PassFacts, outer: frozenset[str], *, has_link: bool) -> 
 
 def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
     backend = runs[0].engine.config.backend
-    budgets = [run.engine.vram_budget for run in runs]
+    budgets = [run.engine.placer.vram_budget for run in runs]
     given = [budget for budget in budgets if budget is not None]
     parts = [
         ("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
         # The models of a process run one after another, in the same slots.
-        ("weights that take turns", max(run.engine.slot_bytes for run in runs), "locked"),
+        ("weights that take turns", max(run.engine.placer.slot_bytes for run in runs), "locked"),
         ("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
     ]
     peak = backend.peak_reserved_bytes()
@@ -195,7 +195,7 @@ def _ram(runs: Sequence[Run]) -> MemoryFacts:
     other = sum(run.stats["host_bytes"] for run in runs) - locked
     staging = sum(run.stats["staging_bytes"] for run in runs)
     reads = [run for run in runs if run.stats["file_bytes"] and not run.engine.config.backend.has_streams]
-    turns = max((run.engine.slot_bytes for run in reads), default=0)
+    turns = max((run.engine.placer.slot_bytes for run in reads), default=0)
     in_page_cache = sum(
         part.blob.pinned_bytes
         for run in runs

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..base.device import Backend
+from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import PageLock
@@ -54,6 +54,8 @@ _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
 _MAX_SPARSENESS = 1.1
 _VERSION = 3
+
+Take = Callable[[int, Stream], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +88,15 @@ class MachineSpeeds:
             raise ValueError("expected texts")
 
 
-def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False) -> MachineSpeeds:
+def known_speeds(
+    backend: Backend, path: Path | None, *, unpacks: bool = False, take: Take | None = None
+) -> MachineSpeeds:
     """The speeds of this device and file system: measured before, or measured now and kept.
 
     Args:
         path: a file of the model, or its folder; it need not exist. None: no drive matters.
         unpacks: whether it matters how fast the device unpacks weights.
+        take: takes device memory for a stream, as `Backend.empty` does.
 
     Raises:
         DeviceError: the device has no room for a measurement.
@@ -102,10 +107,10 @@ def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False) 
     if measured is not None and not (unpacks and measured.unpack is None):
         return measured
     if measured is None:
-        measured = measure(backend, path, h2d=kept[0].h2d if kept else None)
+        measured = measure(backend, path, h2d=kept[0].h2d if kept else None, take=take)
     if unpacks:
         known = next((found.unpack for found in kept if found.unpack is not None), None)
-        measured = replace(measured, unpack=known or measure_unpacking(backend))
+        measured = replace(measured, unpack=known or measure_unpacking(backend, take=take))
     record(measured)
     return measured
 
@@ -119,6 +124,7 @@ def measure(
     max_drive_bytes: int = MAX_DRIVE_BYTES,
     min_drive_bytes: int = MIN_DRIVE_BYTES,
     on_step: Callable[[str], object] = lambda text: None,
+    take: Take | None = None,
 ) -> MachineSpeeds:
     """Measure the link to the device, and the drive.
 
@@ -129,13 +135,14 @@ def measure(
         link_bytes: the page-locked RAM that the measurement of the link takes.
         max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
         on_step: a function that is told what is measured next.
+        take: see `known_speeds`.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
     if h2d is None:
         on_step("copies to the device")
-        h2d = measure_link(backend, link_bytes)
+        h2d = measure_link(backend, link_bytes, take=take)
     drive, problem = None, ""
     if path is not None:
         on_step("reads of files")
@@ -214,7 +221,7 @@ def device_name(backend: Backend) -> str:
     return str(getattr(torch, device.type).get_device_properties(device).name)
 
 
-def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
+def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | None = None) -> int:
     """Bytes per second from page-locked RAM to the device: the best of a few tries.
 
     Raises:
@@ -226,7 +233,7 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
         source.fill_(1)  # memory that was never written is one page of zeros
         stream = backend.new_stream()
         try:
-            target = backend.empty(copy_bytes, stream)
+            target = (take or backend.empty)(copy_bytes, stream)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{backend.device} has no room for the {copy_bytes >> 20} MiB that a measurement takes: give some of it free."
@@ -241,7 +248,7 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES) -> int:
     return max(1, int(best))
 
 
-def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES) -> int | None:
+def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
     """Bytes of weights that the device unpacks in a second: the best of a few tries. None if it has no room for that."""
     weights = torch.randn(num_bytes // 2, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
     packed = pack(weights.view(torch.uint8), lay_out(["weights"], [weights]), backend.device)
@@ -249,7 +256,7 @@ def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES) -> int 
         return None
     stream = backend.new_stream()
     try:
-        source, target = (backend.empty(size, stream) for size in (packed.data.numel(), num_bytes))
+        source, target = ((take or backend.empty)(size, stream) for size in (packed.data.numel(), num_bytes))
     except torch.OutOfMemoryError:
         return None
     backend.copy(source, packed.data, stream, blocking=True)

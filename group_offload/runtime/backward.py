@@ -59,6 +59,7 @@ from .contexts import Context, nodes_with
 from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
+from .slots.arena import arena_for
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -370,7 +371,7 @@ class Backward:
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
         """A copy of a saved weight in new memory on the device."""
         source = _bytes_at_rest(saved)
-        memory = self._backend.empty(source.numel())
+        memory = arena_for(self._backend).take(source.numel())
         self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
         return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
 

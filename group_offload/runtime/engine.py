@@ -22,7 +22,6 @@ from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
-from ..plan.planner import Plan
 from ..stores.folder import Folder
 from ..stores.group_file import GroupFile
 from ..weights import TensorRef
@@ -80,7 +79,7 @@ class Engine:
         backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__)
-        self._trained = Trained(backend)
+        self.trained = Trained(backend)
         self._left: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend, type(root).__name__)
@@ -106,21 +105,11 @@ class Engine:
             is_verified=config.verify_files,
         )
         self._probe = Probe(backend, self.recorder)
-        # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
-        is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
-        is_tight = is_just_in_time and not config.record_stream
-        self._memory = DeviceMemory(
-            backend,
-            self.transfer,
-            self._probe.stalls,
-            self.counters,
-            just_in_time=is_just_in_time,
-            tight=is_tight,
-        )
+        self.memory = DeviceMemory(config, self.transfer, self._probe.stalls, self.counters)
         self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
         self._changes = Changes(self.transfer, weakly(self._publish_manifest))
         self._lookahead = LookAhead(
-            self._memory,
+            self.memory,
             self.transfer,
             self.counters,
             self._files,
@@ -128,34 +117,32 @@ class Engine:
             use_stream=config.use_stream,
             model=type(root).__name__,
         )
-        self._placer = Placer(
+        self.placer = Placer(
             root,
             config,
-            self._memory,
+            self.memory,
             self.transfer,
             self._lookahead,
             self._files,
             self._probe.stopwatch,
-            self.counters,
             self._packer,
             partial(weakly(self._publish_manifest), is_edit=False),
-            is_tight=is_tight,
         )
         self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
             root,
             backend,
-            self._memory,
+            self.memory,
             self.transfer,
             self._lookahead,
             self._files,
-            self._placer,
+            self.placer,
             self._changes,
             self._probe,
             self.counters,
             weakly(self._prepare),
         )
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(root, config, self._passes, self._backward, self._placer)
+        self._gates = Gates(root, config, self._passes, self._backward, self.placer)
         self._gates.was_applied = weakly(self._look_for_meta)
         self._gates.share(weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
@@ -225,7 +212,7 @@ class Engine:
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out
             self._give_up_blobs()
             self._close_replaced({part for group in self.groups for part in group.parts})
-            self._trained.give_back()
+            self.trained.give_back()
             if self._folder is not None:
                 self._folder.keep_manifest()
             self._gates.uninstall()
@@ -274,57 +261,28 @@ class Engine:
         return self._probe.stalls.by_group()
 
     @property
-    def slot_bytes(self) -> int:
-        """The most device memory that a pass takes for weights that take turns."""
-        return self._placer.slot_bytes
-
-    @property
-    def missing_bytes(self) -> int:
-        """The device memory that the next pass takes for weights, beside what the module has by now."""
-        return max(0, self._placer.wanted_bytes - self._memory.held_bytes)
-
-    @property
-    def resident_bytes(self) -> int:
-        """Device memory of the groups that stay on the device between passes."""
-        return self._memory.staying.num_bytes
-
-    @property
     def groups_staying(self) -> frozenset[Group | PackedGroup]:
         """The groups that stay on the device between passes, as they are or packed, and are there now."""
-        return frozenset(group for slot in self._memory.staying.slots for group in slot.groups)
-
-    @property
-    def vram_budget(self) -> int | None:
-        """Device memory for the whole process, as far as the device has it for this process; None for no budget."""
-        return self._placer.vram_budget
+        return frozenset(group for slot in self.memory.residents for group in slot.groups)
 
     @property
     def device_memory(self) -> tuple[tuple[str, int], ...]:
         """Who holds device memory now, or has it kept free, and the bytes. Empty for a device without memory of its own."""
         if not self.config.backend.has_streams:
             return ()
-        memory, (need, margin) = self._memory, self._placer.kept_free
+        memory, (need, margin) = self.memory, self.placer.kept_free
         return (
-            ("slots to take turns in", memory.held_bytes - memory.staying.num_bytes),
-            ("residents", memory.staying.num_bytes),
-            ("trained parameters", self._trained.num_bytes),
+            ("slots to take turns in", memory.slot_bytes),
+            ("residents", memory.resident_bytes),
+            ("trained parameters", self.trained.num_bytes),
             ("kept free for activations", need),
             ("reserve", margin),
-            ("weights of other models", memory.others_bytes),
+            ("weights of other models", memory.arena.others_bytes(memory)),
         )
 
     def tell_before_forward(self, listener: Callable[[nn.Module, Any], None]) -> None:
         """Call `listener` with the module and its inputs by name before each forward takes device memory."""
         self._passes.before_forward = listener
-
-    @property
-    def trainable_bytes(self) -> int:
-        """Device memory of parameters that are trained, which stay on the device."""
-        return self._trained.num_bytes
-
-    def current_plan(self) -> Plan | None:
-        """See `Placer.current_plan`."""
-        return self._placer.current_plan()
 
     # ---------------------------------------------------------------- before a forward
 
@@ -340,7 +298,7 @@ class Engine:
         if not kind.with_grad and first_of_two_runs() is None:
             return scope
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
-        if self._trained.take_up(self._refs):
+        if self.trained.take_up(self._refs):
             return self._rebuild_for(top)
         if not is_first:
             return scope
@@ -409,8 +367,8 @@ class Engine:
         for group in self.groups:
             group.give_up()
         self._close_replaced(())
-        self._trained.forget_others(())
-        self._trained.guard(())
+        self.trained.forget_others(())
+        self.trained.guard(())
         self._forget_groups()
         self._gates.install(())
         if self._gates.sharing is not None:
@@ -421,7 +379,7 @@ class Engine:
     def _release(self) -> None:
         """Give up all device memory. What is on its way arrives before."""
         self._lookahead.abandon()
-        self._memory.release()
+        self.memory.release()
 
     def _forget_groups(self) -> None:
         """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
@@ -431,19 +389,19 @@ class Engine:
         self.groups, self._refs, self._left = (), (), {}
         self._passes.set_groups((), weakly(self._gates.needs))
         self._lookahead.reset((), wraps=False)
-        self._placer.clear()
+        self.placer.clear()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
         """Cut the module into groups, for the first time or because it has changed."""
         self._changes.invalidate()
         self._left = left_to_fsdp(self.root, self._left)
-        self._trained.forget_others(self.root.parameters())
+        self.trained.forget_others(self.root.parameters())
         of_fsdp = {id(owner._parameters[name]) for owner, names in self._left.items() for name in names}
         before = self.groups
         if before:  # blobs are about to go, and slots will have other sizes
             self._lookahead.abandon()
             self._probe.stopwatch.clear()
-            self._memory.release()
+            self.memory.release()
         groups = build_groups(
             self.root,
             self.config,
@@ -451,7 +409,7 @@ class Engine:
             before,
             self.transfer.last_copies.synchronize,
             casts,
-            self._trained.ids | of_fsdp,
+            self.trained.ids | of_fsdp,
             packs=self._packer.is_on,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         )
@@ -471,11 +429,11 @@ class Engine:
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
-        self._placer.place(moving, is_first=not before)
+        self.placer.place(moving, is_first=not before)
         self._publish_manifest()
         # Old files are closed only now: they have to exist until the manifest names the new ones.
         self._close_replaced({*parts})
-        self._trained.guard(self._refs)
+        self.trained.guard(self._refs)
         for group in self.groups:
             group.expect_single_pages(expected=True)
         self._install_gates()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
 
 from ..base.compiled import is_compiled
-from ..base.device import Backend, Event
+from ..base.device import Event
 from ..base.layout import ALIGNMENT, span_bytes
 from ..base.tuning import tuning
 from ..config import OffloadConfig
@@ -23,7 +22,7 @@ from .foresight.schedule import Schedule
 from .groups.group import Group
 from .groups.packed import PackedGroup
 from .measure.counters import Counters
-from .slots.arena import Lease, Residents, Ring, arena_for
+from .slots.arena import Holding, Ring, arena_for
 from .slots.berths import Berths
 from .slots.slot import Slot
 from .slots.stalls import Stalls
@@ -32,52 +31,37 @@ _SHARED_SLOTS = 4
 """Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
 
 
-class DeviceMemory:
+class DeviceMemory(Holding[Group]):
     """The slots of one module, and the groups in them. An engine owns it, and uses it under the engine's lock.
 
-    Order of calls: `reside` once groups are known; `take`, then everything else, then `give_back` in each pass.
+    Order of calls: `reside` once groups are known; `claim`, `take`, then everything else, then `give_back` in each pass.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        transfer: Transfer,
-        stalls: Stalls,
-        counters: Counters,
-        *,
-        just_in_time: bool,
-        tight: bool,
-    ) -> None:
-        """
-        Args:
-            just_in_time: Whether groups inside of whose modules no other one is needed have slots outside of rings.
-            tight: Whether slots in use, too, limit the bytes that may be on their way.
-        """
-        self._backend = backend
+    def __init__(self, config: OffloadConfig, transfer: Transfer, stalls: Stalls, counters: Counters) -> None:
+        super().__init__()
+        self._config = config
+        self._backend = config.backend
         self._transfer = transfer
         self._stalls = stalls
         self._counters = counters
-        self.is_just_in_time = just_in_time
-        self._is_tight = tight
-        self.arena = arena_for(backend)
-        self._lease: Lease[Group] | None = None
-        """The lease is kept between passes, unless another module's pass takes the memory."""
-        self.staying: Residents[Any] = Residents(WeakMethod(self._evict_last_needed))
-        """The slots of groups that stay on the device between passes, unless they give way: see `Arena`."""
-        self.spared: Collection[Residents[Any]] = ()
-        """Residents of other modules that are worth as much as this module's, or more."""
-        self.claims: Collection[Residents[Any]] = ()
-        """Those of them that are worth more: what they want, and do not have yet, is theirs too."""
+        # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
+        self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
+        """Whether groups inside of whose modules no other one is needed have slots outside of rings."""
+        self.is_tight = self.is_just_in_time and not config.record_stream
+        """Whether memory of weights that wait for their turn counts most: slots in use limit what is on its way, too."""
+        self.arena = arena_for(self._backend)
+        self.claims: Collection[DeviceMemory] = ()
+        """Those of `spared` that are worth more: what they want, and do not have yet, is theirs too."""
         self.schedule = Schedule(())
         """Tells which groups are needed last."""
-        self._residents: frozenset[Group | PackedGroup] = frozenset()
+        self._to_stay: frozenset[Group | PackedGroup] = frozenset()
         """Groups, and packed groups, that are to stay on the device between passes."""
         self.resident_room = 0
         """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
-        self._berth_bytes = 0
-        """The bytes that packed bytes land in."""
+        self.berth_bytes = 0
+        """The bytes that packed bytes land in: see [Note: The life of a berth]."""
         self._reading_bytes = 0
         """The part of them for packed bytes that are read from files."""
         self.holds_all = False
@@ -97,81 +81,47 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- between passes
 
-    def reside(self, residents: frozenset[Group | PackedGroup], groups: Sequence[Group], config: OffloadConfig) -> None:
-        """Let only `residents` of these groups stay on the device, as they are or packed.
+    def reside(self, to_stay: frozenset[Group | PackedGroup], groups: Sequence[Group]) -> None:
+        """Let only these of the groups stay on the device, as they are or packed.
 
         Rings are for all groups but those that stay as they are. Residents that are on the device already stay there.
         """
-        self._residents = residents
-        streamed = [group for group in groups if group not in residents and not group.is_in_place]
+        self._to_stay = to_stay
+        streamed = [group for group in groups if group not in to_stay and not group.is_in_place]
         self._largest = {}
         for group in streamed:
             self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
-        is_shared = self._transfer.sharing is not None and self._transfer.sharing.crew is not None
+        config, sharing = self._config, self._transfer.sharing
         # With a budget, the plan gives that memory to groups that stay.
-        has_more = is_shared and config.use_stream and not config.has_budgets
-        num_slots = _SHARED_SLOTS if has_more else config.num_slots
-        sizes = size_rings(streamed, config, num_slots)
-        for slot in [*self.staying.slots]:
-            if not residents.issuperset(slot.groups):
+        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
+        sizes = size_rings(streamed, config, _SHARED_SLOTS if has_more else config.num_slots)
+        for slot in [*self.residents]:
+            if not to_stay.issuperset(slot.groups):
                 self.free(slot)
-        sent = [group for group in streamed if group.packed not in residents]
-        sent_bytes = NUM_BERTHS * max((group.largest_strip(is_read=False) for group in sent), default=0)
+        sent = [group for group in streamed if group.packed not in to_stay]
         reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
         reading_bytes = -(-reading_bytes // ALIGNMENT) * ALIGNMENT
-        berth_bytes = sent_bytes + reading_bytes
-        if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self._berth_bytes, self._reading_bytes):
-            self.release_rings()
-        self.ring_sizes, self._berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
+        berth_bytes = reading_bytes
+        berth_bytes += NUM_BERTHS * max((group.largest_strip(is_read=False) for group in sent), default=0)
+        if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self.berth_bytes, self._reading_bytes):
+            self.arena.release(self)
+        self.ring_sizes, self.berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
         self.holds_all = False
 
     def hold(self, groups: Iterable[Group], limit: int) -> None:
         """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
         wanted = sum(group.num_bytes for group in groups if not group.height and not group.is_in_place)
-        around = self.outer_bytes + self._berth_bytes
+        around = self.outer_bytes + self.berth_bytes
         if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - around:
             return
-        self.release_rings()
+        self.arena.release(self)
         self.ring_sizes = {**self.ring_sizes, 0: wanted}
         self.holds_all = True
 
     @property
-    def slot_bytes(self) -> int:
+    def turn_bytes(self) -> int:
         """The bytes of all rings, and of the berths."""
-        return sum(self.ring_sizes.values()) + self._berth_bytes
-
-    @property
-    def largest(self) -> int:
-        """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
-        return self._largest.get(0, 0)
-
-    @property
-    def berth_bytes(self) -> int:
-        """The bytes of the berths: see [Note: The life of a berth]."""
-        return self._berth_bytes
-
-    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
-        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
-
-        Args:
-            has_berths: Whether there are berths by now, or will be.
-        """
-        if not has_berths:
-            return [placed if placed.on_device is not None else placed._replace(packed=None) for placed in blobs]
-        room = {True: self._reading_bytes, False: (self._berth_bytes - self._reading_bytes) // NUM_BERTHS}
-        return [
-            placed._replace(packed=None)
-            if placed.packed is not None
-            and placed.on_device is None
-            and placed.packed.layout.largest_strip > room[placed.packed.is_read]
-            else placed
-            for placed in blobs
-        ]
-
-    @property
-    def berths(self) -> Berths | None:
-        """The berths; None if no group is sent packed."""
-        return None if self._lease is None else self._lease.berths
+        return sum(self.ring_sizes.values()) + self.berth_bytes
 
     @property
     def outer_bytes(self) -> int:
@@ -179,44 +129,47 @@ class DeviceMemory:
         return sum(size for height, size in self.ring_sizes.items() if height)
 
     @property
-    def held_bytes(self) -> int:
-        """Device memory that this module holds, between passes too."""
-        lease, stay = self._lease, self.staying.num_bytes
-        if lease is None or lease.memory is None:
-            return stay
-        return stay + lease.memory.numel() + sum(slot.memory.numel() for slot in lease.pooled)
-
-    @property
-    def others_bytes(self) -> int:
-        """The bytes of other modules' slots and residents, which give way."""
-        return self.arena.others_bytes(self._lease) + self.others_resident_bytes
-
-    @property
-    def others_resident_bytes(self) -> int:
-        """The bytes of other modules' residents."""
-        return self.arena.others_resident_bytes(self.staying)
+    def largest(self) -> int:
+        """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
+        return self._largest.get(0, 0)
 
     @property
     def spared_bytes(self) -> int:
         """What the residents of models that are worth as much take, and those worth more will take."""
-        wanted = sum(max(0, each.wanted_bytes - each.num_bytes) for each in self.claims)
-        return wanted + sum(each.num_bytes for each in self.spared)
+        wanted = sum(max(0, each.wanted_bytes - each.resident_bytes) for each in self.claims)
+        return wanted + sum(each.resident_bytes for each in self.spared)
 
-    def displace(self, room: int, *, spares: bool) -> None:
-        """Evict other modules' residents until they take no more than `room`.
+    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
+        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
 
         Args:
-            spares: Whether `spared` stay all the same.
+            has_berths: Whether there are berths by now, or will be.
         """
-        self.arena.displace(self.staying, room, self.spared if spares else ())
+        room = {True: self._reading_bytes, False: (self.berth_bytes - self._reading_bytes) // NUM_BERTHS}
 
-    def give_way(self, num_bytes: int) -> bool:
-        """Evict residents, of whichever module, until so many bytes more are free. False if there are none."""
-        return self.arena.give_way(num_bytes, self.staying, self.spared)
+        def lands(placed: PlacedBlob) -> bool:
+            packed = placed.packed
+            return (
+                packed is None
+                or placed.on_device is not None
+                or (has_berths and packed.layout.largest_strip <= room[packed.is_read])
+            )
 
-    def _evict_last_needed(self, num_bytes: int) -> None:
-        """Evict residents of this module until `num_bytes` are free. The one that is needed last goes first."""
-        left = num_bytes
+        return [placed if lands(placed) else placed._replace(packed=None) for placed in blobs]
+
+    def evict_residents(self, num_bytes: int) -> None:
+        if not self.is_busy:  # for another module's pass
+            while self.residents and num_bytes > 0:
+                slot = self.residents[-1]
+                num_bytes -= slot.memory.numel()
+                slot.evict()
+                self.residents.remove(slot)
+                self.resident_bytes -= slot.memory.numel()
+                if not slot.is_aliased:
+                    self._backend.free(slot.memory)
+            return
+        if num_bytes <= 0:
+            return
         next_use: dict[Group | PackedGroup, int] = {}
         for number, group in enumerate(self.schedule.upcoming(wraps=True)):
             next_use.setdefault(group, number)
@@ -225,45 +178,37 @@ class DeviceMemory:
         def soonest(slot: Slot[Any]) -> int:
             return min((next_use.get(group, len(next_use)) for group in slot.groups), default=len(next_use))
 
-        for slot in sorted(self.staying.slots, key=soonest, reverse=True):
-            if left <= 0:
-                break
-            if slot.is_held:
-                continue
-            left -= slot.memory.numel()
-            self.free(slot)
+        for slot in sorted(self.residents, key=soonest, reverse=True):
+            if num_bytes > 0 and not slot.is_held:
+                num_bytes -= slot.memory.numel()
+                self.free(slot)
         # What was evicted is not brought again in this pass: it takes turns.
-        self.resident_room = min(self.resident_room, self._counters.resident_bytes)
+        self.resident_room = min(self.resident_room, self.resident_bytes)
+
+    def limit_residents(self, room: int) -> None:
+        """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""
+        self.evict_residents(self.resident_bytes - room)
+        self.resident_room = room
 
     def release(self) -> None:
         """Give all memory up."""
-        for slot in [*self.staying.slots]:
+        for slot in [*self.residents]:
             self.free(slot)
-        self.release_rings()
-
-    def release_rings(self) -> None:
-        """Give up all memory but that of groups that stay on the device."""
-        if self._lease is not None:
-            self.arena.release(self._lease)
-            self._lease = None
+        self.arena.release(self)
 
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
-        """Keep the lease from other modules' passes until `give_back` or `disclaim`."""
-        self.arena.claim(self._lease, self.staying)
-        for slot in [slot for slot in self.staying.slots if not slot.groups]:
-            self.staying.slots.remove(slot)  # another module's pass was interrupted as it took the slot's memory
-        counters, lease = self._counters, self._lease
-        counters.pooled_bytes = 0 if lease is None else sum(slot.memory.numel() for slot in lease.pooled)
-        counters.resident_bytes = self.staying.num_bytes  # others may have evicted some
-        rings = 0 if lease is None or lease.memory is None else lease.memory.numel()
-        counters.device_bytes = rings + counters.pooled_bytes + counters.resident_bytes
+        """Keep other modules' passes from taking anything until `give_back` or `disclaim`."""
+        self.arena.claim(self)
+        # Another module's pass may have been interrupted as it took a slot's memory.
+        self.residents = [slot for slot in self.residents if slot.groups]
+        self.resident_bytes = sum(slot.memory.numel() for slot in self.residents)
 
     def disclaim(self) -> None:
         """Undo `claim`: there was no pass after all."""
         self.spared = self.claims = ()
-        self.arena.disclaim(self._lease, self.staying)
+        self.arena.disclaim(self)
 
     def take(self) -> None:
         """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
@@ -271,68 +216,47 @@ class DeviceMemory:
         Raises:
             torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
         """
-        before, counters = self._lease, self._counters
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
-        num_bytes = sum(sizes.values()) + self._berth_bytes
-        lease = self._lease = self.arena.lease(before, num_bytes, self._transfer.writers, self._take)
-        assert lease.memory is not None
-        if lease is not before:
+        if self.arena.lease(self, sum(sizes.values()) + self.berth_bytes, self._transfer.writers):
+            assert self.memory is not None
             start = 0
             for height, size in sizes.items():
-                memory = lease.memory[start : start + size]
                 # Groups that all have room lie one behind the other.
                 largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
-                lease.rings[height] = Ring(memory, self._backend, largest)
+                self.rings[height] = Ring(self.memory[start : start + size], self._backend, largest)
                 start += size
-            if self._berth_bytes:
-                lease.berths = Berths(lease.memory[start:], self._backend, self._reading_bytes)
-        counters.pooled_bytes = sum(slot.memory.numel() for slot in lease.pooled)
-        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in lease.pooled)
-        counters.device_bytes = counters.resident_bytes
-        self._count(lease.num_bytes)
+            if self.berth_bytes:
+                self.berths = Berths(self.memory[start:], self._backend, self._reading_bytes)
+        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in self.pooled)
+        self._note_peak()
         for slot in self.slots:
             for group in [*slot.groups]:
                 if not group.is_current:
                     self.drop(group)
 
     def give_back(self) -> None:
-        """The pass is over."""
-        assert self._lease is not None
+        """The pass is over, or `take` has failed."""
         self.spared = self.claims = ()  # else the memory of models that are gone would stay
-        self.outlast_copies()
-        self.arena.give_back(self._lease, self.staying, self._backend.current_stream())
-
-    def end_taking(self) -> None:
-        """Like `give_back`, where `take` may have failed."""
-        if self._lease is not None and self._lease.memory is not None:
-            self.give_back()
-        else:
-            self._lease, self.spared, self.claims = None, (), ()
-
-    def outlast_copies(self) -> None:
-        """Let the memory of slots that no call has used outlast their copies: another module's pass may drop it."""
+        if self.memory is None:
+            return
         for slot in self.slots:
+            # The memory of slots that no call has used has to outlast their copies: another module's pass may drop it.
             if slot.owner is not None and slot.waited_on is None:
                 for writer in self._transfer.writers:
                     self._backend.record_stream(slot.memory, writer)
+        self.arena.give_back(self, self._backend.current_stream())
 
     def recover(self) -> None:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
-        lease = self._lease
         self.bound.clear()
         self.spared = self.claims = ()
         self._bytes_ahead, self.next_bytes = 0, 0
-        counters = self._counters
-        counters.pooled_bytes = counters.resident_bytes = counters.device_bytes = 0
-        slots = [*self.staying.slots, *(() if lease is None else lease.pooled)]
+        slots = [*self.residents, *self.pooled]
         for slot in slots:
             slot.evict()
-        if lease is not None:
-            lease.pooled = []
-            self.arena.release(lease)
-            self._lease = None
-        self.staying.slots = []
-        self.staying.is_busy = False
+        self.residents, self.pooled, self.resident_bytes, self.pooled_bytes = [], [], 0, 0
+        self.arena.release(self)
+        self.is_busy = False
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
@@ -345,42 +269,24 @@ class DeviceMemory:
             for group in slot.groups:
                 group.slot = None
 
-    @property
-    def slots(self) -> list[Slot[Group]]:
-        if self._lease is None:
-            return [*self.staying.slots]
-        return [
-            *self.staying.slots,
-            *self._lease.pooled,
-            *(slot for ring in self._lease.rings.values() for slot in ring.slots),
-        ]
-
-    def ring(self, height: int) -> Ring[Group] | None:
-        """The ring that groups of this height take turns in; None if they come just in time."""
-        assert self._lease is not None
-        return self._lease.rings.get(height)
-
     def may_reside(self, group: Group | PackedGroup) -> bool:
         """Whether the group is to stay on the device, and has room there."""
-        return group in self._residents and self._counters.resident_bytes + group.num_bytes <= self.resident_room
+        return group in self._to_stay and self.resident_bytes + group.num_bytes <= self.resident_room
 
     @property
     def misses_residents(self) -> bool:
         """Whether a group that is to stay on the device, and has room there, is not there."""
-        return any(group.slot is None and self.may_reside(group) for group in self._residents)
+        return any(group.slot is None and self.may_reside(group) for group in self._to_stay)
 
     def resident_slot(self, group: Group | PackedGroup) -> Slot[Any] | None:
         """Memory for a group that is to stay; None if it may not, or if there is none: then the group takes turns."""
         if not self.may_reside(group):
             return None
-        num_bytes = group.num_bytes
-        memory = self.arena.take_spare(num_bytes, self._backend.current_stream())
+        memory = self.arena.take_spare(group.num_bytes, self._backend.current_stream())
         if memory is None:
-            self.resident_room = self._counters.resident_bytes  # and no other one is tried in this pass
+            self.resident_room = self.resident_bytes  # and no other one is tried in this pass
             return None
-        slot = self._new_slot(memory, self.staying.slots)
-        slot.is_resident = True
-        self._counters.resident_bytes += num_bytes
+        slot = self._new_slot(memory, is_resident=True)
         if isinstance(group, PackedGroup):
             for writer in self._transfer.writers:
                 self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
@@ -392,15 +298,11 @@ class DeviceMemory:
         It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
         the point where it is given back: the host does not wait, and memory is held no longer than needed.
         """
-        assert self._lease is not None
-        slot = self._new_slot(self._take(num_bytes), self._lease.pooled)
-        self._counters.pooled_bytes += num_bytes
-        return slot
+        return self._new_slot(self.arena.take(num_bytes, self._backend.current_stream(), self), is_resident=False)
 
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
-        assert self._lease is not None
-        for slot in [slot for slot in self._lease.pooled if slot.unused and not slot.is_resident]:
+        for slot in [slot for slot in self.pooled if slot.unused]:
             if may_evict(slot):  # no call needs the slot any more
                 self.free(slot)
         if not self.has_room_for(num_bytes):
@@ -413,7 +315,7 @@ class DeviceMemory:
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may be on their way just in time. Without a limit one run may always be."""
-        num_pooled = self._counters.pooled_bytes + num_bytes
+        num_pooled = self.pooled_bytes + num_bytes
         if self.most_pooled_bytes is not None and num_pooled > self.most_pooled_bytes:
             return False
         if not self._bytes_ahead:
@@ -421,18 +323,24 @@ class DeviceMemory:
         if self._bytes_ahead + num_bytes > self.window_bytes:
             return False
         # Where memory counts most, slots in use count too.
-        return not self._is_tight or num_pooled <= self.window_bytes * 3 // 2
+        return not self.is_tight or num_pooled <= self.window_bytes * 3 // 2
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        return self.arena.take(num_bytes, self.staying, self.spared, self._backend.current_stream())
-
-    def _new_slot(self, memory: torch.Tensor, among: list[Slot[Group]]) -> Slot[Group]:
+    def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
         slot: Slot[Group] = Slot(memory, self._stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
-        among.append(slot)
-        self._count(memory.numel())
+        slot.is_resident = is_resident
+        if is_resident:
+            self.residents.append(slot)
+            self.resident_bytes += memory.numel()
+        else:
+            self.pooled.append(slot)
+            self.pooled_bytes += memory.numel()
+        self._note_peak()
         return slot
+
+    def _note_peak(self) -> None:
+        self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self.num_bytes)
 
     def occupy(
         self, slot: Slot[Any], run: Sequence[Group | PackedGroup], evicted: Sequence[Slot[Group]]
@@ -476,12 +384,12 @@ class DeviceMemory:
         slot = group.slot
         assert slot is not None
         slot.groups.remove(group)
-        self.is_used(group, slot)
+        self.mark_used(group, slot)
         group.slot = None
         if not slot.is_fixed and not slot.groups:
             self.free(slot)
 
-    def is_used(self, group: Group, slot: Slot[Group]) -> None:
+    def mark_used(self, group: Group, slot: Slot[Group]) -> None:
         """Strike `group` from the unused groups of `slot`: no call waits for it there any more."""
         if group in slot.unused:
             slot.unused.remove(group)
@@ -494,20 +402,20 @@ class DeviceMemory:
         for group in [*slot.groups]:
             if group in self.bound:  # the group was expected to be needed again at once
                 self.unbind(group)
-            self.is_used(group, slot)
+            self.mark_used(group, slot)
         slot.evict()
 
-    def is_kept(self, slot: Slot[Group]) -> bool:
-        """Whether views of a slot that no call holds are kept. Groups still bound to it, in vain, are bound to rest first."""
+    def try_unbind(self, slot: Slot[Group]) -> bool:
+        """Bind groups to rest that are bound to a slot in vain: no call holds them. False if other code keeps views of it."""
         for group in [*slot.groups]:
             if group in self.bound:
                 self.unbind(group)
-        return slot.is_aliased
+        return not slot.is_aliased
 
     def free(self, slot: Slot[Group]) -> None:
         """Take all groups out of a slot, and give its memory up if it is of no ring."""
         self.evict(slot)
-        among = self.staying.slots if slot.is_resident else [] if self._lease is None else self._lease.pooled
+        among = self.residents if slot.is_resident else self.pooled
         if slot not in among:  # the slot is of a ring, or was given back when its last group was dropped
             return
         assert slot.owner is not None
@@ -517,23 +425,11 @@ class DeviceMemory:
         self.next_bytes = self.next_bytes or 0
         among.remove(slot)
         if slot.is_resident:
-            self._counters.resident_bytes -= slot.memory.numel()
+            self.resident_bytes -= slot.memory.numel()
         else:
-            self._counters.pooled_bytes -= slot.memory.numel()
-        self._count(-slot.memory.numel())
+            self.pooled_bytes -= slot.memory.numel()
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
-
-    def limit_residents(self, room: int) -> None:
-        """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""
-        self.resident_room = room
-        if self._counters.resident_bytes > room:
-            self._evict_last_needed(self._counters.resident_bytes - room)
-            self.resident_room = room
-
-    def _count(self, num_bytes: int) -> None:
-        self._counters.device_bytes += num_bytes
-        self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self._counters.device_bytes)
 
 
 def size_rings(groups: Iterable[Group], config: OffloadConfig, num_slots: int) -> dict[int, int]:

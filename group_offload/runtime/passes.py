@@ -50,7 +50,6 @@ from .measure.counters import Counters
 from .memory import DeviceMemory
 from .placer import Placer
 from .probe import Probe
-from .slots.arena import Residents
 from .slots.slot import Slot
 from .threads import where_it_waits
 from .turns import join
@@ -107,10 +106,10 @@ class Passes:
         self.root = root
         self.name = type(root).__name__
         self._backend = backend
-        self._memory = memory
+        self.memory = memory
         self._transfer = transfer
         self._lookahead = lookahead
-        self._files = files
+        self._files, self.ahead = files, files.ahead
         self._placer = placer
         self._changes = changes
         self._probe = probe
@@ -323,19 +322,19 @@ class Passes:
             self._spare_others()
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
-                self._memory.hold(self._stint, self.succession.most_slot_bytes)
+                self.memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
-        self._memory.take()
-        self._placer.begin_pass(kind, kind.top)
+        self.memory.take()
+        is_timed = self._placer.begin_pass(kind, kind.top)
         self._probe.begin_forward(
             self.number,
             type(call.module).__name__,
             kind,
             self._backend.current_stream(),
             self._transfer.stream,
-            is_timed=self._placer.is_timed(kind),
+            is_timed=is_timed,
         )
         self._teaches = True
         self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
@@ -345,12 +344,12 @@ class Passes:
         if self._state is not State.CLEAN:
             self.recover()
         self._state = State.UNKNOWN
-        self._memory.claim()
-        self._memory.arena.answer()  # what was refused before is nothing that a call could be repeated for
+        self.memory.claim()
+        self.memory.arena.answer()  # what was refused before is nothing that a call could be repeated for
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
-        self._memory.disclaim()
+        self.memory.disclaim()
         self._state = State.CLEAN
 
     def _end(self) -> None:
@@ -361,15 +360,15 @@ class Passes:
             self.recover()
             return
         self._state = State.UNKNOWN
-        for group in [*self._memory.bound]:
-            self._memory.unbind(group)
+        for group in [*self.memory.bound]:
+            self.memory.unbind(group)
         self._lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self._backend.current_stream()
         self._probe.end_pass(stream)
         self._placer.end_pass()
         self._end_slots(stream)
-        self._memory.give_back()
+        self.memory.give_back()
         self._thread = 0
         heir, self._heir = self._heir, None
         self._state = State.CLEAN
@@ -378,15 +377,15 @@ class Passes:
 
     def _end_slots(self, stream: Stream) -> None:
         """Let the pass end after the work of all streams in it. No name of the caller keeps a slot: its memory may go next."""
-        for slot in self._memory.slots:
+        for slot in self.memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use())
         if not self._detect_edits:
             # Users may edit the sources of copies from now on, and the engine would not detect that.
             self._transfer.wait_for_copies()
-            for slot in self._memory.slots:
+            for slot in self.memory.slots:
                 if not all(group.detects_edits for group in slot.groups):
-                    self._memory.free(slot)
+                    self.memory.free(slot)
 
     # ---------------------------------------------------------------- another model's turn comes
 
@@ -402,41 +401,27 @@ class Passes:
     def plan_cache_reads(self, beside_bytes: int) -> None:
         self.if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
 
-    def read_cache(self, is_idle: Callable[[], bool]) -> bool:
-        return self._files.ahead.go_on(is_idle)
-
-    def stop_cache_reads(self) -> None:
-        self._files.ahead.stop()
-
     def read_first(self) -> None:
         self.if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
 
     def take_over(self) -> None:
         self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
-    @property
-    def slot_bytes(self) -> int:
-        return self._memory.slot_bytes
-
-    @property
-    def staying(self) -> Residents[Group]:
-        return self._memory.staying
-
     def _spare_others(self) -> None:
         """Find out what other models of the pipeline keep on the device because this one would gain less by the room."""
         if self.succession is not None:
             spared, worth_more = self.succession.spared_by(self)
-            self._memory.spared = [other.staying for other in spared]
-            self._memory.claims = [other.staying for other in worth_more]
+            self.memory.spared = [other.memory for other in spared]
+            self.memory.claims = [other.memory for other in worth_more]
 
     def _start_first(self) -> None:
         self._spare_others()
         if self.kind is not None:
             self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
-            self._memory.take()
+            self.memory.take()
             self._lookahead.prepare()
-        self._memory.end_taking()
+        self.memory.give_back()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
@@ -468,7 +453,7 @@ class Passes:
     @property
     def has_changed_weights(self) -> bool:
         """Whether the forward has changed a weight, or a buffer, since it was onloaded."""
-        return any(group.has_changed for group in self._memory.bound)
+        return any(group.has_changed for group in self.memory.bound)
 
     def give_way(self, factor: int) -> bool:
         """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none.
@@ -480,7 +465,7 @@ class Passes:
             return False
         state, self._state = self._state, State.UNKNOWN
         gave = self._placer.give_way(factor, self._backend.refusals()[1])
-        self._memory.arena.answer()
+        self.memory.arena.answer()
         self._state = state
         return gave
 
@@ -503,7 +488,7 @@ class Passes:
         if group.residence is Residence.AT_REST:
             self._changes.settle(group, binds=binds)
             if group.slot is not None and not group.is_current:
-                self._memory.drop(group)
+                self.memory.drop(group)
         if group.is_in_place:
             if binds and group.residence is Residence.AT_REST:
                 group.onload()
@@ -527,9 +512,9 @@ class Passes:
             slot.waited_on = stream
         if binds and group.residence is Residence.AT_REST:
             group.onload(is_watched=torch.is_grad_enabled())
-            self._memory.bound[group] = None
+            self.memory.bound[group] = None
         group.holds += 1
-        self._memory.is_used(group, slot)
+        self.memory.mark_used(group, slot)
         self._probe.begins(group, stream)
 
     def _wait_for_files(self, group: Group, slot: Slot[Group], was_ahead: bool) -> Slot[Group]:
@@ -544,7 +529,7 @@ class Passes:
         except GroupFileError:
             if not was_ahead:
                 raise
-            self._memory.free(slot)
+            self.memory.free(slot)
             self._lookahead.onload_now(group)
             assert group.slot is not None
             slot = group.slot
@@ -573,15 +558,15 @@ class Passes:
             return
         self._lookahead.was_released(group)
         if not self._lookahead.schedule.expects(group):
-            if group in self._memory.bound:
-                self._memory.unbind(group)
+            if group in self.memory.bound:
+                self.memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
-                self._memory.free(slot)
+                self.memory.free(slot)
 
     def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
         """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""
         address = tensor.data_ptr()
-        for group in reversed(self._memory.bound):
+        for group in reversed(self.memory.bound):
             found = group.find(address)
             if found is not None:
                 return found
@@ -589,13 +574,11 @@ class Passes:
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
         """The part that an onloaded weight belongs to, and its index there, whatever memory it is bound to now."""
-        return next((found for group in self._memory.bound if (found := group.place_of(tensor)) is not None), None)
+        return next((found for group in self.memory.bound if (found := group.place_of(tensor)) is not None), None)
 
     def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
         """The same for what `detach()` has made of one. See `Group.place_of_alias`."""
-        return next(
-            (found for group in self._memory.bound if (found := group.place_of_alias(tensor)) is not None), None
-        )
+        return next((found for group in self.memory.bound if (found := group.place_of_alias(tensor)) is not None), None)
 
     def group_of(self, part: Part) -> Group:
         """The group that a part belongs to.
@@ -626,7 +609,7 @@ class Passes:
         self._placer.check_files()
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=False)
-        self._memory.take()
+        self.memory.take()
         self._placer.begin_pass(kind, None)
         stream = self._backend.current_stream()
         self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
@@ -680,7 +663,7 @@ class Passes:
         self._transfer.recover(is_whole=is_whole)
         for group in self._groups:
             group.recover(self._transfer)
-        self._memory.recover()
+        self.memory.recover()
         self._probe.recover()
         self._placer.recover()
         self._changes.recover()

@@ -38,10 +38,10 @@ from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.schedule import first_guess
 from .groups.group import Group
-from .measure.counters import Counters
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
 from .packer import Packer
+from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 
@@ -78,16 +78,12 @@ class Placer:
         lookahead: LookAhead,
         files: CachedFiles,
         stopwatch: Stopwatch,
-        counters: Counters,
         packer: Packer,
         publish: Callable[[], None],
-        *,
-        is_tight: bool,
     ) -> None:
         """
         Args:
             publish: Function that is called once weights were packed into other files than before.
-            is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._top = weakref.ref(root)
         self._name = type(root).__name__
@@ -98,13 +94,11 @@ class Placer:
         self._lookahead = lookahead
         self._files = files
         self._stopwatch = stopwatch
-        self._counters = counters
         self._packer = packer
         self._publish = publish
-        self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
-        self._budgeter = Budgeter(speeds, packer.packed_bytes, config.num_slots, reads_packed=packer.reads_packed)
+        self._budgeter = Budgeter(speeds, packer, config.num_slots)
         self._needs = Needs(self._backend)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
@@ -135,9 +129,9 @@ class Placer:
         self._packer.begin(groups)
         if not self._config.has_budgets:
             self._packer.pack(self._packer.lacking())
-        self._memory.reside(frozenset(), groups, self._config)
+        self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
-        self._memory.staying.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
+        self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
         self._num_modules = len({module for group in groups for module in group.modules})
         self._activations = {}
         blobs = [part.blob for group in groups for part in group.parts]
@@ -175,14 +169,20 @@ class Placer:
     def slot_bytes(self) -> int:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
-            return self._memory.slot_bytes
+            return self._memory.turn_bytes
         return self._memory.largest + self._window(None) + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
-    def wanted_bytes(self) -> int:
-        """The device memory that a pass would take for weights: slots, and the groups that the plan leaves on the device."""
-        kept = sum(group.packed.num_bytes for group in self._budgeter.at(Placement.PACKED))
-        return self.slot_bytes + kept + sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
+    def missing_bytes(self) -> int:
+        """The device memory that the next pass takes for weights, beside what the module has by now."""
+        kept = sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
+        kept += sum(group.packed.num_bytes for group in self._budgeter.at(Placement.PACKED))
+        return max(0, self.slot_bytes + kept - self._memory.num_bytes)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a budget of device memory."""
+        return self._vram is not None
 
     @property
     def vram_budget(self) -> int | None:
@@ -194,18 +194,12 @@ class Placer:
         """The device memory that is kept free beside weights: for activations, and as a reserve."""
         return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
 
-    @property
-    def has_budget(self) -> bool:
-        """Whether there is a budget of device memory."""
-        return self._vram is not None
-
     def _available(self) -> int:
         """Device memory that this process may use now, for weights and everything else."""
-        vram = self._vram
-        if not self._backend.has_streams and isinstance(vram, int):
-            return vram  # the device is RAM
+        if not self._backend.has_streams and isinstance(self._vram, int):
+            return self._vram  # the device is RAM
         there = self._backend.free_bytes() + self._backend.reserved_bytes()
-        return there if not isinstance(vram, int) else min(vram, there)
+        return min(self._vram, there) if isinstance(self._vram, int) else there
 
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
@@ -217,106 +211,74 @@ class Placer:
 
     def _describe(self) -> None:
         if not self._config.has_budgets:
-            order = self._lookahead.schedule.order
-            self._budgeter.describe(self._groups, order, staging_bytes=tuning().reading_bytes)
+            self._budgeter.describe(self._groups, self._lookahead.schedule.order)
 
     def _plan_first(self, *, is_first: bool) -> None:
-        """Settle the budgets for weights alone, and share files out between RAM and the drive.
-
-        Args:
-            is_first: Whether the module is being offloaded. False: it was cut into groups again, and keeps its share of RAM.
-
-        Raises:
-            ConfigError: a budget is too small.
-        """
-        config = self._config
+        """Settle the budgets for weights alone, and share files out between RAM and the drive: see `place`."""
+        config, files, is_apart = self._config, self._files.blobs, self._backend.has_streams
         blobs = [part.blob for group in self._groups for part in group.parts]
         in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
         self._vram = config.vram_budget
         self._needs.clear()
         if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
-        ram = None if self._ram is None else max(self._ram, in_ram)
-        promised = 0
-        if ram is not None and self._backend.has_streams and (config.ram_budget, config.ram_share) != (None, None):
-            promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in self._files.blobs))
-        if not self._backend.has_streams and ram is not None and self._files.blobs:
-            # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
-            self._vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
-        outer = sum(group.num_bytes for group in self._groups if group.height)
-        if ram is not None:
+        ram, promised = None, 0
+        if self._ram is not None:
+            ram = max(self._ram, in_ram)
+            if is_apart and (config.ram_budget, config.ram_share) != (None, None):
+                promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in files))
+            if not is_apart and files:
+                # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
+                self._vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
             # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
-            in_no_file = [group for group in self._groups if not group.height and not group.is_in_file]
-            least = sum(group.num_bytes for group in in_no_file)
+            outer = sum(group.num_bytes for group in self._groups if group.height)
+            in_no_file = [group for group in self._groups if not group.is_in_file]
+            least = sum(group.num_bytes for group in in_no_file if not group.height)
             if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
-                outer += max(
-                    0, max((blob.layout.num_bytes for blob in self._files.blobs), default=0) - tuning().reading_bytes
-                )
-            least += self._packer.limit(in_no_file, ram - outer - least)
-            outer += self._packer.limit(
-                (group for group in self._groups if group.height and not group.is_in_file), ram - outer - least
-            )
+                outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
+            least += self._packer.limit((group for group in in_no_file if not group.height), ram - outer - least)
+            outer += self._packer.limit((group for group in in_no_file if group.height), ram - outer - least)
             ram = max(least, ram - outer)
-        plan = self._budgeter.begin(
-            self._groups,
-            first_guess(self._groups),
-            ram_bytes=ram,
-            staging_bytes=tuning().reading_bytes,
-        )
-        self._budgeter.promised_bytes = promised
-        self._check_vram(is_first=is_first)
-        if not self._backend.has_streams and isinstance(self._vram, int):
-            # Activations in RAM cannot be measured. A share of the budget is theirs.
-            plan = self._budgeter.before_pass((), self._vram - self._memory.outer_bytes) or plan
-        if plan is not None and self._backend.has_streams:
+        self._budgeter.begin(self._groups, first_guess(self._groups), ram, promised)
+        least = self._budgeter.least_bytes + self._memory.outer_bytes
+        if isinstance(self._vram, int) and self._groups and self._vram < least:
+            if is_apart or (is_first and isinstance(config.ram_budget, int)):
+                raise self._too_small(least, self._vram)
+            self._vram = least  # they take those bytes anyway
+        if is_apart and self._budgeter.plan is not None:
             self._share_out_files()
+        elif isinstance(self._vram, int):
+            # Activations in RAM cannot be measured. A share of the budget is theirs.
+            self._budgeter.before_pass((), self._vram - self._memory.outer_bytes)
 
     def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
         """Bytes of RAM for weights, which take `in_ram` of them already; None for no limit."""
-        config = self._config
+        config, files = self._config, self._files.blobs
         if config.ram_share is not None:
             return in_ram + config.ram_share
-        if self._files.blobs or config.ram_budget is not None:
-            staging = tuning().reading_bytes if self._files.blobs else 0
-            turns = 0
-            if is_first and self._files.blobs and not self._backend.has_streams:
-                sizes = [group.num_bytes for group in self._groups if not group.height]
-                least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
-                turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
-            return ram_for_weights(config.ram_budget, in_ram, staging, turn_bytes=turns)
-        return None
+        if not files and config.ram_budget is None:
+            return None
+        turns = 0
+        if is_first and files and not self._backend.has_streams:
+            sizes = [group.num_bytes for group in self._groups if not group.height]
+            least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
+            turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+        return ram_for_weights(config.ram_budget, in_ram, tuning().reading_bytes if files else 0, turn_bytes=turns)
 
-    def _check_vram(self, *, is_first: bool) -> None:
-        """
-        Raises:
-            ConfigError: the weights do not even take turns in the budget.
-        """
-        least = self._budgeter.least_bytes + self._memory.outer_bytes
-        if isinstance(self._vram, int) and self._groups and self._vram < least:
-            error = self._too_small(least, vram=self._vram, is_first=is_first)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # the error holds this frame, and so all groups: the frame must not hold the error
-            self._vram = least
-
-    def _too_small(self, least: int, *, vram: int, is_first: bool) -> ConfigError | None:
-        """The error for weights that need `least` bytes to take turns in. None if they take those bytes anyway."""
+    def _too_small(self, least: int, vram: int) -> ConfigError:
+        """The error for weights that need `least` bytes to take turns in."""
         smaller = "" if self._config.is_leaf_level else ", or pass offload_type='leaf_level'"
         if self._backend.has_streams:
             return ConfigError(
                 f"vram_budget={describe_bytes(vram)} is too small for {self._name}: its device buffers alone "
                 f"need {describe_bytes(least, round_up=True)}, plus activations. Raise it{smaller}."
             )
-        if not is_first or not isinstance(self._config.ram_budget, int):
-            return None
-        budget = self._config.ram_budget
-        missing = int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+        assert isinstance(self._config.ram_budget, int)
+        enough = self._config.ram_budget + int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ConfigError(
-            f"ram_budget={describe_bytes(budget)} is too small for {self._name}: its buffers alone need "
+            f"ram_budget={describe_bytes(self._config.ram_budget)} is too small for {self._name}: its buffers alone need "
             f"{describe_bytes(least, round_up=True)}. Pass at least "
-            f"{describe_bytes(budget + missing, round_up=True)}{smaller}."
+            f"{describe_bytes(enough, round_up=True)}{smaller}."
         )
 
     # ---------------------------------------------------------------- a pass
@@ -343,18 +305,17 @@ class Placer:
             return  # the first pass measures
         memory = self._memory
         room = self._room(need) - memory.outer_bytes - memory.spared_bytes
-        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)) is not None:
+        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
             self.reside()
             self._tell_plan()
-        plan = self._budgeter.plan
-        memory.staying.wanted_bytes = 0 if plan is None else plan.device_bytes - plan.slot_bytes
+        memory.wanted_bytes = self._budgeter.resident_bytes
 
     def _tell_plan(self) -> None:
         """Log the plan, if it is another one than what was logged last: a little more or less room is none."""
         plan = self._budgeter.plan
         if plan is None or not self._backend.has_streams:
             return
-        stays, sent = plan.device_bytes - plan.slot_bytes, plan.prediction.h2d_bytes
+        stays, sent = self._budgeter.resident_bytes, plan.prediction.h2d_bytes
         told, self._told = self._told, (stays, sent)
         if told is not None and max(abs(stays - told[0]), abs(sent - told[1])) <= _SAME_PLAN * self._total_bytes:
             self._told = told
@@ -385,8 +346,8 @@ class Placer:
         if not self._budgeter.has_learnt_to_pack:
             return
         self._describe()
-        gain = self._budgeter.gain_from_packing(self._packer.expected_bytes)
-        if gain is None or gain < _MIN_PACKING_GAIN:
+        gain = self._budgeter.gain_from_packing()
+        if gain < _MIN_PACKING_GAIN:
             return
         logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
         self._lookahead.abandon()
@@ -400,10 +361,10 @@ class Placer:
         """Pack blobs that were edited since."""
         lacking = self._packer.lacking()
         if lacking:
-            self._memory.release_rings()  # packing takes device memory too
+            self._memory.arena.release(self._memory)  # packing takes device memory too
             try:
                 self._packer.pack(lacking)
-                if self._settles and self._budgeter.settle(self._packer.take_missing()):
+                if self._settle():
                     self._share_out_files()
             finally:
                 self.reside()  # berths may need another size
@@ -413,38 +374,42 @@ class Placer:
     def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
         """Evict what leaves the pass too little room, before it takes slots.
 
-        Without a budget, and in the first pass of a kind, which shows what such passes need, that is everything.
+        Without a budget that is everything, and so it is in the first pass of a kind that nothing known is like: the pass
+        shows what it needs.
 
         Args:
             begins_stint: Whether another model ran before.
         """
-        memory, plan = self._memory, self._budgeter.plan
+        memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
         if begins_stint:
             self._needs.begin_stint()
         need = self._need_of(kind)
+        measures = self.has_budget and need is None
+        if measures and self._backend.joins_fragments:  # those between residents would count as needed
+            need = self._needs.at_most(kind)
         if need is None:
-            memory.displace(0, spares=False)
+            arena.displace(memory, 0)
             memory.limit_residents(0)
-            if self.has_budget:
-                self._backend.release_unused()  # fragments would count as needed
-            return
-        room = self._room(need) - memory.outer_bytes
-        slots = memory.slot_bytes - memory.outer_bytes
-        least = slots
-        if plan is not None:
-            memory.displace(max(0, room - max(slots, plan.device_bytes)), spares=True)
-            # A plan without slots needs room for its groups, or for slots.
-            least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
-        memory.displace(max(0, room - least), spares=False)
-        memory.limit_residents(max(0, room - slots - memory.others_resident_bytes))
-        if begins_stint:
+        else:
+            room = self._room(need) - memory.outer_bytes
+            slots = least = memory.turn_bytes - memory.outer_bytes
+            if plan is not None:
+                arena.displace(memory, max(0, room - max(slots, plan.device_bytes)), memory.spared)
+                # A plan without slots needs room for its groups, or for slots.
+                least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
+            arena.displace(memory, max(0, room - least))
+            memory.limit_residents(max(0, room - slots - arena.others_resident_bytes(memory)))
+        if measures:  # what comes to stay would count as needed, and so would fragments
+            memory.resident_room = 0
+            self._backend.release_unused()
+        elif need is not None and begins_stint:
             self._clear_fragments(need)
 
     def _clear_fragments(self, need: int) -> None:
         """Give cached memory back where fragments may stand in the way of `need`, or would add to a budget."""
         memory, backend = self._memory, self._backend
         cached = backend.reserved_bytes() - backend.bytes_in_use()
-        more = need + max(0, memory.slot_bytes - memory.held_bytes)
+        more = need + max(0, memory.turn_bytes - memory.num_bytes)
         if isinstance(self._vram, int):  # the device does not refuse what goes beyond it
             grown = backend.reserved_bytes() + more + memory.resident_room
             if cached > tuning().device_margin_bytes and grown > self._vram:
@@ -456,7 +421,7 @@ class Placer:
         while backend.free_bytes() < more:
             backend.release_unused()
             missing = more - backend.free_bytes()
-            if missing <= 0 or not memory.give_way(missing):
+            if missing <= 0 or not memory.arena.give_way(missing, memory):
                 return
 
     def _need_of(self, kind: Kind) -> int | None:
@@ -468,27 +433,32 @@ class Placer:
     def _room(self, need: int) -> int:
         """Device memory for the weights of all models, in a pass that needs `need` besides."""
         memory = self._memory
-        others = max(0, self._backend.bytes_in_use() - memory.held_bytes - memory.others_bytes)
+        others = max(0, self._backend.bytes_in_use() - memory.num_bytes - memory.arena.others_bytes(memory))
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return self._available() - others - need - margin
 
-    def begin_pass(self, kind: Kind, top: Hashable) -> None:
+    def begin_pass(self, kind: Kind, top: Hashable) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
         Args:
-            top: Module or method that the pass begins at. None for a backward, in which no activations are weighed.
+            top: Module or method that the pass begins at. None for a backward, in which nothing is measured.
+
+        Returns:
+            Whether its compute is to be measured.
         """
+        memory = self._memory
         if self.has_budget:
             self._needs.begin(kind, self._backend.bytes_in_use())
         # A budget's plan counts on as much as a ring would take.
-        self._memory.most_pooled_bytes = self._memory.ring_sizes.get(0) if self.has_budget else None
+        memory.most_pooled_bytes = memory.ring_sizes.get(0) if self.has_budget else None
+        memory.window_bytes = self._window(self._top if top is None else top)
+        self._weighed = Weighing()
         if top is None:
-            self._memory.window_bytes = self._window(self._top)
-            self._weighed = Weighing()
-        elif self._memory.is_just_in_time:
-            self._memory.window_bytes = self._window(top)
-            self._weighed = self._activations.setdefault(top, Weighing())
-            self._weighed.begin(self._other_bytes() if self._is_tight else 0)
+            return False
+        if memory.is_tight:
+            self._weighed = self._activations.setdefault(top, self._weighed)
+            self._weighed.begin(self._other_bytes())
+        return self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
         """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
@@ -498,14 +468,10 @@ class Placer:
         room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
         return min(_MOST_TOGETHER, room // need) if need else 1
 
-    def is_timed(self, kind: Kind) -> bool:
-        """Whether the compute of the pass that begins is to be measured."""
-        return self._budgeter.is_timed(kind)
-
     def weigh_activations(self, module: nn.Module) -> None:
         """Measure the memory of activations as a gated call of `module` begins."""
         is_learning = self._lookahead.schedule.is_learning
-        if self._is_tight and self._weighed.is_due(module, is_learning, self._num_modules):
+        if self._memory.is_tight and self._weighed.is_due(module, is_learning, self._num_modules):
             self._weighed.note(module, self._other_bytes())
 
     def end_pass(self) -> None:
@@ -533,12 +499,12 @@ class Placer:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
         staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
         packed = {group.packed for group in self._agreed("packed", self._budgeter.at(Placement.PACKED)) - staying}
-        self._memory.reside(staying | packed, self._groups, self._config)
+        self._memory.reside(staying | packed, self._groups)
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
         sharing = self._transfer.sharing
-        if sharing is None or sharing.crew is None:
+        if sharing is None or not self._has_ranks:
             return groups
         names = set(sharing.agree(what, [group.group_id for group in self._groups if group in groups]))
         return frozenset(group for group in self._groups if group.group_id in names)
@@ -550,15 +516,19 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
-        in_ram = self._in_ram()
-        self._share_out_packed(in_ram)
-        if self._packer.is_on and self._settles:
+        for _ in range(_MOST_PLANS + 1):
+            in_ram = self._agreed("ram", self._budgeter.in_ram)
+            if self._packer.is_on:
+                if self._budgeter.ram_bytes is not None:  # the packed bytes of others stay in their files
+                    self._packer.choose(self._groups, in_ram)
+                lacking = self._packer.lacking()
+                if lacking:
+                    self._memory.arena.release(self._memory)  # packing takes device memory too
+                    self._packer.pack(lacking)
+                self._lookahead.note_tiers(self._groups)
             # Packed bytes are known exactly once there are some: the plan counts on these, and what it puts in RAM is packed.
-            for _ in range(_MOST_PLANS):
-                if not self._budgeter.settle(self._packer.take_missing()):
-                    break
-                in_ram = self._in_ram()
-                self._share_out_packed(in_ram)
+            if not self._settle():
+                break
         self._files.share_out(
             part.blob
             for group in self._groups
@@ -567,31 +537,22 @@ class Placer:
             if group in in_ram or group.height
         )
 
-    def _in_ram(self) -> frozenset[Group]:
-        return self._agreed("ram", self._budgeter.in_ram)
+    def _settle(self) -> bool:
+        """Whether the plan puts groups elsewhere, because of what packing brought."""
+        # Ranks that share groups would come to plans of their own.
+        follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
+        return follows and self._budgeter.settle(self._packer.take_missing())
 
     @property
-    def _settles(self) -> bool:
-        """Whether a plan follows what packing brings. Ranks that share groups would come to plans of their own."""
+    def _has_ranks(self) -> bool:
         sharing = self._transfer.sharing
-        return self._config.has_budgets and (sharing is None or sharing.crew is None)
-
-    def _share_out_packed(self, in_ram: frozenset[Group]) -> None:
-        """Pack the groups that the plan puts in RAM. Where RAM is limited, the packed bytes of others stay in their files."""
-        if self._packer.is_on:
-            if self._budgeter.ram_bytes is not None:
-                self._packer.choose(self._groups, in_ram)
-            lacking = self._packer.lacking()
-            if lacking:
-                self._memory.release_rings()  # packing takes device memory too
-                self._packer.pack(lacking)
-            self._lookahead.note_tiers(self._groups)
+        return sharing is not None and sharing.crew is not None
 
     # ---------------------------------------------------------------- too little memory
 
     def give_way(self, factor: int, num_bytes: int) -> bool:
         """Memory of `num_bytes` was refused in the middle of a pass: evict residents. False if there are none."""
-        gave = self._memory.give_way(factor * max(num_bytes, tuning().give_way_bytes))
+        gave = self._memory.arena.give_way(factor * max(num_bytes, tuning().give_way_bytes), self._memory)
         if gave and self.has_budget:
             self._needs.add(num_bytes)
         return gave
@@ -603,14 +564,15 @@ class Placer:
             The error with advice added.
         """
         self._memory.arena.answer()
-        name, given = self._name, self._memory.staying.num_bytes + self._memory.others_resident_bytes
+        memory, name = self._memory, self._name
+        given = memory.resident_bytes + memory.arena.others_resident_bytes(memory)
         if not self.has_budget or not given:
             return torch.OutOfMemoryError(
                 f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
                 f"offload_type='leaf_level'."
             )
         self._memory.limit_residents(0)
-        self._memory.displace(0, spares=False)
+        self._memory.arena.displace(self._memory, 0)
         self._backend.release_unused()
         self._needs.add(given)
         return torch.OutOfMemoryError(
@@ -631,18 +593,19 @@ class Placer:
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
         if not self._config.is_leaf_level or self.has_budget:
             return least
-        if not self._is_tight:
+        if not self._memory.is_tight:
             return _DEEP_WINDOW * least
         weighed = self._activations.get(top)
         third = 0 if weighed is None else weighed.most // 3
         return max(least, min(_DEEP_WINDOW * least, third))
 
     def _other_bytes(self) -> int:
-        return self._backend.bytes_in_use() - self._counters.device_bytes
+        return self._backend.bytes_in_use() - self._memory.num_bytes
 
 
 def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:
-    found = known_speeds(backend, next((blob.source.path for blob in files.blobs), None), unpacks=unpacks)
+    path = next((blob.source.path for blob in files.blobs), None)
+    found = known_speeds(backend, path, unpacks=unpacks, take=arena_for(backend).take)
     h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack or ASSUMED_UNPACK
     sharing = transfer.sharing
     if sharing is not None and sharing.speeds is not None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.device import Backend, plain_empty
 from ..base.layout import as_bytes
 from ..base.tensors import map_tensors
+from .slots.arena import arena_for
 
 _EMBEDDINGS = (torch.nn.functional.embedding, torch.embedding)
 _GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_xpu")}
@@ -70,7 +71,7 @@ class GatheredRows(TorchFunctionMode):
         if rows.requires_grad:
             return rows.to(backend.device)
         rows = rows.contiguous()
-        target = backend.empty(rows.nbytes).view(rows.dtype).view(rows.shape)
+        target = arena_for(backend).take(rows.nbytes).view(rows.dtype).view(rows.shape)
         backend.copy(as_bytes(target), as_bytes(rows), backend.current_stream(), blocking=True)
         return target
 

@@ -30,6 +30,8 @@ from group_offload import (
 )
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
+from group_offload.plan import speeds
+from group_offload.runtime.sharing.crew import Trial
 
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of, wait_until_enqueued
@@ -106,7 +108,7 @@ def all_resident(device: SimulatedDevice, **options: Any) -> tuple[RoutedModel, 
 def nothing_is_foreseen(handle: OffloadHandle) -> None:
     """Else groups are given up before device memory runs out."""
     for name in ("replan", "make_room"):
-        setattr(engine_of(handle)._placer, name, lambda kind, **_: None)
+        setattr(engine_of(handle).placer, name, lambda kind, **_: None)
 
 
 @every_mode
@@ -275,6 +277,18 @@ def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
     handle.remove()
 
 
+def test_larger_inputs_evict_no_more_than_they_can_need(device: SimulatedDevice) -> None:
+    """That is the square of what smaller inputs needed. Only where nothing is known yet, all that stays is evicted."""
+    resident = RoutedModel(WIDTHS).eval()
+    model, handle = offloaded(resident, vram_budget=1 << 30)
+    kept = []
+    for batch in (2, 2, 2, 4, 7):
+        check(device, model, resident, batch=batch)
+        kept.append(handle.stats().resident_bytes)
+    assert kept[0] == 0 < kept[1] == kept[3] == kept[4]
+    handle.remove()
+
+
 class Captioned(RoutedModel):
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x + text.mean())
@@ -331,7 +345,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     check(device, model, resident)
     assert device.card.num_refused and handle.stats().resident_bytes < before
     for name in ("replan", "make_room"):
-        delattr(engine_of(handle)._placer, name)
+        delattr(engine_of(handle).placer, name)
     model.alive.clear()
     resident.alive.clear()
     for _ in range(3):
@@ -343,6 +357,46 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     assert handle.stats().resident_bytes == before
     handle.remove()
     check_at_rest(model, resident)
+
+
+@pytest.mark.parametrize("what", ["a trained parameter", "autograd's copy", "a trial of links", "a measurement"])
+def test_residents_give_way_to_all_that_the_package_takes(
+    what: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only to slots. Nothing fails for want of memory that a resident has."""
+    resident, model, handle = all_resident(device)
+    tune(monkeypatch, share_trial_bytes=1 << 13)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    link = speeds.measure_link
+    monkeypatch.setattr(speeds, "measure_link", lambda backend, num_bytes, **options: link(backend, 4096, **options))
+    other = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))).requires_grad_(False)
+    reference, x = copy.deepcopy(other), torch.randn(2, DIM)
+    handles = [] if what == "a measurement" else [apply_group_offloading(other, "cpu")]
+    there = device.put(x).requires_grad_()
+    with device.running():
+        output = other(there) if what == "autograd's copy" else there
+    for _ in range(3):
+        check(device, model, resident)
+    device.synchronize()
+    before, device.capacity = handle.stats().resident_bytes, device.total.now
+    if what == "a trained parameter":
+        other[3].bias.requires_grad_()
+        with device.running():
+            output = other(there)
+        assert torch.equal(device.get(output.detach()), run(reference, x))
+    elif what == "autograd's copy":
+        assert torch.equal(device.get(output.grad_fn._saved_mat2), reference[3].weight.t())
+    elif what == "a trial of links":
+        peers = SimpleNamespace(place_of=lambda each: (1, 0), start_of=lambda each: 0, handle_of=lambda each: "")
+        assert Trial(device, 0, 2, peers).memory.numel() == 1 << 13  # type: ignore[arg-type]
+    else:
+        monkeypatch.setattr("group_offload.runtime.placer.known_speeds", speeds.known_speeds)
+        handles = [apply_group_offloading(other, "cpu", vram_budget="1GiB")]
+    assert device.card.num_refused and handle.stats().resident_bytes < before
+    device.capacity = 1 << 40
+    check(device, model, resident)
+    for each in (handle, *handles):
+        each.remove()
 
 
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:

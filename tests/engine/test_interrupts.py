@@ -313,13 +313,13 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
         handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
         for _ in range(4):
             forward()
-        memory, kept = engine_of(handle)._memory, handle.stats().resident_bytes
+        memory, kept = engine_of(handle).memory, handle.stats().resident_bytes
         with monkeypatch.context() as patch:
             real = memory.take
 
             def take() -> None:
-                memory._kept, memory._lease.pooled = memory._lease.pooled, []  # type: ignore[union-attr]
-                memory.release_rings()
+                memory._kept, memory.pooled = memory.pooled, []  # type: ignore[attr-defined]
+                memory.arena.release(memory)
                 real()
 
             patch.setattr(memory, "take", take)
@@ -574,7 +574,7 @@ def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.
             forward(one, references[0])
         assert handle.stats().resident_bytes
         before = handle.stats().onloads
-        placer: Any = engine_of(handle)._placer
+        placer: Any = engine_of(handle).placer
         real = placer.replan
 
         def replan(kind: Any) -> None:

@@ -252,13 +252,13 @@ def test_what_leaves_ram_makes_room_for_what_comes(
     monkeypatch.setattr(packer, "available_ram", available)
     others = [group for group in groups if not group.packed_ram_bytes]
     chosen = others[: len(groups) - len(others)]
-    engine._memory.release_rings()
+    engine.memory.arena.release(engine.memory)
     engine._packer.choose(engine.groups, chosen)
     engine._packer.pack(engine._packer.lacking())
     assert not engine._packer.take_missing()
     assert [group for group in groups if group.packed_ram_bytes] == chosen
     assert abs(handle.stats().packed_bytes - before) < 0.1 * before
-    engine._placer.reside()
+    engine.placer.reside()
     check(device, model, resident)
     end(device, model, resident, handle)
 

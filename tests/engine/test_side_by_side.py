@@ -217,7 +217,7 @@ def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
     pipe.call("transformer")
     hook.remove()
     assert held == [block_bytes(pipe, "transformer")]
-    assert engine_of(pipe.handles["vae"])._memory.staying.slots == []
+    assert engine_of(pipe.handles["vae"]).memory.residents == []
     pipe.image()
     handle.remove()
     pipe.remove()
@@ -333,10 +333,10 @@ def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice
 
 def test_a_part_that_the_slots_cannot_hold_takes_turns(device: SimulatedDevice) -> None:
     pipe = PretendPipeline(device, vae=6).offload()
-    before = engine_of(pipe.handles["vae"]).slot_bytes
+    before = engine_of(pipe.handles["vae"]).placer.slot_bytes
     for _ in range(4):
         pipe.call("vae")
-    assert engine_of(pipe.handles["vae"]).slot_bytes == before
+    assert engine_of(pipe.handles["vae"]).placer.slot_bytes == before
     pipe.remove()
 
 

@@ -848,7 +848,7 @@ def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
         memory, ready = device.empty(group.num_bytes), device.new_event()
         allocated = device.new_event()
         allocated.record(device.current_stream())
-        berths = engine._memory.berths
+        berths = engine.memory.berths
         engine.transfer.send(group.blobs_at(0), memory, [allocated], ready, berths=berths)
         assert torch.equal(device.get(forward(device, two, x)), expected)
         device.current_stream().wait_event(ready)
@@ -928,7 +928,7 @@ def test_the_reading_berth_goes_to_another_model_while_it_is_filled() -> None:
         allocated.record(device.current_stream())
         before = engine.transfer.num_copies
         blobs = group.blobs_at(0)
-        job = engine.transfer.send(blobs, memory, [allocated], ready, berths=engine._memory.berths)
+        job = engine.transfer.send(blobs, memory, [allocated], ready, berths=engine.memory.berths)
         assert job is not None
         deadline = time.monotonic() + 60
         while engine.transfer.num_copies == before and time.monotonic() < deadline:
@@ -1161,7 +1161,7 @@ FOUND_BY: dict[str, set[str]] = {
     "test_removed_after_an_edit_in_the_middle_of_a_forward": {"Transfer._stage-0", "Transfer._stage-1"},
     "exercise": {
         "DeviceMemory.free-0",
-        "DeviceMemory.outlast_copies-0",
+        "DeviceMemory.give_back-0",
         "Passes._end-0",
         "Reader._fill-0",
         "Room.enter-0",

@@ -799,7 +799,7 @@ def test_a_convolution_that_got_no_workspace(device: torch.device, monkeypatch: 
 def nothing_is_foreseen(handle: OffloadHandle, patch: pytest.MonkeyPatch) -> None:
     """Else residents are evicted before the device refuses anything."""
     for name in ("replan", "make_room"):
-        patch.setattr(engine_of(handle)._placer, name, lambda kind, **_: None)
+        patch.setattr(engine_of(handle).placer, name, lambda kind, **_: None)
 
 
 @contextmanager

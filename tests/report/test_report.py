@@ -359,7 +359,8 @@ def test_several_devices() -> None:
     def model_on(device: str, resident: int, slots: int, budget: int | None) -> Any:
         backend = SimpleNamespace(has_streams=True, total_bytes=lambda: 1000, peak_reserved_bytes=lambda: 700)
         config = SimpleNamespace(onload_device=torch.device(device), backend=backend, ram_budget=None)
-        engine = SimpleNamespace(config=config, vram_budget=budget, slot_bytes=slots, groups=())
+        placer = SimpleNamespace(vram_budget=budget, slot_bytes=slots)
+        engine = SimpleNamespace(config=config, placer=placer, groups=())
         stats = dict.fromkeys(("trainable_bytes", "pinned_bytes", "host_bytes", "staging_bytes", "file_bytes"), 0)
         return SimpleNamespace(engine=engine, stats={**stats, "resident_bytes": resident})
 

@@ -43,7 +43,7 @@ def test_nothing_is_remembered_of_steps_that_are_over(tmp_path: Path) -> None:
     model = make()
     with offloaded(model, "lazy", tmp_path, vram_budget="1GiB") as (_, handle, put, _):
         train(model, plain, put, num_steps=12)
-        found = [len(slot.aliases) for slot in engine_of(handle)._memory.slots]
+        found = [len(slot.aliases) for slot in engine_of(handle).memory.slots]
         assert any(found)
         assert max(found) < 4
         handle.remove()

@@ -335,7 +335,7 @@ def test_it_is_measured_once_and_only_if_it_matters(monkeypatch: pytest.MonkeyPa
     kept, asked = [known], list[object]()
     monkeypatch.setattr(speeds, "recorded", lambda: kept)
     monkeypatch.setattr(speeds, "record", lambda found: kept.insert(0, found))
-    monkeypatch.setattr(speeds, "measure_unpacking", lambda backend: asked.append(backend) or 7)
+    monkeypatch.setattr(speeds, "measure_unpacking", lambda backend, **_: asked.append(backend) or 7)
     backend = backend_for(torch.device("cpu"))
     assert speeds.known_speeds(backend, None).unpack is None and not asked
     for _ in range(2):

@@ -20,17 +20,18 @@ class Model:
         self.cached_bytes = 0
         self.steps_to_read = 0
         self.asked: list[str] = []
+        self.ahead = self
 
     def plan_cache_reads(self, beside_bytes: int) -> None:
         self.asked.append(f"plan beside {beside_bytes}")
 
-    def read_cache(self, is_idle: Callable[[], bool]) -> bool:
+    def go_on(self, is_idle: Callable[[], bool]) -> bool:
         assert is_idle()
         self.asked.append("read")
         self.steps_to_read -= 1
         return self.steps_to_read > 0
 
-    def stop_cache_reads(self) -> None:
+    def stop(self) -> None:
         self.asked.append("stop")
 
     def read_first(self) -> None:

@@ -4,9 +4,9 @@
 When a module is offloaded, RAM alone decides which groups rest there, and which are read from the drive. That stays so. What
 stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No group stays yet: what passes
 need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]). From the second one on as
-many groups stay on the device as fit beside that. Passes also measure how long each group computes. The plan is made again with
-these times, and when the device has other room, and carried out if it is 3% faster. Compute is measured again now and then: a
-device's speed varies, and other inputs take another time.
+many groups stay on the device as fit beside that. Passes also measure how long each group computes. The plan is made again
+with these times, and when the device has other room, and carried out if it is 3% faster. Compute is measured again now and
+then: a device's speed varies, and other inputs take another time.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ...plan.planner import Plan, kept_plan, make_plan
 from ...stores.files import FileBlob
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
+from ..packer import Packer
 from .need import Kind
 
 MIN_GAIN = 0.03
@@ -57,130 +58,120 @@ _budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
 class Budgeter:
     """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
-    def __init__(
-        self,
-        speeds: Callable[[], Speeds],
-        packed_bytes: Callable[[Group], int],
-        num_slots: int,
-        *,
-        reads_packed: bool,
-    ) -> None:
+    def __init__(self, speeds: Callable[[], Speeds], packer: Packer, num_slots: int) -> None:
         """
         Args:
             speeds: Function that returns the speeds. It is called once, when they are first needed.
-            packed_bytes: Function that returns what is sent of a group if it is packed; 0 if it is not to be packed.
-            reads_packed: Whether packed bytes are in files too, so that these are read.
         """
         _budgeters.add(self)
-        self.promised_bytes = 0
-        """The part of the process's RAM budget that is promised to the module's weights in files."""
-        self.ram_bytes: int | None = None
-        """RAM for weights that are in no file, and for page-locked files."""
         self._speeds = cache(speeds)
-        self._packed_bytes = packed_bytes
-        self._reads_packed = reads_packed
+        self._packer = packer
+        self._num_slots = num_slots
         self.drive = DriveMeter()
         """The drive's speed, measured in passes."""
-        self._num_slots = num_slots
-        self._staging_bytes = 0
-        self.plan: Plan | None = None
-        self.groups: tuple[Group, ...] = ()
-        """The groups that the plan places."""
         self._num_passes: Recent[Kind, int] = Recent()
         """How many passes each kind had, of the last kinds."""
         self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
-        self._seconds: dict[str, float] = {}
-        """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
         """The last timed forwards since weights rest where they do now, and the seconds that each took."""
-        self._planned_seconds = 0.0
-        """The sum of `_seconds` when it last called for a new plan."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the groups, and what passes have taught of them."""
+        self.plan: Plan | None = None
+        self.groups: tuple[Group, ...] = ()
+        """The groups that the plan places."""
         self._order: tuple[Group, ...] = ()
         self._rests: tuple[Placement, ...] | None = None
         """Where each group rests: in RAM, or in a file. It stays so until the module is cut again."""
+        self.ram_bytes: int | None = None
+        """RAM for weights that are in no file, and for page-locked files."""
+        self.promised_bytes = 0
+        """The part of the process's RAM budget that is promised to the module's weights in files."""
+        self._num_passes.clear()
+        self._timed.clear()
+        self._passes.clear()
+        self._seconds: dict[str, float] = {}
+        """The seconds that each group computes in a pass, by its id, as far as they are known."""
+        self._planned_seconds = 0.0
+        """The sum of `_seconds` when it last called for a new plan."""
+        self._num_learnt = 0
+        """The number of times that compute turned out to differ from the planned seconds."""
         self._for: tuple[int, int] | None = None
         """The room on the device and the `_num_learnt` that the plan was made for."""
         self._asked_to_pack = 0
         """The `_num_learnt` at which `gain_from_packing` was asked last."""
-        self._num_learnt = 0
-        """The number of times that compute turned out to differ from the planned seconds."""
 
     # ---------------------------------------------------------------- plans
 
     def begin(
-        self, groups: Sequence[Group], order: Sequence[Group], *, ram_bytes: int | None, staging_bytes: int
-    ) -> Plan | None:
+        self, groups: Sequence[Group], order: Sequence[Group], ram_bytes: int | None, promised_bytes: int
+    ) -> None:
         """Decide where groups rest, once the module was cut into groups, before any measurement. None stays on the device.
 
         Args:
             ram_bytes: RAM for weights; None for no limit.
         """
-        self.plan = self._for = self._rests = None
+        self.clear()
         self.groups = tuple(g for g in groups if g.num_bytes and not g.height and not g.is_in_place)
-        self._order = tuple(order)
-        self.ram_bytes, self._staging_bytes = ram_bytes, staging_bytes
-        self._num_passes.clear()
-        self._timed.clear()
-        self._seconds = {}
-        self._passes.clear()
-        self._planned_seconds = 0.0
-        self._num_learnt = 0
-        if not self.groups:
-            return None
-        self.plan = make_plan(self._problem(None))
-        self._rests = self.plan.problem.rests
-        return self.plan
+        self._order, self.ram_bytes, self.promised_bytes = tuple(order), ram_bytes, promised_bytes
+        if self.groups:
+            self.plan = make_plan(self._problem(None))
+            self._rests = self.plan.problem.rests
+
+    def describe(self, groups: Sequence[Group], order: Sequence[Group]) -> None:
+        """Describe in a plan where groups rest: there is no budget."""
+        self.groups, self._order = (
+            tuple(group for group in groups if group.num_bytes and not group.height),
+            tuple(order),
+        )
+        self._rests = tuple(Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups)
+        self.plan = make_plan(self._problem(None)) if self.groups else None
 
     @property
     def least_bytes(self) -> int:
         """The device memory that groups take turns in, with none that stays."""
         return smallest_device_bytes(self._problem(None)) if self.groups else 0
 
-    def describe(self, groups: Sequence[Group], order: Sequence[Group], *, staging_bytes: int) -> None:
-        """Describe in a plan where groups rest: there is no budget."""
-        self.plan = self._rests = None
-        self.groups = tuple(group for group in groups if group.num_bytes and not group.height)
-        self._order = tuple(order)
-        self._staging_bytes = staging_bytes
-        if self.groups:
-            self._rests = tuple(Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups)
-            self.plan = make_plan(self._problem(None))
+    @property
+    def resident_bytes(self) -> int:
+        """What stays on the device by the plan."""
+        return 0 if self.plan is None else self.plan.device_bytes - self.plan.slot_bytes
 
     def refresh(self) -> None:
         """Predict the times of the plan again, if the speed of compute or of the drive has changed."""
         plan = self.plan
         if plan is None:
             return
-        drive, now = plan.problem.speeds.drive, self._problem(plan.problem.budgets.device_bytes)
+        drive, now = plan.problem.speeds.drive, self._now(plan)
         has_learnt = self._for is not None and self._for[1] != self._num_learnt
         if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
             self.plan = kept_plan(now, plan) or plan  # the next pass makes another
 
-    def before_pass(self, order: Sequence[Group], room: int) -> Plan | None:
+    def before_pass(self, order: Sequence[Group], room: int) -> bool:
         """A pass begins, and groups have `room` bytes on the device, slots included.
 
         Returns:
-            Another plan, if the current one does not fit, or is slower.
+            Whether there is another plan: the one before does not fit, or is slower.
         """
         self._order = tuple(order) or self._order
-        if not self.groups:
-            return None
-        asked = room // self._step * self._step, self._num_learnt
         before = self.plan
-        fits = before is not None and self._is_possible
-        if before is not None and before.device_bytes > room:
-            fits = fits and before.device_bytes <= self.least_bytes
+        if before is None:
+            return False
+        step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+        asked = room // step * step, self._num_learnt
+        # Packed files may be lost: then what was to stay on the device packed cannot.
+        is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
+        fits = is_possible and (before.device_bytes <= room or before.device_bytes <= self.least_bytes)
         if asked == self._for and fits:
-            return None
-        is_first, self._for = self._for is None, asked
-        problem, is_kept = self._problem(room), fits and not is_first
-        plan = _plan_if_better(problem, before) if before is not None and is_kept else make_plan(problem)
-        self.plan = plan
-        if before is None or plan.placements != before.placements:
-            self._passes.clear()
-            return plan
-        return None
+            return False
+        problem, is_kept, self._for = self._problem(room), fits and self._for is not None, asked
+        self.plan = _plan_if_better(problem, before) if is_kept else make_plan(problem)
+        if self.plan.placements == before.placements:
+            return False
+        self._passes.clear()
+        return True
 
     def settle(self, missing: int) -> bool:
         """Groups were packed: count their packed bytes as they turned out.
@@ -195,8 +186,7 @@ class Budgeter:
         if before is None or plan is None or self.ram_bytes is None:
             return False
         self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(self._problem(None)))
-        now = self._problem(plan.problem.budgets.device_bytes)
-        rests = list(before)
+        now, rests = self._now(plan), list(before)
         # What could not be packed leaves RAM first. Other groups in its place would have to be packed anew.
         for index in sorted(range(len(rests)), key=lambda index: self.groups[index].packed_bytes > 0):
             if ram_bytes_of(now, rests) <= self.ram_bytes:
@@ -205,21 +195,14 @@ class Budgeter:
                 rests[index] = Placement.FILE
         self._rests = tuple(rests)
         if self._rests == before:
-            self.plan = kept_plan(now, plan) or make_plan(now)
+            self.plan = _as_of(now, plan)
             return False
         self.plan, self._for = make_plan(replace(now, rests=self._rests)), None
         return True
 
-    @property
-    def _step(self) -> int:
-        return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-
-    @property
-    def _is_possible(self) -> bool:
-        """Whether what the plan leaves on the device packed still is packed. Packed files may be lost."""
-        if self.plan is None or Placement.PACKED not in self.plan.placements:
-            return True
-        return all(self._packed_bytes(group) for group in self.at(Placement.PACKED))
+    def _now(self, plan: Plan) -> Problem:
+        """The problem of a plan, as of now."""
+        return self._problem(plan.problem.budgets.device_bytes)
 
     def _problem(self, room: int | None) -> Problem:
         """
@@ -234,20 +217,20 @@ class Budgeter:
                 compute_seconds=self._seconds.get(group.group_id, 0.0),
                 is_in_file=group.is_in_file,
                 may_reside=group.detects_edits,
-                packed_bytes=self._packed_bytes(group),
+                packed_bytes=self._packer.packed_bytes(group),
                 strip_bytes=max(group.largest_strip(is_read=False), group.largest_strip(is_read=True)),
-                reads_packed=self._reads_packed,
+                reads_packed=self._packer.reads_packed,
             )
             for group in self.groups
         ]
-        order = [index[group] for group in self._order if group in index] or range(len(planned))
+        speeds, drive = self._speeds(), self.drive.bytes_per_s
         problem = Problem(
             groups=tuple(planned),
-            order=tuple(order),
-            speeds=self._current_speeds(),
+            order=tuple(index[group] for group in self._order if group in index) or tuple(range(len(planned))),
+            speeds=speeds if drive is None else replace(speeds, drive=drive),
             budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
             num_slots=self._num_slots,
-            staging_bytes=self._staging_bytes,
+            staging_bytes=tuning().reading_bytes,
             rests=self._rests,
         )
         if room is None:
@@ -255,23 +238,17 @@ class Budgeter:
         room = max(room, smallest_device_bytes(problem))
         return replace(problem, budgets=replace(problem.budgets, device_bytes=room))
 
-    def _current_speeds(self) -> Speeds:
-        speeds, drive = self._speeds(), self.drive.bytes_per_s
-        return speeds if drive is None else replace(speeds, drive=drive)
-
     def at(self, placement: Placement) -> frozenset[Group]:
         """The groups to which the plan gives this placement."""
-        if self.plan is None:
-            return frozenset()
-        return frozenset(
-            group for group, found in zip(self.groups, self.plan.placements, strict=True) if found is placement
-        )
+        return self._where(placement, () if self.plan is None else self.plan.placements)
 
     @property
     def in_ram(self) -> frozenset[Group]:
         """The groups that rest in RAM."""
-        pairs = zip(self.groups, self._rests or (), strict=False)
-        return frozenset(group for group, rest in pairs if rest is Placement.RAM)
+        return self._where(Placement.RAM, self._rests or ())
+
+    def _where(self, placement: Placement, found: Sequence[Placement]) -> frozenset[Group]:
+        return frozenset(group for group, each in zip(self.groups, found, strict=False) if each is placement)
 
     @property
     def has_learnt_to_pack(self) -> bool:
@@ -279,44 +256,32 @@ class Budgeter:
         is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
         return is_known and self._num_learnt != self._asked_to_pack
 
-    def gain_from_packing(self, packed_bytes: Callable[[Group], int]) -> float | None:
-        """The share of a pass that would be saved if groups were packed; None if that cannot be told.
-
-        Args:
-            packed_bytes: Function that returns what would be sent of a group then.
-        """
+    def gain_from_packing(self) -> float:
+        """The share of a pass that would be saved if groups were packed, as far as that can be told."""
         self._asked_to_pack = self._num_learnt
         if self.plan is None:
-            return None
-        now = _as_of(self._problem(self.plan.problem.budgets.device_bytes), self.plan)
+            return 0.0
+        now = _as_of(self._now(self.plan), self.plan)
         pairs = zip(now.problem.groups, self.groups, strict=True)
-        packed = [replace(planned, packed_bytes=packed_bytes(group)) for planned, group in pairs]
-        problem = replace(now.problem, groups=tuple(packed))
+        packed = [replace(planned, packed_bytes=self._packer.expected_bytes(group)) for planned, group in pairs]
         try:
-            then = make_plan(problem).prediction.step_seconds
+            then = make_plan(replace(now.problem, groups=tuple(packed))).prediction.step_seconds
         except ConfigError:
-            return None  # the budgets have no room for packed bytes
+            return 0.0  # the budgets have no room for packed bytes
         of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
         before = now.prediction.step_seconds
-        return 1 - max(then, of_host) / before if before else None
+        return 1 - max(then, of_host) / before if before else 0.0
 
     # ---------------------------------------------------------------- measurements of passes
 
-    def is_timed(self, kind: Kind) -> bool:
-        """Whether compute is to be measured in the pass of this kind that begins."""
+    def count_pass(self, kind: Kind) -> bool:
+        """A pass of this kind begins. Returns whether its compute is to be measured."""
         known, number = self._num_passes, self._num_passes.get(kind)
         if number is None:
             # To measure costs the host time. If each pass is of a new kind (texts of all lengths), kinds are measured as one.
             number = next(iter(known.values())) if len(known) == MOST else 0
         known[kind] = number = number + 1
         return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
-
-    def clear(self) -> None:
-        """The groups are given up."""
-        self.plan = self._rests = None
-        self._passes.clear()
-        self.groups = self._order = ()
-        self.promised_bytes = 0
 
     @property
     def measured_seconds(self) -> float | None:
@@ -331,7 +296,7 @@ class Budgeter:
         # Compute between groups (attention, at leaf level) is spread over the groups.
         timed = sum(by_group.values())
         factor = 1 + rest / timed if timed else 1.0
-        last = self._timed.pop(kind, None) or deque(maxlen=NUM_TIMED)
+        last = self._timed.get(kind) or deque(maxlen=NUM_TIMED)
         last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
         self._timed[kind] = last  # the kind timed last comes last
         for name in last[-1]:
@@ -396,4 +361,4 @@ def ram_for_weights(
     # Files of other offloaded modules have the RAM that they were promised, or have locked without a budget. Files of
     # later modules may find no RAM left: they are read from the drive.
     elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
-    return max(in_ram, budget - others - elsewhere)
+    return max(in_ram, budget - others - staging_bytes - elsewhere)

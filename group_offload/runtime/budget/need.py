@@ -52,9 +52,10 @@ class Needs:
 
     [Note: What a pass needs]
     The first pass of a kind runs with nothing resident in its way, whatever that costs, and with no fragments of what ran
-    before. What the allocator reserves in it, beyond weights and what was there before, is the kind's need: activations,
-    workspaces of libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes
-    another algorithm if it finds no memory for the first one, takes the one that it takes on an empty card.
+    before. If smaller inputs were measured, `at_most` says what may be in its way; else all residents are evicted. What the
+    allocator reserves in it, beyond weights and what was there before, is the kind's need: activations, workspaces of
+    libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes another algorithm
+    if it finds no memory for the first one, takes the one that it takes on an empty card.
 
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
@@ -81,22 +82,25 @@ class Needs:
         return max([found, *recent]) + self._more
 
     def _of(self, kind: Kind) -> int | None:
-        exact = self._known.get(kind)
-        if exact is not None:
-            return exact
-        growths = ((kind.growth_from(other), need) for other, need in self._known.items())
-        fitting = [(max(1.0, growth), need) for growth, need in growths if growth is not None and growth <= _SLACK]
-        return min((int(need * growth * (_SLACK if growth > 1 else 1)) for growth, need in fitting), default=None)
+        if kind in self._known:
+            return self._known[kind]
+        fitting = [(growth, need) for growth, need in self._alike(kind) if growth <= _SLACK]
+        return min((int(need * growth * _SLACK) if growth > 1 else need for growth, need in fitting), default=None)
+
+    def at_most(self, kind: Kind) -> int | None:
+        """What a pass needs at most whose kind has yet to be measured, by what smaller inputs needed: attention takes the
+        square. None if no kind is known that could tell."""
+        return min((int(need * growth**2 * _SLACK) for growth, need in self._alike(kind)), default=None)
+
+    def _alike(self, kind: Kind) -> list[tuple[float, int]]:
+        """How much larger the inputs are than those of kinds that are known, and the needs of these."""
+        growths = [(kind.growth_from(other), need) for other, need in self._known.items()]
+        return [(growth, need) for growth, need in growths if growth is not None]
 
     @property
     def kept_bytes(self) -> int:
         """What is kept free for the passes that ran last."""
         return max((self._of(kind) or 0 for kind in {*self._recent}), default=0) + self._more
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any kind was measured."""
-        return bool(self._known)
 
     def begin(self, kind: Kind, beside: int) -> None:
         """A pass computes from here on.
@@ -117,11 +121,10 @@ class Needs:
         self._num_good += completed
         if self._num_good == _TRIED_AGAIN:
             self._try_again()
-        if self._measuring is None:
+        measuring, self._measuring = self._measuring, None
+        if measuring is None or not completed:
             return None
-        (kind, beside), self._measuring = self._measuring, None
-        if not completed:
-            return None
+        kind, beside = measuring
         peak = self._backend.peak_reserved_bytes()
         self._known[kind] = max(0, peak - beside)
         return self._known[kind], peak
@@ -132,8 +135,9 @@ class Needs:
         self._num_good = 0
 
     def begin_stint(self) -> None:
-        """Another model ran since: what was refused may be there again."""
-        self._try_again()
+        """Another model ran since: what was refused may be there again. A call before the stint's first pass counts too."""
+        if self._recent:
+            self._try_again()
         self._recent.clear()
 
     def _try_again(self) -> None:

@@ -158,7 +158,7 @@ class LookAhead:
         if resident is not None:
             self._send([group], resident, [], alone=alone)
             return
-        ring = self._memory.ring(group.height)
+        ring = self._memory.rings.get(group.height)
         is_first = not (self._use_stream or self._memory.holds_all)
         found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=is_first)
         if ring is not None and found is None:
@@ -308,12 +308,12 @@ class LookAhead:
             if needed:
                 self._blockers.update(dict.fromkeys(needed, needed))
                 return False
-            if self._memory.is_kept(slot):  # frames of a call that raised keep it for a moment only
+            if not self._memory.try_unbind(slot):  # frames of a call that raised keep it for a moment only
                 self._is_behind = True
                 return False
             return True
 
-        ring = self._memory.ring(run[0].height)
+        ring = self._memory.rings.get(run[0].height)
         found: tuple[Slot[Group], list[Slot[Group]]] | None
         if ring is None:
             slot = self._memory.slot_just_in_time(num_bytes, may_evict)
@@ -333,10 +333,10 @@ class LookAhead:
         return group.slot is not None and group.slot.is_resident
 
     def _is_free(self, slot: Slot[Group]) -> bool:
-        return not slot.is_held and not self._memory.is_kept(slot)
+        return not slot.is_held and self._memory.try_unbind(slot)
 
     def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
-        aliased = [slot for slot in slots if not slot.is_held and self._memory.is_kept(slot)]
+        aliased = [slot for slot in slots if not slot.is_held and not self._memory.try_unbind(slot)]
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
             logger.warning(

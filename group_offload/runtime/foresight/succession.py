@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -39,13 +39,10 @@ _WORTH_IT = 3
 class Model(Protocol):
     """The passes of one model of a pipeline. All methods may be called in another model's pass, and never raise errors."""
 
-    @property
-    def staying(self) -> Any:
-        """What the model has on the device between passes."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes that weights take turns in."""
+    memory: Any
+    """The model's `DeviceMemory`."""
+    ahead: Any
+    """The model's `CacheReads`."""
 
     @property
     def is_reading(self) -> bool:
@@ -57,12 +54,6 @@ class Model(Protocol):
 
     def plan_cache_reads(self, beside_bytes: int) -> None:
         """Decide what to read into the page cache, which also has to hold `beside_bytes` of another model."""
-
-    def read_cache(self, is_idle: Callable[[], bool]) -> bool:
-        """Read on, as long as `is_idle()`. Returns whether there is more to read."""
-
-    def stop_cache_reads(self) -> None:
-        """Begin no more of these reads."""
 
     def read_first(self) -> None:
         """Begin to read the first groups, before there are slots for them."""
@@ -143,7 +134,7 @@ class Succession:
         self._stint = Counter()
         reader = self._model(self._reader)
         if reader is not None:
-            reader.stop_cache_reads()
+            reader.ahead.stop()
         heir = self._heirs.get(part, self._first_heirs.get(number))
         # The files of a model that has just run were read then.
         self._reader = None if self._last is not None and heir == self._last[0] else heir
@@ -162,7 +153,7 @@ class Succession:
     @property
     def most_slot_bytes(self) -> int:
         """The bytes that the model takes turns in that takes most."""
-        return max((model.slot_bytes for each in self._models if (model := each()) is not None), default=0)
+        return max((model.memory.turn_bytes for each in self._models if (model := each()) is not None), default=0)
 
     def spared_by(self, model: Model) -> tuple[list[Model], list[Model]]:
         """The other models that `model` gains too little by displacing: it should run too few times before their next stint.
@@ -171,10 +162,12 @@ class Succession:
             All of these, and those of them that would displace `model`.
         """
         mine = self._numbers[model]
-        numbers = [
-            number for number in range(len(self._models)) if number != mine and not self._displaces(mine, number)
+        spared = [
+            (number, other)
+            for number in range(len(self._models))
+            if number != mine and not self._displaces(mine, number)
+            if (other := self._model(number)) is not None
         ]
-        spared = [(number, other) for number in numbers if (other := self._model(number)) is not None]
         return [other for _, other in spared], [other for number, other in spared if self._displaces(number, mine)]
 
     def _displaces(self, mine: int, other: int) -> bool:
@@ -196,7 +189,7 @@ class Succession:
             reader.plan_cache_reads(model.cached_bytes)
             self._is_planned = True
         this = weakref.ref(model)  # threads call it, also when the model was dropped
-        if reader is None or not reader.read_cache(lambda: (model := this()) is not None and not model.is_reading):
+        if reader is None or not reader.ahead.go_on(lambda: (model := this()) is not None and not model.is_reading):
             self._reader = None
         if heir is not None:
             heir.read_first()

@@ -23,6 +23,7 @@ from ...base.layout import as_bytes, overlapping, span_bytes
 from ...base.saved import view_of
 from ...errors import StateError
 from ...weights import TensorRef
+from ..slots.arena import arena_for
 
 MAX_SHARE = 0.5
 """Above this share of a module's bytes, `requires_grad` is taken for the default of modules and not for a wish to train."""
@@ -40,7 +41,7 @@ class Trained:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._arena = backend, arena_for(backend)
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         """By id, the parameters that stay on the device, and the device where they were before."""
         self._asked: frozenset[int] = frozenset()
@@ -133,15 +134,13 @@ class Trained:
     def _bring(self, parameter: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             source = as_bytes(parameter)
-            num_bytes = source.numel()
-            if self._backend.has_streams:
-                memory = self._backend.empty(num_bytes)
-            else:  # memory of the backend is aligned and so larger, and `torch.save` writes the whole storage
-                memory = plain_empty(num_bytes, self._backend.device)
+            # Memory of the CPU's backend is aligned and so larger, and `torch.save` writes the whole storage.
+            take = self._arena.take if self._backend.has_streams else partial(plain_empty, device=self._backend.device)
+            memory = take(source.numel())
             self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
             parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(self._backend.device)
+                parameter.grad = self._arena.retried(partial(parameter.grad.to, memory.device), parameter.grad.nbytes)
 
     def _move(self, parameter: torch.Tensor, home: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of an engine's work so far, and bytes that it holds."""
+    """Counts of an engine's work so far."""
 
     passes: int = 0
     """The number of forwards."""
@@ -27,9 +27,4 @@ class Counters:
     brought_back: int = 0
     """Those of them that were copied back from the device."""
     rebuilds: int = 0
-    device_bytes: int = 0
-    pooled_bytes: int = 0
-    """The part of `device_bytes` in slots outside of rings, each for one run of groups."""
-    resident_bytes: int = 0
-    """The part of `device_bytes` that stays between passes."""
     peak_device_bytes: int = 0

@@ -1,8 +1,8 @@
 """The recorder keeps timelines of the last passes that were measured, for reports and traces.
 
 [Note: What recording costs]
-A pass is recorded if its compute is measured anyway (`Budgeter.is_timed`: the first three of each kind, the 4th, 8th, 16th and
-32nd, then every 32nd), or while `OffloadHandle.trace` is open. The events around each group's compute are made for the
+A pass is recorded if its compute is measured anyway (`Budgeter.count_pass`: the first three of each kind, the 4th, 8th, 16th
+and 32nd, then every 32nd), or while `OffloadHandle.trace` is open. The events around each group's compute are made for the
 stopwatch already. What is added in such a pass: two events for each copy or chunk of a file, two for the pass, and two calls
 of `time.perf_counter` for each read. In all other passes nothing is added. The host never waits for the device, and events
 are read when somebody asks.

@@ -30,6 +30,7 @@ from ...base.system import (
 from ...base.torch_internals import new_gloo_group
 from ...base.tuning import tuning
 from ...errors import ConfigError
+from ..slots.arena import arena_for
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
 from .cut import cut
@@ -265,7 +266,7 @@ class Trial:
         num_bytes = tuning().share_trial_bytes
         self.link = PeerLink(backend, rank, num_ranks, memory)
         self.stream = backend.new_stream()
-        self.memory = backend.empty(num_bytes, self.stream)
+        self.memory = arena_for(backend).take(num_bytes, self.stream)
         self.place = self.link.place_of(self.memory)
         self.cut = cut(num_bytes // _NUM_GROUPS // ALIGNMENT * ALIGNMENT, num_ranks)
         self.starts = [number * self.cut.num_bytes for number in range(_NUM_GROUPS)]

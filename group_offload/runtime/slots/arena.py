@@ -6,7 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Generic
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from ...base.system import forked_free
 from ...plan.ring import Geometry
 from .berths import Berths
 from .slot import Slot, T
+
+R = TypeVar("R")
 
 _MAX_KNOWN = 1024
 """How many slots a ring keeps for the next time that a run of groups of the same size comes to the same place."""
@@ -27,21 +30,13 @@ class Ring(Generic[T]):
     A group that comes to the place where it was before finds its slot, and the views in it, again.
     """
 
-    def __init__(self, memory: torch.Tensor, backend: Backend, first_part: int) -> None:
-        """
-        Args:
-            first_part: The bytes of the largest group: see `Geometry`.
-        """
+    def __init__(self, memory: torch.Tensor, backend: Backend, largest: int) -> None:
         self._memory = memory
-        self._geometry = Geometry(memory.numel(), first_part)
+        self._geometry = Geometry(memory.numel(), largest)
         self._backend = backend
         self._head = 0
         self._live: deque[Slot[T]] = deque()
         self._known: dict[tuple[int, int], Slot[T]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.numel()
 
     def place(
         self, num_bytes: int, may_evict: Callable[[Slot[T]], bool], *, is_first: bool
@@ -75,39 +70,54 @@ class Ring(Generic[T]):
         """The slots whose bytes nothing has taken since. An evicted slot may be among them."""
         return tuple(self._live)
 
-    def clear(self) -> None:
-        """Forget all slots. The next slot waits for nothing that was in the ring."""
-        self._live.clear()
-        self._head = 0
 
+class Holding(Generic[T]):
+    """What one module has of the arena. The module's engine holds it, so that the memory goes with the module."""
 
-class Lease(Generic[T]):
-    """Memory of the arena, cut into rings. The engine of one module holds it, so that it goes with the module."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory: torch.Tensor | None = memory
-        """None once the memory was taken back for another module."""
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        """What rings and berths are cut from; None before the first pass, and once another module took it over."""
         self.rings: dict[int, Ring[T]] = {}
         """For each height of groups, the memory that these groups take turns in."""
-        self.pooled: list[Slot[T]] = []
-        """Slots in no ring, each allocated for one run of groups that takes turns."""
         self.berths: Berths | None = None
         """The part of the memory that packed bytes land in."""
-        self.is_busy = True
-        """Whether a pass is running in the memory: then it is not taken back."""
+        self.pooled: list[Slot[T]] = []
+        """Slots in no ring, each allocated for one run of groups that takes turns."""
+        self.pooled_bytes = 0
+        self.residents: list[Slot[Any]] = []
+        """The slots of groups that stay between passes, unless they give way."""
+        self.resident_bytes = 0
+        self.wanted_bytes = 0
+        """What would stay if the module had the device to itself."""
+        self.spared: Collection[Holding[Any]] = ()
+        """Other modules whose residents are worth as much as this one's, or more."""
+        self.is_busy = False
+        """Whether a pass of the module is running: then no other module takes anything."""
+        self.thread = 0
+        """The thread of that pass."""
+        self.turn = 0
+        """A number that is higher the later the module has run."""
+        self.num_passes = 0
 
     @property
     def num_bytes(self) -> int:
-        """The memory of rings, and of slots outside of them."""
-        return (0 if self.memory is None else self.memory.numel()) + sum(slot.memory.numel() for slot in self.pooled)
+        return self.slot_bytes + self.resident_bytes
 
     @property
-    def is_aliased(self) -> bool:
-        """Whether other code keeps views of the memory. Then it is freed with the last view, and not given to others."""
-        return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
+    def slot_bytes(self) -> int:
+        """The bytes that groups take turns in now."""
+        return (0 if self.memory is None else self.memory.numel()) + self.pooled_bytes
+
+    @property
+    def slots(self) -> list[Slot[T]]:
+        rings = self.rings.values()
+        return [*self.residents, *self.pooled, *(slot for ring in rings for slot in ring.slots)]
+
+    def evict_residents(self, num_bytes: int) -> None:
+        """Evict residents until `num_bytes` are free. In the module's own pass: those that are needed last, none in use."""
 
     def take_back(self) -> tuple[torch.Tensor, list[Event]]:
-        """Take the memory back for another module. Whatever is in it, or on its way there, is forgotten.
+        """Take back all but residents. Whatever is in it, or on its way there, is forgotten.
 
         Returns:
             The memory, and the events behind all that is done to it and that compute has not waited for.
@@ -119,56 +129,30 @@ class Lease(Generic[T]):
                 unread.append(slot.ready)
         assert memory is not None
         # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
-        self.memory, self.rings, self.pooled, self.berths = None, {}, [], None
+        self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
         return memory, unread
 
-
-class Residents(Generic[T]):
-    """The slots of one module's groups that stay on the device between passes. The module's engine holds it."""
-
-    def __init__(self, evict: Callable[[], Callable[[int], None] | None] = lambda: None) -> None:
-        """
-        Args:
-            evict: Reference to the function behind `evict`.
-        """
-        self._evict = evict
-        self.slots: list[Slot[T]] = []
-        self.wanted_bytes = 0
-        """What the module would keep on the device if it had all of it to itself."""
-        self.is_busy = False
-        """Whether a pass of the module is running: then no other module takes its slots."""
-        self.thread = 0
-        """The thread of that pass."""
-        self.turn = 0
-        """A number that is higher the later the module has run."""
-        self.num_passes = 0
-
-    def evict(self, num_bytes: int) -> None:
-        """Evict residents in the middle of the module's own pass, until `num_bytes` are free: those that are needed last, and
-        none that is in use."""
-        evict = self._evict()
-        if evict is not None:
-            evict(num_bytes)
-
     @property
-    def num_bytes(self) -> int:
-        return sum(slot.memory.numel() for slot in self.slots)
+    def is_aliased(self) -> bool:
+        """Whether other code keeps views of the memory. Then it is freed with the last view, and not given to others."""
+        return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
 
 
 class Arena:
     """All device memory that groups take, on one device, shared by all offloaded modules of the process. Thread-safe.
 
     [Note: Memory that gives way]
-    Everything is taken here, in one of two ways. Rings, and slots that a call waits for, are *needed*: if the device refuses
-    them, residents are evicted until it does not, or none is left (`take`). Residents are *spare*: if the device refuses one,
-    the group takes turns with the others (`take_spare`). A resident is a copy of a group that rests elsewhere, so evicting it
-    costs one more copy, and never bits. What goes first is worth least: residents of models for which the one that runs is
-    worth more (see `Succession.spared_by`), then its own that are needed last, then those of the other models.
+    Everything is taken here, in one of two ways. Rings, slots that a call waits for, trained parameters, and what a trial
+    needs are *needed*: if the device refuses them, residents are evicted until it does not, or none is left (`take`).
+    Residents are *spare*: if the device refuses one, the group takes turns with the others (`take_spare`). A resident is a
+    copy of a group that rests elsewhere, so evicting it costs one more copy, and never bits. What goes first is worth least:
+    residents of models for which the one that runs is worth more (see `Succession.spared_by`), then its own that are needed
+    last, then those of the other models.
 
     The model's own allocations come past the arena. If one is refused, a gate calls `give_way` and repeats its call
     (`repeat.py`).
 
-    Rings are cut from a lease, which stays with the module that ran last: nothing is allocated for its next pass, and copies
+    Rings are cut from memory that stays with the module that ran last: nothing is allocated for its next pass, and copies
     that are on their way arrive. When another module runs, it takes the memory over, or exchanges it for memory of another
     size. So modules take as much for rings as the running one needs, never the sum. A module that starts while another one is
     in the middle of a pass gets separate memory.
@@ -177,110 +161,93 @@ class Arena:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lock = forked_free(threading.RLock())
-        self._last: weakref.ref[Lease[Any]] | None = None
+        self._holdings: weakref.WeakSet[Holding[Any]] = weakref.WeakSet()
+        self._last: weakref.ref[Holding[Any]] | None = None
+        """The module that ran last, if it still has the memory."""
         self._owner: Stream | None = None
         self._idle = backend.new_event()
-        self._residents: weakref.WeakSet[Residents[Any]] = weakref.WeakSet()
         self._turn = 0
         self._num_known = backend.refusals()[0]
         """The refusals that were the arena's own, or that calls were repeated for."""
 
     # ---------------------------------------------------------------- taking, and giving way
 
-    def take(
-        self, num_bytes: int, mine: Residents[Any], spared: Collection[Residents[Any]], stream: Stream
-    ) -> torch.Tensor:
-        """Device memory that `mine` cannot do without, owned by `stream`.
+    def take(self, num_bytes: int, stream: Stream | None = None, mine: Holding[Any] | None = None) -> torch.Tensor:
+        """Device memory that `mine`, or nobody's pass, cannot do without, owned by `stream` (default: the current one).
 
         Raises:
             torch.OutOfMemoryError: no resident is left that could give way.
         """
-        while True:
-            memory = self._try(num_bytes, stream)
-            if isinstance(memory, torch.Tensor):
-                return memory
-            if not self.give_way(num_bytes, mine, spared):
-                try:
-                    raise memory
-                finally:
-                    del memory  # the error holds this frame, and through it the memory of all callers
+        return self.retried(partial(self._backend.empty, num_bytes, stream), num_bytes, mine)
 
     def take_spare(self, num_bytes: int, stream: Stream) -> torch.Tensor | None:
         """Device memory for a resident, if there is some."""
-        memory = self._try(num_bytes, stream)
-        return memory if isinstance(memory, torch.Tensor) else None
+        return self._tried(partial(self._backend.empty, num_bytes, stream))
 
-    def _try(self, num_bytes: int, stream: Stream) -> torch.Tensor | torch.OutOfMemoryError:
+    def retried(self, make: Callable[[], R], num_bytes: int, mine: Holding[Any] | None = None) -> R:
+        """What `make` returns, which takes `num_bytes` of device memory. Errors as `take`."""
+        while (made := self._tried(make)) is None:
+            if not self.give_way(num_bytes, mine):
+                return make()  # which raises the device's own error
+        return made
+
+    def _tried(self, make: Callable[[], R]) -> R | None:
         before = self._backend.refusals()[0]
         try:
-            return self._backend.empty(num_bytes, stream)
-        except torch.OutOfMemoryError as error:
+            return make()
+        except torch.OutOfMemoryError:
             self._num_known += self._backend.refusals()[0] - before
-            return error.with_traceback(None)
+            return None
 
-    def give_way(self, num_bytes: int, mine: Residents[Any], spared: Collection[Residents[Any]] = ()) -> bool:
-        """Evict residents, those worth least first, until `num_bytes` more are free. False if there were none."""
+    def give_way(self, num_bytes: int, mine: Holding[Any] | None = None) -> bool:
+        """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""
         with self._lock:
-            before = left = self.resident_bytes
-            for step in (
-                lambda more: self._evict_others(mine, more, spared),
-                mine.evict,
-                lambda more: self._evict_others(mine, more, ()),
-                lambda more: self._evict_around(mine, more),
-            ):
-                if before - left < num_bytes:
-                    step(num_bytes - (before - left))
-                    left = self.resident_bytes
-            if left == before:
-                last = self._current()
-                if last is None or last.is_busy:
-                    return False
-                self._free(last)
-            return True
+            before, others, spared = self.resident_bytes, self._others(mine), () if mine is None else mine.spared
+            around = [each for each in self._ranked if each.is_busy and each.thread == threading.get_ident()]
+            first = [each for each in others if each not in spared]
+            self._evict([*first, *(() if mine is None else (mine,)), *others, *around], num_bytes)
+            return self.resident_bytes < before or self._free_idle()
 
-    def displace(self, mine: Residents[Any], room: int, spared: Collection[Residents[Any]] = ()) -> None:
+    def displace(self, mine: Holding[Any] | None, room: int, spared: Collection[Holding[Any]] = ()) -> None:
         """Evict residents of modules other than `mine` and `spared`, until those of all others take no more than `room`."""
         with self._lock:
-            self._evict_others(mine, self.others_resident_bytes(mine) - room, spared)
+            others = [each for each in self._others(mine) if each not in spared]
+            self._evict(others, self.others_resident_bytes(mine) - room)
 
-    def _evict_others(self, mine: Residents[Any], num_bytes: int, spared: Collection[Residents[Any]]) -> None:
-        """Those of modules with fewest passes go first. Of equal ones it is the one that ran last, which in a pipeline is the
-        last one to come again. Modules that run now keep theirs."""
-        others = [each for each in [*self._residents] if each is not mine and not each.is_busy and each not in spared]
-        for each in sorted(others, key=lambda each: (each.num_passes, -each.turn)):
-            while each.slots and num_bytes > 0:
-                slot = each.slots[-1]
-                num_bytes -= slot.memory.numel()
-                slot.evict()
-                each.slots.remove(slot)
-                if not slot.is_aliased:
-                    self._backend.free(slot.memory)
+    def _evict(self, holdings: Sequence[Holding[Any]], num_bytes: int) -> None:
+        left = self.resident_bytes - num_bytes
+        for each in holdings:
+            each.evict_residents(self.resident_bytes - left)
 
-    def _evict_around(self, mine: Residents[Any], num_bytes: int) -> None:
-        """Evict residents of modules in whose forwards, in this thread, that of `mine` is called."""
-        for each in [*self._residents]:
-            if each.is_busy and each is not mine and each.thread == threading.get_ident():
-                each.evict(num_bytes)
+    @property
+    def _ranked(self) -> list[Holding[Any]]:
+        """Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
+        to come again."""
+        return sorted(self._holdings, key=lambda each: (each.num_passes, -each.turn))
+
+    def _others(self, mine: Holding[Any] | None) -> list[Holding[Any]]:
+        """The other modules that do not run now: those that run keep what they have. Worth least first."""
+        return [each for each in self._ranked if each is not mine and not each.is_busy]
 
     @property
     def resident_bytes(self) -> int:
         """The bytes of all modules' residents."""
-        return sum(each.num_bytes for each in [*self._residents])
+        return sum(each.resident_bytes for each in [*self._holdings])
 
     @property
     def has_residents(self) -> bool:
         """Whether there are any. It is asked in each call of a gate."""
-        return any(each.slots for each in [*self._residents])
+        return any(each.residents for each in [*self._holdings])
 
-    def others_resident_bytes(self, mine: Residents[Any]) -> int:
+    def others_resident_bytes(self, mine: Holding[Any] | None) -> int:
         """Those of other modules than `mine` that do not run now."""
-        return sum(each.num_bytes for each in [*self._residents] if each is not mine and not each.is_busy)
+        return sum(each.resident_bytes for each in [*self._holdings] if each is not mine and not each.is_busy)
 
-    def others_bytes(self, mine: Lease[Any] | None) -> int:
-        """How much memory the next lease takes back from another module."""
-        with self._lock:
-            lease = self._current()
-            return 0 if lease is None or lease is mine or lease.is_busy else lease.num_bytes
+    def others_bytes(self, mine: Holding[Any]) -> int:
+        """All that gives way for `mine`: the residents of others, and the memory that it takes over from another one."""
+        last = self._current()
+        idle = 0 if last is None or last is mine or last.is_busy else last.slot_bytes
+        return idle + self.others_resident_bytes(mine)
 
     @property
     def has_refused(self) -> bool:
@@ -291,37 +258,27 @@ class Arena:
         """Count all refusals so far as known."""
         self._num_known = self._backend.refusals()[0]
 
-    # ---------------------------------------------------------------- leases
+    # ---------------------------------------------------------------- the memory that rings are cut from
 
-    def claim(self, mine: Lease[Any] | None, residents: Residents[Any]) -> None:
-        """A pass begins for which `mine` was leased before: no other module takes the memory from now on, until `give_back`.
-
-        If another module took it before, only `residents` are kept.
-        """
+    def claim(self, mine: Holding[Any]) -> None:
+        """A pass begins: no other module takes anything of `mine` from now on, until `give_back` or `disclaim`."""
         with self._lock:
             self._turn += 1
-            residents.turn, residents.thread, residents.is_busy = self._turn, threading.get_ident(), True
-            residents.num_passes += 1
-            self._residents.add(residents)
-            if mine is not None and mine.memory is not None:
-                mine.is_busy = True
+            mine.turn, mine.thread, mine.is_busy = self._turn, threading.get_ident(), True
+            mine.num_passes += 1
+            self._holdings.add(mine)
 
-    def disclaim(self, mine: Lease[Any] | None, residents: Residents[Any]) -> None:
+    def disclaim(self, mine: Holding[Any]) -> None:
         """Undo `claim`. Nothing was enqueued that uses the memory."""
         with self._lock:
-            residents.is_busy = False
-            residents.num_passes -= 1
-            if mine is not None:
-                mine.is_busy = False
+            mine.is_busy = False
+            mine.num_passes -= 1
 
-    def lease(
-        self, mine: Lease[T] | None, num_bytes: int, writers: Sequence[Stream], take: Callable[[int], torch.Tensor]
-    ) -> Lease[T]:
-        """`num_bytes` of device memory until `give_back`, free to use on the current stream and on `writers`.
+    def lease(self, mine: Holding[T], num_bytes: int, writers: Sequence[Stream]) -> bool:
+        """Give `mine` device memory until `give_back`, free to use on the current stream and on `writers`.
 
-        Args:
-            mine: The caller's last lease: it is given again, with all that is in it, if no other module came in between.
-            take: Function that takes memory for the caller, owned by the current stream.
+        Returns:
+            Whether the memory is new to the module. Else it is that of its last pass, with all that is in it.
 
         Raises:
             torch.OutOfMemoryError: see `take`. Nothing was leased.
@@ -329,85 +286,77 @@ class Arena:
         stream = self._backend.current_stream()
         with self._lock:
             last = self._current()
-            if last is not None and last is mine:
-                last.is_busy = True
-                return mine
-            if last is not None and last.is_busy:
-                return self._new_lease(
-                    take(num_bytes), stream, writers
-                )  # and the arena stays with the module that runs
-            lease: Lease[T] | None = None
-            if last is not None:
-                # Asked before the slots are forgotten, which know of the views.
-                is_aliased = last.is_aliased
-                memory, unread = last.take_back()
-                if memory.numel() == num_bytes and not is_aliased:
-                    # The last module may have computed on another stream, and may have more copies on their way. Only
-                    # `stream` waits for them. `_share` comes after that: through it the copies of this lease wait too.
-                    for event in (self._idle, *unread):
-                        stream.wait_event(event)
-                    lease = Lease(memory)
-                    self._share(memory, writers, stream)
-                else:
-                    # Freed before the new memory is allocated, so that the two are never there at once.
-                    if not is_aliased:
-                        self._backend.free(memory)
-                    del memory
-            if lease is None:
-                lease, self._owner = self._new_lease(take(num_bytes), stream, writers), stream
-            # Until here `_last` is a lease whose memory was taken back, which counts as none: so an interrupt does no harm.
-            self._last = weakref.ref(lease)
-            return lease
+            if last is mine:
+                return False
+            is_apart = last is not None and last.is_busy
+            memory = None if last is None or is_apart else self._take_over(last, num_bytes, stream)
+            if memory is None:
+                memory = self.take(num_bytes, stream, mine)
+                if not is_apart:  # else the arena stays with the module that runs
+                    self._owner = stream
+            for writer in writers:
+                if writer != stream:
+                    born = self._backend.new_event()
+                    born.record(stream)
+                    writer.wait_event(born)
+                    self._backend.record_stream(memory, writer)
+            mine.memory = memory
+            # Until here `_last` has no memory, so it counts as none: an interrupt does no harm.
+            if not is_apart:
+                self._last = weakref.ref(mine)
+            return True
 
-    def give_back(self, lease: Lease[Any], residents: Residents[Any], stream: Stream) -> None:
-        """End a pass. All compute that uses the memory of its lease is enqueued on `stream`, or done."""
+    def _take_over(self, last: Holding[Any], num_bytes: int, stream: Stream) -> torch.Tensor | None:
+        """The memory of the last module; None if it has another size. It is freed then, before the new memory is allocated."""
+        is_aliased = last.is_aliased  # asked before the slots are forgotten, which know of the views
+        memory, unread = last.take_back()
+        if memory.numel() != num_bytes or is_aliased:
+            if not is_aliased:
+                self._backend.free(memory)
+            return None
+        # The last module may have computed on another stream, and may have more copies on their way. Only `stream` waits for
+        # them, and what writes there from now on waits for `stream`.
+        for event in (self._idle, *unread):
+            stream.wait_event(event)
+        return memory
+
+    def give_back(self, mine: Holding[Any], stream: Stream) -> None:
+        """End a pass. All compute that uses the memory is enqueued on `stream`, or done."""
         with self._lock:
-            residents.is_busy = False
-            assert lease.memory is not None
-            if lease is not self._current():
-                self._free(lease)
+            mine.is_busy = False
+            assert mine.memory is not None
+            if mine is not self._current():
+                self.release(mine)
                 return
             self._idle.record(stream)
             if stream != self._owner:
-                self._backend.record_stream(lease.memory, stream)
-            lease.is_busy = False
+                self._backend.record_stream(mine.memory, stream)
 
-    def release(self, lease: Lease[Any]) -> None:
-        """Give the memory of `lease` back to the device, if it was not taken back already."""
+    def release(self, mine: Holding[Any]) -> None:
+        """Give the memory back to the device, if it was not taken back already. Residents stay."""
         with self._lock:
-            if lease.memory is not None:
-                self._free(lease)
+            if mine.memory is not None:
+                is_aliased = mine.is_aliased
+                memory, _ = mine.take_back()
+                if not is_aliased:
+                    self._backend.free(memory)
 
     def release_idle(self) -> None:
-        """Give the memory back to the device, unless a module is running in it."""
+        """Give all memory back to the device, but that of modules that run."""
         with self._lock:
-            self.displace(Residents(), 0)
-            lease = self._current()
-            if lease is not None and not lease.is_busy:
-                self._free(lease)
+            self.displace(None, 0)
+            self._free_idle()
 
-    def _free(self, lease: Lease[Any]) -> None:
-        is_aliased = lease.is_aliased
-        memory, _ = lease.take_back()
-        if not is_aliased:
-            self._backend.free(memory)
+    def _free_idle(self) -> bool:
+        last = self._current()
+        if last is None or last.is_busy:
+            return False
+        self.release(last)
+        return True
 
-    def _new_lease(self, memory: torch.Tensor, stream: Stream, writers: Sequence[Stream]) -> Lease[Any]:
-        self._share(memory, writers, stream)
-        return Lease(memory)
-
-    def _share(self, memory: torch.Tensor, writers: Sequence[Stream], stream: Stream) -> None:
-        """Let other streams write to memory that `stream` may use from now on."""
-        for writer in writers:
-            if writer != stream:
-                born = self._backend.new_event()
-                born.record(stream)
-                writer.wait_event(born)
-                self._backend.record_stream(memory, writer)
-
-    def _current(self) -> Lease[Any] | None:
-        lease = None if self._last is None else self._last()
-        return None if lease is None or lease.memory is None else lease
+    def _current(self) -> Holding[Any] | None:
+        last = None if self._last is None else self._last()
+        return None if last is None or last.memory is None else last
 
 
 _arenas: weakref.WeakValueDictionary[Backend, Arena] = weakref.WeakValueDictionary()
