@@ -268,7 +268,9 @@ BAD_LAYOUTS = {
     "a list": "[]",
     "a fraction": changed(hash=0.5),
     "no version": changed(version=None),
-    "a strip that is too large": changed(plain_bytes=65 << 20, packed_bytes=65 << 20, strips=[[0, [[65 << 20, 0, ""]]]]),
+    "a strip that is too large": changed(
+        plain_bytes=65 << 20, packed_bytes=65 << 20, strips=[[0, [[65 << 20, 0, ""]]]]
+    ),
     "no strips": changed(strips=None),
     "no strip": changed(strips=[]),
     "strips that are numbers": changed(strips=[1]),
