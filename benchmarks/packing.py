@@ -121,7 +121,7 @@ def measure_ratio(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {
         "plain_bytes": image.numel(),
         "packed_bytes": image.numel() if packed is None else packed.layout.packed_bytes,
-        "num_spans": 0 if packed is None else len(packed.layout.spans),
+        "num_spans": 0 if packed is None else sum(len(strip.spans) for strip in packed.layout.strips),
         "entropy": bits_of(whole, 16, 7, 8)[0],
         "num_tensors": len(by_tensor),
         "worst": worst,

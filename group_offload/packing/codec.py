@@ -89,8 +89,8 @@ def _pack(
     size = sum(data.numel() for _, data in packed)
     found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), hashed.result())
     target = allocated()[:size]
-    for (strip, _, place), (_, data) in zip(found.placed, packed, strict=True):
-        target[place : place + strip.packed_bytes].copy_(data)
+    for part, (_, data) in zip(found.cut(target), packed, strict=True):
+        part.copy_(data)
     return Packed(found, target)
 
 
@@ -151,8 +151,8 @@ def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
     _check_sizes(data, layout)
     if out.numel() != layout.plain_bytes:
         raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
-    for strip, start, place in layout.placed:
-        unpack_strip(data[place : place + strip.packed_bytes], strip, out[start : start + strip.plain_bytes])
+    for part, (strip, start, _) in zip(layout.cut(data), layout.placed, strict=True):
+        unpack_strip(part, strip, out[start : start + strip.plain_bytes])
 
 
 def unpack_strip(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) -> None:
@@ -183,8 +183,8 @@ def check(data: torch.Tensor, layout: PackedLayout) -> None:
         PackedError: one is damaged. The message does not name the file.
     """
     _check_sizes(data, layout)
-    for strip, _, place in layout.placed:
-        _check_tables(data[place : place + strip.packed_bytes], strip)
+    for part, strip in zip(layout.cut(data), layout.strips, strict=True):
+        _check_tables(part, strip)
 
 
 def _check_tables(data: torch.Tensor, strip: Strip) -> None:

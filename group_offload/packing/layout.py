@@ -111,7 +111,7 @@ class Strip:
             raise PackedError(f"it has {self.num_escapes:,} escapes, which cannot be")
         if len(self.spans) > _MOST_SPANS or self.packed_bytes > MAX_STRIP_BYTES:
             raise PackedError(
-                f"a strip of it has {len(self.spans):,} spans and {self.packed_bytes:,} bytes, which cannot be"
+                f"its strip has {len(self.spans):,} spans and {self.packed_bytes:,} bytes, which cannot be"
             )
 
     @cached_property
@@ -237,6 +237,10 @@ class PackedLayout:
         starts = accumulate((strip.plain_bytes for strip in self.strips), initial=0)
         places = accumulate((strip.packed_bytes for strip in self.strips), initial=0)
         return tuple(zip(self.strips, starts, places, strict=False))
+
+    def cut(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The packed strips, as views of the packed image."""
+        return [*data.split_with_sizes([strip.packed_bytes for strip in self.strips])]
 
     @cached_property
     def largest_strip(self) -> int:

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -178,10 +179,9 @@ class PackedImage(ABC):
         """
 
     def _unpacks(
-        self, at: int, label: str, packed: torch.Tensor | None, *, is_on_device: bool = False
+        self, at: int, label: str, packed: Iterable[torch.Tensor | None], *, is_on_device: bool = False
     ) -> Iterator[Unpack]:
-        for number, (strip, start, place) in enumerate(self.layout.placed):
-            mine = None if packed is None else packed[place : place + strip.packed_bytes]
+        for number, ((strip, start, _), mine) in enumerate(zip(self.layout.placed, packed, strict=False)):
             needed_for = partial(self._needed_for, number)
             yield Unpack(at + start, strip.plain_bytes, strip, mine, label, needed_for, is_on_device)
 
@@ -246,10 +246,12 @@ class RamImage(PackedImage):
         super().__init__(layout, generation, file, contents)
         self._memory = memory
         self._lock = lock
+        self._strips = layout.cut(memory)
 
     def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
-        packed = self._memory if on_device is None else on_device
-        return [*self._unpacks(at, label, packed, is_on_device=on_device is not None)]
+        if on_device is not None:
+            return [*self._unpacks(at, label, self.layout.cut(on_device), is_on_device=True)]
+        return [*self._unpacks(at, label, self._strips)]
 
     def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         if self.contents is not None:  # a page of a file that was cut off must not be touched
@@ -263,8 +265,8 @@ class RamImage(PackedImage):
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it."""
         super().close()
-        memory: list[object] = [self._lock, self._memory, self.contents]
-        self._lock, self._memory, self.contents = None, flat_view(b"", 0, 0), None
+        memory: list[object] = [self._lock, self._strips, self._memory, self.contents]
+        self._lock, self._strips, self._memory, self.contents = None, [], flat_view(b"", 0, 0), None
         release_later(memory)
 
 
@@ -295,7 +297,9 @@ class FileImage(PackedImage):
         # Past the page cache: packed bytes that there is RAM for are in RAM.
         return [
             Read(0, strip.packed_bytes, source, contents.position + place, True, label, proof, unpack)
-            for (strip, _, place), unpack in zip(self.layout.placed, self._unpacks(at, label, None), strict=True)
+            for (strip, _, place), unpack in zip(
+                self.layout.placed, self._unpacks(at, label, repeat(None)), strict=True
+            )
         ]
 
     def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:

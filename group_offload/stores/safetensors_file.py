@@ -31,7 +31,7 @@ from ..packing.layout import PackedLayout
 
 DATA_ALIGNMENT = 4096
 FORMAT_VERSION = "2"
-PACKED_VERSION = "3"
+PACKED_VERSION = "4"
 """Of packed group files: programs that know version 2 alone leave them to a later version, and do not call them damaged."""
 _PLAIN_CODEC, _PACKED_CODEC = "none", "exponents"
 _PACKED_NAME = "packed"

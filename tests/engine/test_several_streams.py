@@ -115,7 +115,7 @@ def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool,
         stats = handle.stats()
         num_sent = sum(stats.bytes_onloaded.values())
         assert stats.bytes_gathered > 0.2 * stats.bytes_unpacked  # each pass with the other rank gathers a half
-        assert 0.6 * stats.bytes_unpacked < num_sent < 0.8 * stats.bytes_unpacked
+        assert 0.6 * stats.bytes_unpacked < num_sent < 0.85 * stats.bytes_unpacked
         handle.remove()
 
 

@@ -131,7 +131,7 @@ REFUSED = {
     "metadata that is a number": with_metadata(version=2),
     "metadata that is null": with_metadata(group=None),
     "a later version": with_metadata(version="4"),
-    "the version of packed files": with_metadata(version="3"),
+    "the version of packed files": with_metadata(version="4"),
     "another codec": with_metadata(codec="zstd"),
     "an entry that is a list": file_of({**HEADER, "plain": []}),
     "an entry with more": with_entry("plain", more=1),

@@ -99,7 +99,7 @@ def test_a_packed_file_is_a_safetensors_file(tmp_path: Path) -> None:
     }
     with safe_open(found.path, "pt") as file:
         metadata = file.metadata()
-    assert metadata["group_offload.codec"] == "exponents" and metadata["group_offload.version"] == "3"
+    assert metadata["group_offload.codec"] == "exponents" and metadata["group_offload.version"] == "4"
     assert json.loads(metadata["group_offload.packed"])["version"] == 2
     assert found.start % 4096 == 0
     assert torch.equal(image_in(found), IMAGE)

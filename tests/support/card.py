@@ -166,7 +166,7 @@ class Pipeline:
     def __init__(self, *, is_unet: bool = False) -> None:
         """
         Args:
-            is_unet: Whether it has the shape of SDXL: blocks of very different sizes, the largest half of the model.
+            is_unet: Whether it has the shape of SDXL: blocks of very different sizes. The largest one is half of the model.
         """
         self.components = {
             "text_encoder": Model(1, 70, (12, (13.5, 0.0002, "clip"))),
