@@ -42,11 +42,8 @@ class Plan:
     @property
     def rests(self) -> tuple[Placement, ...]:
         """Where each group rests, RAM or FILE, whether a copy of it stays on the device or not."""
-        decided = self.problem.rests or self.placements
-        return tuple(
-            at if at in (Placement.RAM, Placement.FILE) else rest
-            for at, rest in zip(self.placements, decided, strict=True)
-        )
+        assert self.problem.rests is not None  # the plan was made for them
+        return self.problem.rests
 
     @property
     def step_seconds(self) -> float:

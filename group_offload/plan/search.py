@@ -67,6 +67,9 @@ class Search:
             for steps, least in self._lines():
                 if self._is_faster(model.compute_seconds):
                     self._walk(steps, least)
+            for placements in self._even_placements():
+                if self._is_faster(model.compute_seconds):
+                    self._consider(placements)
         assert self._best is not None  # the smallest budget fits the rests
         return self._best
 
@@ -96,6 +99,22 @@ class Search:
             footprint = model.footprint(placements)
             everything.append((model.limit_seconds(footprint), footprint.h2d_bytes, placements))
         return [placements for *_, placements in sorted(everything, key=lambda each: each[:2])]
+
+    def _even_placements(self) -> Iterator[list[Placement]]:
+        """What is left to send comes evenly along compute: where that and the link take equally long, it counts most."""
+        model = self.model
+        able = [] if self._is_long else [index for index in model.used if Placement.DEVICE in model.choices[index]]
+        seconds = [group.compute_seconds for group in model.groups] if model.compute_seconds else model.sizes
+        all_seconds, all_bytes = sum(seconds[index] for index in able), sum(model.sizes[index] for index in able)
+        for num in range(1, 2 * len(able)):
+            placements, left, now = list(model.rests), 0, 0.0
+            for index in able:
+                now += seconds[index]
+                if (left + model.sizes[index] / 2) * all_seconds * 2 * len(able) <= all_bytes * num * now:
+                    left += model.sizes[index]
+                else:
+                    placements[index] = Placement.DEVICE
+            yield placements
 
     def _lines(self) -> Iterator[tuple[list[tuple[int, Placement]], int]]:
         """Steps from the rests to everything on the device, and how many of them a placement of the line has at least."""

@@ -15,8 +15,7 @@ import platform
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -129,8 +128,7 @@ def measure(
     """Measure the link to the device, and the drive.
 
     Args:
-        path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
-            no drive is measured.
+        path: a file of the model, or its folder. If it is too small, a safetensors file beside it is read. None: no drive.
         h2d: the speed of the link, if it is known.
         link_bytes: the page-locked RAM that the measurement of the link takes.
         max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
@@ -199,8 +197,7 @@ def record(speeds: MachineSpeeds) -> bool:
         speeds = replace(speeds, filesystem="", problem="")
     key = speeds.device, speeds.filesystem
     others = [found for found in recorded() if (found.device, found.filesystem) != key]
-    text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
-    path = record_file()
+    text, path = json.dumps({"version": _VERSION, "speeds": [*map(asdict, (speeds, *others))]}, indent=1), record_file()
     if path is None:
         return False
     try:
@@ -228,9 +225,13 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
         DeviceError: the device has no room for a measurement.
     """
     copy_bytes = min(num_bytes, _COPY_BYTES)
-    num_copies = num_bytes // copy_bytes
-    with _locked_memory(backend, num_copies * copy_bytes) as source:
-        source.fill_(1)  # memory that was never written is one page of zeros
+    num_bytes -= num_bytes % copy_bytes
+    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+    lock = PageLock.take(backend, memory, lambda: None)
+    if lock is None and (pinned := backend.empty_pinned(num_bytes)) is not None:
+        memory = pinned
+    try:
+        memory.fill_(1)  # memory that was never written is one page of zeros
         stream = backend.new_stream()
         try:
             target = (take or backend.empty)(copy_bytes, stream)
@@ -238,14 +239,16 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
             raise DeviceError(
                 f"{backend.device} has no room for the {copy_bytes >> 20} MiB that a measurement takes: give some of it free."
             ) from error
-        parts = torch.split(source, copy_bytes)
-        best = 0.0
         try:
-            for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up
-                best = max(best, num_copies * copy_bytes / _seconds_of_copies(backend, target, parts, stream))
+            parts = torch.split(memory, copy_bytes)
+            return max(
+                1, int(_speed(backend, stream, num_bytes, [partial(backend.copy, target, part) for part in parts]))
+            )
         finally:
             backend.free(target)
-    return max(1, int(best))
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
@@ -260,48 +263,28 @@ def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take
     except torch.OutOfMemoryError:
         return None
     backend.copy(source, packed.data, stream, blocking=True)
-    best = 0.0
-    for _ in range(1 + _NUM_TRIES):  # the first one compiles the kernel
-        start, end = backend.new_event(), backend.new_event()
-        start.record(stream)
-        for _ in range(_UNPACKS_IN_A_ROW):
-            backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
-        end.record(stream)
-        end.synchronize()
-        seconds = backend.seconds_between(start, end)
-        if seconds:
-            best = max(best, _UNPACKS_IN_A_ROW * num_bytes / seconds)
+    work = partial(backend.transform, lambda data, out: unpack(data, packed.layout, out), target, source)
+    speed = _speed(backend, stream, _UNPACKS_IN_A_ROW * num_bytes, [work] * _UNPACKS_IN_A_ROW)
     backend.free(source)
     backend.free(target)
-    return int(best) or None
+    return int(speed) or None
 
 
-def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> float:
-    start, end = backend.new_event(), backend.new_event()
-    began = time.perf_counter()
-    start.record(stream)
-    for part in parts:
-        backend.copy(target, part, stream)
-    end.record(stream)
-    end.synchronize()
-    by_clock = time.perf_counter() - began
-    by_events = backend.seconds_between(start, end) if backend.has_streams else None
-    return by_events or by_clock
-
-
-@contextmanager
-def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
-    """Memory that is page-locked if the device can do so."""
-    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-    lock = PageLock.take(backend, memory, lambda: None)
-    if lock is None:
-        made = backend.empty_pinned(num_bytes)
-        memory = memory if made is None else made
-    try:
-        yield memory
-    finally:
-        if lock is not None:
-            lock.release()
+def _speed(backend: Backend, stream: Any, num_bytes: int, work: Iterable[Callable[[Any], object]]) -> float:
+    """Bytes per second of work on a stream: the best of a few tries."""
+    best = 0.0
+    for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up, or compiles the kernel
+        start, end = backend.new_event(), backend.new_event()
+        began = time.perf_counter()
+        start.record(stream)
+        for enqueue in work:
+            enqueue(stream)
+        end.record(stream)
+        end.synchronize()
+        by_clock = time.perf_counter() - began
+        seconds = backend.seconds_between(start, end) if backend.has_streams else None
+        best = max(best, num_bytes / (seconds or by_clock))
+    return best
 
 
 # ------------------------------------------------------------------------------------------------ the drive
