@@ -102,7 +102,7 @@ def test_guidance(options: dict[str, Any], device: torch.device) -> None:
     wanted = loop.run(resident)
     if "vram_budget" in options:
         torch.accelerator.empty_cache()
-        options = {"vram_budget": torch.accelerator.memory_allocated(device) + (90 << 20)}
+        options = {"vram_budget": torch.accelerator.memory_reserved(device) + (90 << 20)}
     handle = apply_group_offloading(model, device, share_passes=True, **options)
     for _ in range(2):
         for one, other in zip(loop.run(model), wanted, strict=True):

@@ -95,7 +95,7 @@ def test_what_forwards_do_is_no_change() -> None:
         (torch.Generator(), True),
         (partial(max, [1]), True),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_may_change_out_of_sight(value: Any, is_partial: bool) -> None:
     """A call of a module with such an attribute is not repeated, unless its forwards are known to be functions."""
