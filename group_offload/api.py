@@ -80,8 +80,9 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             device that runs Triton. By name only.
         share_passes: Lets forwards share one pass, which copies each group once for all of them: the calls of one step of
             guidance, and forwards of several threads. `"auto"` does so on a GPU for the denoisers of diffusers, which tests
-            have tried. With True you say of any class that a forward is a function of its inputs and the weights. Forwards
-            for which that is seen not to hold go alone, and the log says why. By name only.
+            have tried, unless a class, a forward or an attention processor of yours is inside. With True you say of any class
+            that a forward is a function of its inputs and the weights. Forwards for which that is seen not to hold go alone,
+            and the log says why. By name only.
         process_group: The processes that offload the same module, each on a GPU of its own: a `torch.distributed.ProcessGroup`,
             or a `DeviceMesh` of one dimension. The GPUs of one host each bring a share of every group, and gather the rest.
             All ranks make the same calls, in the same order. By name only.

@@ -58,7 +58,7 @@ class OffloadOptions:
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
     pack: bool | str = False
-    share_passes: bool | str = "auto"
+    share_passes: bool | str = False
     process_group: Any = None
     share: bool | str = "auto"
 

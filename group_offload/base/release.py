@@ -45,9 +45,8 @@ def releases_held() -> Iterator[None]:
 
 def wait_for_releases() -> None:
     """Return once all memory of `release_later` is given back: whoever takes or measures RAM calls this before."""
-    while _under_way:
-        _under_way[0].wait()
-        del _under_way[:1]
+    for task in [*_under_way]:  # other threads may wait too
+        task.wait()
 
 
 on_fork(after_in_child=_under_way.clear)  # the threads are the parent's

@@ -10,8 +10,10 @@ import logging
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,6 @@ from torch import nn
 from torch.utils import checkpoint
 
 __all__ = [
-    "APPLY",
     "CACHING_MODES",
     "COMPILED_CALL",
     "DeviceContext",
@@ -272,8 +273,34 @@ def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
 
-APPLY = "_apply"
-"""The method through which `to`, `cuda`, `half` and others change all weights of a module."""
+_listeners: dict[int, tuple[weakref.ref[nn.Module], weakref.WeakMethod[Callable[[], None]]]] = {}
+"""By the ids of modules."""
+
+
+def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
+    """Call `listener()`, a method, whenever `to`, `cuda` or another method has changed all weights of a module.
+
+    Neither of the two is kept alive.
+    """
+    key = id(module)
+    _listeners[key] = weakref.ref(module, lambda _: _listeners.pop(key, None)), weakref.WeakMethod(listener)
+    plain: Callable[..., Any] = nn.Module._apply
+    if hasattr(plain, "group_offload_before"):
+        return
+
+    @wraps(plain)
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            found = _listeners.get(id(self))
+            method = found[1]() if found is not None and found[0]() is self else None
+            if method is not None:
+                method()
+
+    _apply.group_offload_before = plain  # type: ignore[attr-defined]
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""

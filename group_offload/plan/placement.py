@@ -200,24 +200,22 @@ def check_budgets(problem: Problem) -> None:
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
-    without_file = [group for group in problem.groups if not group.is_in_file]
-    wrong = []
-    for name, given, least, groups, what in (
-        (
-            "device",
-            problem.budgets.device_bytes,
-            smallest_device_bytes(problem),
-            problem.groups,
-            f"{problem.num_slots} slots",
-        ),
-        ("RAM", problem.budgets.ram_bytes, smallest_ram_bytes(problem), without_file, "all groups that have no file"),
-    ):
-        if given is not None and given < least:
-            largest = max(groups, key=lambda group: group.num_bytes)
-            wrong.append(
-                f"the {name} budget for weights is {exact_bytes(given)}; the smallest that works is {exact_bytes(least)}: "
-                f"{what}; the largest is {largest.name!r} with {exact_bytes(largest.num_bytes)}"
-            )
+    budgets, wrong = problem.budgets, []
+    device, ram = smallest_device_bytes(problem), smallest_ram_bytes(problem)
+    if budgets.device_bytes is not None and budgets.device_bytes < device:
+        largest = max(problem.groups, key=lambda group: group.num_bytes)
+        wrong.append(
+            f"the device budget for weights is {exact_bytes(budgets.device_bytes)}; the smallest that works is "
+            f"{exact_bytes(device)}: {problem.num_slots} slots; the largest group is {largest.name!r} with "
+            f"{exact_bytes(largest.num_bytes)}"
+        )
+    if budgets.ram_bytes is not None and budgets.ram_bytes < ram:
+        largest = max((group for group in problem.groups if not group.is_in_file), key=lambda group: group.num_bytes)
+        wrong.append(
+            f"the RAM budget for weights is {exact_bytes(budgets.ram_bytes)}; the smallest that works is "
+            f"{exact_bytes(ram)}: all groups that have no file; the largest of them is {largest.name!r} with "
+            f"{exact_bytes(largest.num_bytes)}"
+        )
     if wrong:
         raise ConfigError("; and ".join(wrong))
 

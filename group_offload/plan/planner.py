@@ -7,10 +7,10 @@ budget decides of which groups a copy stays on the device: the search takes the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .pass_model import Footprint, PassModel, Prediction, SimulatedPass
+from .bound import lower_bound
+from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .rests import share_out_ram
 from .search import Search
@@ -42,8 +42,11 @@ class Plan:
     @property
     def rests(self) -> tuple[Placement, ...]:
         """Where each group rests, RAM or FILE, whether a copy of it stays on the device or not."""
-        assert self.problem.rests is not None  # the plan was made for them
-        return self.problem.rests
+        decided = self.problem.rests or self.placements
+        return tuple(
+            at if at in (Placement.RAM, Placement.FILE) else rest
+            for at, rest in zip(self.placements, decided, strict=True)
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -115,8 +118,9 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, for the rests of the problem or those of `share_out_ram`.
 
-    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but
-    for 0.1%. See [Note: More memory is never slower] (`search`).
+    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model. Of
+    placements within 0.1% of the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest
+    from the drive, then the one that takes the least device memory.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
@@ -127,7 +131,15 @@ def make_plan(problem: Problem) -> Plan:
     model = PassModel(problem)
     search = Search(model)
     best = search.run()
-    return _plan_of(model, best.placements, best.footprint, best.run, search.num_uses)
+    return Plan(
+        problem=problem,
+        placements=tuple(best.placements),
+        slot_bytes=best.footprint.slot_bytes + best.footprint.berth_bytes,
+        device_bytes=best.footprint.device_bytes,
+        ram_bytes=ram_bytes_of(problem, model.rests),
+        prediction=model.predict(best.footprint, best.run),
+        num_simulated_uses=search.effort,
+    )
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -138,29 +150,26 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
     """
     if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
         return None
-    budget = problem.budgets.ram_bytes
-    if problem.rests is None and budget is not None and ram_bytes_of(problem, before.rests) > budget:
+    ram_bytes, budget = ram_bytes_of(problem, before.rests), problem.budgets.ram_bytes
+    if problem.rests is None and budget is not None and ram_bytes > budget:
         return None
     if problem.rests not in (None, before.rests):
         return None
-    model = PassModel(replace(problem, rests=before.rests))
+    problem = replace(problem, rests=before.rests)
+    model = PassModel(problem)
     footprint = model.footprint(before.placements)
     if not model.fits(footprint):
         return None
-    run = model.run(before.placements, footprint)
-    kept = _plan_of(model, before.placements, footprint, run, before.num_simulated_uses)
-    return replace(kept, measured_seconds=before.measured_seconds)
-
-
-def _plan_of(
-    model: PassModel, placements: Sequence[Placement], footprint: Footprint, run: SimulatedPass, num_uses: int
-) -> Plan:
-    return Plan(
-        problem=model.problem,
-        placements=tuple(placements),
+    return replace(
+        before,
+        problem=problem,
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
-        ram_bytes=ram_bytes_of(model.problem, model.rests),
-        prediction=model.predict(footprint, run),
-        num_simulated_uses=num_uses,
+        ram_bytes=ram_bytes,
+        prediction=model.predict(footprint, model.run(before.placements, footprint)),
     )
+
+
+def least_seconds(problem: Problem) -> float:
+    """No placement within the budgets makes a pass faster than this. (The fastest may be slower: see `lower_bound`.)"""
+    return lower_bound(PassModel(problem))

@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
 from .pass_model import PassModel
-from .placement import Placement, Problem, ram_bytes_of, smallest_ram_bytes
+from .placement import Budgets, Placement, Problem, ram_bytes_of, smallest_ram_bytes
 
-_GOLDEN = (5**0.5 - 1) / 2
-_FIRST = 0.25
-"""Where in its round the golden section begins: of 0, 0.25, 0.5 and 0.75 this one spreads FLUX best."""
-
-
-def spread_order(model: PassModel) -> list[int]:
-    """The groups that are used, so that any that follow one another in this order lie spread evenly over the pass.
-
-    The n-th group of the pass has the place of (n * golden section) modulo 1. No ratio is further from fractions, so neither
-    the first of these groups, nor the last, nor those in between come in heaps, however many they are.
-    """
-    return [model.used[n] for n in sorted(range(len(model.used)), key=lambda n: (n * _GOLDEN + _FIRST) % 1)]
+_AS_FAST = 1.01
+"""A later way to fill RAM has to be faster than an earlier one by this: the first ones spread best for any device budget."""
+_STARTS = (0.5, 1.0)
+"""Where along the pass the first group is left in a file: see `spread`."""
+_MAX_EFFORT = 5_000
+"""Once so many uses were simulated, no further way is tried."""
 
 
 def share_out_ram(problem: Problem) -> tuple[Placement, ...]:
     """Where each group rests: in RAM, as far as the budget goes.
 
-    Groups get RAM in one order, whatever the budget: those with most uses first, else that of `spread_order`, and those that
-    the pass does not use last. The first one without room ends it, so what rests in RAM with less of it does so with more too.
-    Where groups all differ (a UNet) that would waste too much: RAM is filled with the largest that fit.
+    What is left in files is spread over the pass in a few ways, of which the fastest counts, with nothing on the device. Groups
+    that the pass does not use get RAM last.
     """
     ram = problem.budgets.ram_bytes
     all_in_ram = (Placement.RAM,) * len(problem.groups)
     if ram is None or ram_bytes_of(problem, all_in_ram) <= ram:
         return all_in_ram
-    model = PassModel(problem)
-    rests = [Placement.FILE if group.is_in_file else Placement.RAM for group in problem.groups]
-    room = ram - smallest_ram_bytes(problem)
-    all_differ = 2 * len(set(model.sizes)) > len(model.sizes)
-    order = dict.fromkeys([*spread_order(model), *range(len(rests))])
-    for index in sorted(order, key=lambda index: (-model.num_sent[index], -model.sent[index] if all_differ else 0)):
-        if rests[index] is Placement.FILE and model.sent[index] <= room:
-            rests[index] = Placement.RAM
-            room -= model.sent[index]
-        elif rests[index] is Placement.FILE and not all_differ:
+    model = PassModel(replace(problem, rests=None, budgets=Budgets(device_bytes=None, ram_bytes=ram)))
+    fastest, best, effort = math.inf, None, 0
+    for rests in _ways_to_fill(model, ram - smallest_ram_bytes(problem)):
+        run = model.run(rests, model.footprint(rests))
+        if best is None or run.step_seconds * _AS_FAST < fastest:
+            fastest, best = run.step_seconds, rests
+        effort += run.num_uses
+        if effort > _MAX_EFFORT:
             break
-    return tuple(rests)
+    assert best is not None
+    return best
+
+
+def _ways_to_fill(model: PassModel, room: int) -> Iterator[tuple[Placement, ...]]:
+    """Rests that fill `room` bytes of RAM, each in another way."""
+    used = [index for index in model.used if model.groups[index].is_in_file]
+    unused = [index for index, group in enumerate(model.groups) if group.is_in_file and not model.num_sent[index]]
+    for weights, start in product(ways_to_spread(model), _STARTS):
+        if weights is None and start != _STARTS[0]:
+            continue
+        in_ram = spread(used, room, model.sent, weights, start)
+        for others in (used, unused):
+            left = room - sum(model.sent[index] for index in in_ram)
+            in_ram |= spread([index for index in others if index not in in_ram], left, model.sent, None)
+        yield tuple(
+            Placement.FILE if group.is_in_file and index not in in_ram else Placement.RAM
+            for index, group in enumerate(model.groups)
+        )
+
+
+def ways_to_spread(model: PassModel) -> list[Sequence[float] | None]:
+    """What groups are spread evenly over: compute time, or bytes. None: they are not, and the largest are taken first."""
+    seconds = [group.compute_seconds for group in model.groups]
+    return [seconds, model.sizes, None] if model.compute_seconds else [model.sizes, None]
+
+
+def spread(
+    indices: Sequence[int], room: float, sizes: Sequence[int], weights: Sequence[float] | None, start: float = 0.5
+) -> set[int]:
+    """Which of `indices` to take into `room` bytes, so that those left out come at an even rate along `weights`.
+
+    Args:
+        sizes: What each group takes there.
+        weights: None: the largest groups are taken.
+        start: the larger, the later comes the first group that is left out.
+    """
+    taken: set[int] = set()
+    if weights is None:
+        for index in sorted(indices, key=lambda i: -sizes[i]):
+            if sizes[index] <= room:
+                taken.add(index)
+                room -= sizes[index]
+        return taken
+    total = sum(weights[i] for i in indices) or 1
+    left_out_in_all = max(0, sum(sizes[i] for i in indices) - room)
+    left_out, progress = 0, 0.0
+    for index in indices:
+        progress += weights[index] / total
+        if sizes[index] <= room and left_out + sizes[index] * start > left_out_in_all * progress:
+            taken.add(index)
+            room -= sizes[index]
+        else:
+            left_out += sizes[index]
+    return taken

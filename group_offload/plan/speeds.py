@@ -3,19 +3,23 @@
 Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device and file
 system. Nothing depends on that file: a file that cannot be read counts as no file, and is written anew.
 
-A drive is measured by reading a file of the model as the engine reads where RAM is scarce: past the page cache, by the threads
-of the pool, in large pieces. Where there is no such file, or no direct reads, `ASSUMED_DRIVE` stands in until passes have told.
+[Note: How a drive is measured]
+A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
+large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
+it, and dropped from it again. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -26,12 +30,12 @@ import torch
 
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
-from ..base.mapping import flat_view, map_anonymous
+from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish_anew
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import name_of_drive, open_to_read
+from ..base.system import advise, name_of_drive, open_to_read
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
 
@@ -53,6 +57,7 @@ _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
 _MAX_SPARSENESS = 1.1
 _VERSION = 3
+_MAX_RECORD_BYTES = 1 << 20
 
 Take = Callable[[int, Stream], torch.Tensor]
 
@@ -70,7 +75,7 @@ class MachineSpeeds:
     drive: int | None
     """From the drive to RAM; None if it was not measured."""
     problem: str
-    """Why the drive was not measured; else empty."""
+    """Why the drive was not measured, or not past the page cache; else empty."""
     device: str
     filesystem: str
     """The place where it is mounted, and its device id; empty if no drive was to be measured."""
@@ -83,8 +88,9 @@ class MachineSpeeds:
         for speed in (self.h2d, 1 if self.drive is None else self.drive, 1 if self.unpack is None else self.unpack):
             if type(speed) is not int or speed <= 0:
                 raise ValueError(f"a speed is a whole number of bytes per second above 0, not {speed!r:.40}")
-        if not all(isinstance(text, str) for text in (self.problem, self.device, self.filesystem, self.measured_at)):
-            raise ValueError("expected texts")
+        for text in (self.problem, self.device, self.filesystem, self.measured_at):
+            if not isinstance(text, str):
+                raise ValueError(f"expected a text, not {text!r:.40}")
 
 
 def known_speeds(
@@ -125,10 +131,11 @@ def measure(
     on_step: Callable[[str], object] = lambda text: None,
     take: Take | None = None,
 ) -> MachineSpeeds:
-    """Measure the link to the device, and the drive.
+    """Measure the link to the device, and the drive. See [Note: How a drive is measured].
 
     Args:
-        path: a file of the model, or its folder. If it is too small, a safetensors file beside it is read. None: no drive.
+        path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
+            no drive is measured.
         h2d: the speed of the link, if it is known.
         link_bytes: the page-locked RAM that the measurement of the link takes.
         max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
@@ -180,8 +187,12 @@ def record_file() -> Path | None:
 
 def recorded() -> list[MachineSpeeds]:
     """All measurements that were kept, the newest first; none if the file is missing, damaged, or another version's."""
+    path = record_file()
+    if path is None:
+        return []
     try:
-        content = json.loads((record_file() or Path(os.devnull)).read_bytes())
+        with open(open_to_read(path), "rb") as file:  # a FIFO would be waited for
+            content = json.loads(file.read(_MAX_RECORD_BYTES))
         found = [MachineSpeeds(**entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
@@ -189,15 +200,19 @@ def recorded() -> list[MachineSpeeds]:
 
 
 def record(speeds: MachineSpeeds) -> bool:
-    """Keep a measurement, in the place of an earlier one of the same device and file system. Returns whether that was possible.
+    """Keep a measurement, in the place of an earlier one of the same device and file system.
 
     Of a measurement without a drive the link's speed is kept: the next measurement may find a file to read.
+
+    Returns:
+        Whether that was possible.
     """
     if speeds.drive is None:
         speeds = replace(speeds, filesystem="", problem="")
     key = speeds.device, speeds.filesystem
     others = [found for found in recorded() if (found.device, found.filesystem) != key]
-    text, path = json.dumps({"version": _VERSION, "speeds": [*map(asdict, (speeds, *others))]}, indent=1), record_file()
+    text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
+    path = record_file()
     if path is None:
         return False
     try:
@@ -225,13 +240,9 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
         DeviceError: the device has no room for a measurement.
     """
     copy_bytes = min(num_bytes, _COPY_BYTES)
-    num_bytes -= num_bytes % copy_bytes
-    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-    lock = PageLock.take(backend, memory, lambda: None)
-    if lock is None and (pinned := backend.empty_pinned(num_bytes)) is not None:
-        memory = pinned
-    try:
-        memory.fill_(1)  # memory that was never written is one page of zeros
+    num_copies = num_bytes // copy_bytes
+    with _locked_memory(backend, num_copies * copy_bytes) as source:
+        source.fill_(1)  # memory that was never written is one page of zeros
         stream = backend.new_stream()
         try:
             target = (take or backend.empty)(copy_bytes, stream)
@@ -239,16 +250,14 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
             raise DeviceError(
                 f"{backend.device} has no room for the {copy_bytes >> 20} MiB that a measurement takes: give some of it free."
             ) from error
+        parts = torch.split(source, copy_bytes)
+        best = 0.0
         try:
-            parts = torch.split(memory, copy_bytes)
-            return max(
-                1, int(_speed(backend, stream, num_bytes, [partial(backend.copy, target, part) for part in parts]))
-            )
+            for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up
+                best = max(best, num_copies * copy_bytes / _seconds_of_copies(backend, target, parts, stream))
         finally:
             backend.free(target)
-    finally:
-        if lock is not None:
-            lock.release()
+    return max(1, int(best))
 
 
 def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
@@ -263,61 +272,77 @@ def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take
     except torch.OutOfMemoryError:
         return None
     backend.copy(source, packed.data, stream, blocking=True)
-    work = partial(backend.transform, lambda data, out: unpack(data, packed.layout, out), target, source)
-    speed = _speed(backend, stream, _UNPACKS_IN_A_ROW * num_bytes, [work] * _UNPACKS_IN_A_ROW)
-    backend.free(source)
-    backend.free(target)
-    return int(speed) or None
-
-
-def _speed(backend: Backend, stream: Any, num_bytes: int, work: Iterable[Callable[[Any], object]]) -> float:
-    """Bytes per second of work on a stream: the best of a few tries."""
     best = 0.0
-    for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up, or compiles the kernel
+    for _ in range(1 + _NUM_TRIES):  # the first one compiles the kernel
         start, end = backend.new_event(), backend.new_event()
-        began = time.perf_counter()
         start.record(stream)
-        for enqueue in work:
-            enqueue(stream)
+        for _ in range(_UNPACKS_IN_A_ROW):
+            backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
         end.record(stream)
         end.synchronize()
-        by_clock = time.perf_counter() - began
-        seconds = backend.seconds_between(start, end) if backend.has_streams else None
-        best = max(best, num_bytes / (seconds or by_clock))
-    return best
+        seconds = backend.seconds_between(start, end)
+        if seconds:
+            best = max(best, _UNPACKS_IN_A_ROW * num_bytes / seconds)
+    backend.free(source)
+    backend.free(target)
+    return int(best) or None
+
+
+def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> float:
+    start, end = backend.new_event(), backend.new_event()
+    began = time.perf_counter()
+    start.record(stream)
+    for part in parts:
+        backend.copy(target, part, stream)
+    end.record(stream)
+    end.synchronize()
+    by_clock = time.perf_counter() - began
+    by_events = backend.seconds_between(start, end) if backend.has_streams else None
+    return by_events or by_clock
+
+
+@contextmanager
+def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
+    """Memory that is page-locked if the device can do so."""
+    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+    lock = PageLock.take(backend, memory, lambda: None)
+    if lock is None:
+        made = backend.empty_pinned(num_bytes)
+        memory = memory if made is None else made
+    try:
+        yield memory
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 # ------------------------------------------------------------------------------------------------ the drive
 
 
 def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
-    """Bytes per second, or None and why it could not be measured.
+    """Bytes per second, or None, and what was wrong, if anything. See [Note: How a drive is measured].
 
     Args:
         path: a file of at least `min_bytes`, or the folder of a model with such a file.
     """
-    folder = path if path.is_dir() else path.parent
-    # The last ones are the models of a pipeline.
-    files = (path, *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*/*.safetensors")))
-    chosen = next((file for file in files if _is_large(file, min_bytes)), None)
+    chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
     if chosen is None:
         return None, f"{path} has no safetensors file of {min_bytes >> 20} MiB or more, so the drive was not measured."
-    direct = None
     try:
         fd = open_to_read(chosen, follows_links=True)
         try:
-            direct, num_bytes = open_direct(fd), os.fstat(fd).st_size
+            return _measure_file(fd, chosen, os.fstat(fd).st_size, max_bytes)
         finally:
             os.close(fd)
-        if direct is not None:
-            return _read(direct, num_bytes, max_bytes), ""
     except OSError as error:
-        if direct is None or not refuses_direct(error):
-            return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
-    finally:
-        if direct is not None:
-            os.close(direct)
-    return None, f"Direct reads of {chosen} are not possible, so the drive was not measured."
+        return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
+
+
+def _files_of_the_model(path: Path) -> Iterator[Path]:
+    yield path
+    folder = path if path.is_dir() else path.parent
+    yield from sorted(folder.glob("*.safetensors"))
+    yield from sorted(folder.glob("*/*.safetensors"))  # the models of a pipeline
 
 
 def _is_large(path: Path, min_bytes: int) -> bool:
@@ -330,8 +355,44 @@ def _is_large(path: Path, min_bytes: int) -> bool:
     return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
 
 
-def _read(fd: int, num_bytes: int, max_bytes: int) -> int:
-    """Read pieces from all of the file, by the threads of the pool, until there are no more or the time is over.
+def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[int | None, str]:
+    size = min(_PIECE_BYTES, num_bytes)
+    pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
+    pieces = pieces[:: -(-num_bytes // max(max_bytes, size))]
+    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
+    with _buffers(size) as buffers:
+        speed = _speed_past_cache(fd, cold or pieces, buffers)
+        if speed is not None:
+            return speed, ""
+        if not cold:
+            return (
+                None,
+                f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured.",
+            )
+        speed = _read_all(fd, cold, buffers)
+    for start, num in cold:
+        with suppress(OSError):
+            advise(fd, start, num, "DONTNEED")
+    return speed, "Direct reads are not possible there: the drive was measured without."
+
+
+def _speed_past_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memoryview]) -> int | None:
+    """None if the file system has no direct reads."""
+    direct = open_direct(fd)
+    if direct is None:
+        return None
+    try:
+        return _read_all(direct, pieces, buffers)
+    except OSError as error:
+        if refuses_direct(error):
+            return None
+        raise
+    finally:
+        os.close(direct)
+
+
+def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:
+    """Read pieces, one after another, by the threads of the pool until there are no more or the time is over.
 
     Returns:
         Bytes per second.
@@ -339,21 +400,35 @@ def _read(fd: int, num_bytes: int, max_bytes: int) -> int:
     Raises:
         OSError: what the system said.
     """
-    size = min(_PIECE_BYTES, num_bytes)
-    starts = iter(range(0, num_bytes - size + 1, size * -(-num_bytes // max(max_bytes, size))))
-    memory, lock = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size), threading.Lock()
-    memory.fill_(1)  # so that the pages are there already
+    left, lock = iter(list(pieces)), threading.Lock()
     began = time.perf_counter()
 
     def work(buffer: memoryview) -> int:
         done = 0
         while not done or time.perf_counter() - began < _DRIVE_SECONDS:
             with lock:
-                start = next(starts, None)
-            if start is None:
+                start, size = next(left, (0, 0))
+            if not size:
                 break
-            done += read_part(fd, buffer, start)
+            done += read_part(fd, buffer[:size], start)
         return done
 
-    done = sum(run_all(partial(work, memory_of(part)) for part in torch.split(memory, size)))
-    return max(1, int(done / (time.perf_counter() - began)))
+    num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
+    return max(1, int(num_bytes / (time.perf_counter() - began)))
+
+
+@contextmanager
+def _buffers(size: int) -> Iterator[list[memoryview]]:
+    """Memory for each thread, aligned to pages, and there already."""
+    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
+    memory.fill_(1)
+    yield [memory_of(part) for part in torch.split(memory, size)]
+
+
+def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
+    """Whether some of it is in the page cache; true too if the system does not tell."""
+    start = start // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError):
+        mapped = flat_view(map_page_cache(fd, start, num_bytes), 0, num_bytes)
+        return cached_bytes(mapped.data_ptr(), num_bytes) > 0
+    return True

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..base.release import releases_held, wait_for_releases
 from ..base.saved import first_of_two_runs
+from ..base.torch_internals import tell_of_apply
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
@@ -143,7 +144,7 @@ class Engine:
         )
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self.placer)
-        self._gates.was_applied = weakly(self._look_for_meta)
+        tell_of_apply(root, self._look_for_meta)
         self._gates.share(weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""

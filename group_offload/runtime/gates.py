@@ -38,7 +38,6 @@ from ..base.compiled import Around, is_compiled
 from ..base.saved import hooks_in_force, pop_hooks
 from ..base.tensors import map_tensors
 from ..base.torch_internals import (
-    APPLY,
     COMPILED_CALL,
     TorchDispatchMode,
     detect_fake_mode,
@@ -387,22 +386,10 @@ class MethodGate(InnerGate):
     # the copy alive.)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _let_through(memo[id(self.module)], self.name)
+        return _let_through(memo.get(id(self.module)), self.name)
 
     def __reduce__(self) -> tuple[Any, Any]:
         return _let_through, (self.module, self.name)
-
-
-class ApplyGate(MethodGate):
-    """Encloses the root's `_apply`, through which `to("meta")` gives up weights: what they took is freed at once."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._enclosed(*args, **kwargs)
-        finally:
-            gates = self._owner()
-            if gates is not None:
-                gates.was_applied()
 
 
 def _let_through(module: nn.Module, name: str) -> MethodGate:
@@ -492,8 +479,6 @@ class Gates:
         self.placer = placer
         self.sharing: SharingPolicy | Unsigned | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
-        self.was_applied: Callable[[], None] = lambda: None
-        """Called once a function was applied to all weights of the root: they may have been given up."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
@@ -634,9 +619,6 @@ class Gates:
                 gate = self._methods[method] = MethodGate(self, method)
                 gate.groups = _in_turn(found)
                 gate.install()
-        apply = Method(weakref.ref(self._top), APPLY)
-        self._methods[apply] = ApplyGate(self, apply)
-        self._methods[apply].install()
 
     def uninstall(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""

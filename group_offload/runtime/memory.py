@@ -163,8 +163,8 @@ class DeviceMemory(Holding[Group]):
                 slot = self.residents[-1]
                 num_bytes -= slot.memory.numel()
                 slot.evict()
-                self.residents.remove(slot)
                 self.resident_bytes -= slot.memory.numel()
+                self.residents.remove(slot)
                 if not slot.is_aliased:
                     self._backend.free(slot.memory)
             return

@@ -660,6 +660,7 @@ class Passes:
         """
         is_whole = self._state is not State.UNKNOWN
         self._state = State.UNKNOWN
+        self._backend.refusal.must_fail = None  # of a call that was interrupted
         self._transfer.recover(is_whole=is_whole)
         for group in self._groups:
             group.recover(self._transfer)

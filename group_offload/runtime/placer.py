@@ -161,6 +161,7 @@ class Placer:
     def clear(self) -> None:
         """Forget the groups and the plan."""
         self._groups = ()
+        self._memory.wanted_bytes = 0
         self._packer.begin(())
         self._budgeter.clear()
         self._files.begin(())

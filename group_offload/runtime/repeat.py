@@ -92,8 +92,8 @@ class Repeater:
         attempt = _Attempt(self, args, kwargs, self._backend, refusal.must_fail)
         while True:
             refused: torch.OutOfMemoryError | None = None
-            refusal.must_fail = attempt.may_repeat
             try:
+                refusal.must_fail = attempt.may_repeat
                 output = _seen(call, args, kwargs, compiler, modes)
             except torch.OutOfMemoryError as error:
                 if not attempt.may_repeat_here():

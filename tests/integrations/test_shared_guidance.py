@@ -17,6 +17,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
 from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
 from group_offload.runtime.convoy.contract import LISTED
@@ -155,14 +156,23 @@ class Tuned(QwenImageTransformer2DModel):
     """A subclass may do anything."""
 
 
-@pytest.mark.parametrize("kind", ["a listed class", "a subclass", "a listed class, switched off"])
-def test_what_shares_by_default(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+class Processor(QwenDoubleStreamAttnProcessor2_0):
+    """One of somebody else."""
+
+
+@pytest.mark.parametrize("kind", ["a listed class", "a subclass", "another processor", "another forward", "by itself"])
+def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "group_offload")
     case = CLASSES["QwenImageTransformer2DModel"]
     model, wanted = case.make(), loop(case, case.make())
     if kind == "a subclass":
         model.__class__ = Tuned
-    options = {"share_passes": False} if "off" in kind else {}
+    elif kind == "another processor":
+        model.transformer_blocks[0].attn.processor = Processor()
+    elif kind == "another forward":
+        plain = QwenImageTransformer2DModel.forward
+        monkeypatch.setattr(QwenImageTransformer2DModel, "forward", lambda *args, **kwargs: plain(*args, **kwargs))
+    options = {} if kind == "by itself" else {"share_passes": "auto"}
     with use_simulated_device(SimulatedDevice(0, "eager")) as device:
         handle = offload(model, **options)
         for _ in range(2):
@@ -173,7 +183,7 @@ def test_what_shares_by_default(kind: str, caplog: pytest.LogCaptureFixture) -> 
         assert bool(handle.stats().passes_predicted) == (kind == "a listed class")
         handle.remove()
     told = [record for record in caplog.records if "share_passes=True" in record.getMessage()]
-    assert len(told) == (kind == "a subclass")
+    assert len(told) == (kind not in ("a listed class", "by itself"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -154,14 +154,26 @@ def refuse(code: int) -> Any:
 
 @pytest.mark.parametrize("when", ["opened", "read"])
 def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads through the page cache would tell how fast RAM is."""
+    real = speeds.read_part
     if when == "opened":
         monkeypatch.setattr(speeds, "open_direct", lambda fd: None)
     else:
-        monkeypatch.setattr(speeds, "open_direct", os.dup)
-        monkeypatch.setattr(speeds, "read_part", refuse(errno.EINVAL))
-    found = measure(HostBackend(), write(tmp_path / "model.safetensors"), **SIZES)
-    assert found.drive is None and "Direct reads of" in found.problem
+        direct: set[int] = set()
+        open_direct = speeds.open_direct
+        monkeypatch.setattr(
+            speeds, "open_direct", lambda fd: direct.add(found := open_direct(fd) or os.dup(fd)) or found
+        )
+        monkeypatch.setattr(
+            speeds, "read_part", lambda fd, *rest: refuse(errno.EINVAL)() if fd in direct else real(fd, *rest)
+        )
+    path = write(tmp_path / "model.safetensors")
+    if drop(path):
+        found = measure(HostBackend(), path, **SIZES)
+        assert found.drive is not None and found.drive > 0
+        assert "not possible" in found.problem and in_page_cache(path) < MIB
+    path.read_bytes()
+    found = measure(HostBackend(), path, **SIZES)
+    assert found.drive is None and "all of it is in RAM" in found.problem and in_page_cache(path) == 3 * MIB
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +272,7 @@ DAMAGES = {
     "no number": changed(h2d=None),
     "true": changed(drive=True),
     "no text": changed(device=5),
+    "very long": b" " * (2 << 20) + changed(),
     "deep": b"[" * 100_000,
 }
 
@@ -274,7 +287,7 @@ def test_a_record_that_is_damaged(content: bytes, counted: Counted, tmp_path: Pa
     assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.num == 1
 
 
-@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "read-only"])
+@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "a FIFO", "read-only"])
 def test_a_place_that_nothing_can_be_kept_in(
     kind: str, counted: Counted, kept_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,12 +296,15 @@ def test_a_place_that_nothing_can_be_kept_in(
         (kept_in / "group_offload").touch()
     elif kind == "a folder in its place":
         record_file().mkdir(parents=True)
+    elif kind == "a FIFO":
+        record_file().parent.mkdir()
+        os.mkfifo(record_file())
     else:
         monkeypatch.setattr(speeds, "publish_anew", refuse(errno.EROFS))
     write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
-    assert counted.num == 2
+    assert counted.num == (1 if kind == "a FIFO" else 2)  # which is replaced
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from ...plan.placement import (
     smallest_device_bytes,
     smallest_ram_bytes,
 )
-from ...plan.planner import Plan, kept_plan, make_plan
+from ...plan.planner import Plan, kept_plan, least_seconds, make_plan
 from ...stores.files import FileBlob
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
@@ -317,6 +317,8 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
     """Another plan if it is faster than `before` by `MIN_GAIN`; else `before`, predicted with the times known by now."""
     kept = _as_of(problem, before)
     worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
+    if least_seconds(problem) >= worth_it:
+        return kept  # no search finds a plan worth it
     plan = make_plan(problem)
     return plan if plan.placements == before.placements or plan.prediction.step_seconds <= worth_it else kept
 

@@ -45,14 +45,27 @@ StableAudio3DiTModel StableAudioDiTModel StableCascadeUNet UNet1DModel UNet2DCon
 UNetMotionModel UNetSpatioTemporalConditionModel WanAnimateTransformer3DModel WanTransformer3DModel WanVACETransformer3DModel
 ZImageTransformer2DModel
 """
+_LIBRARIES = frozenset(["diffusers.", "peft.", "torch.", "transformers."])
 LISTED = frozenset(f"diffusers.{name}" for name in _DENOISERS.split())
 """Classes, by their package and name. A subclass may do anything, so it is no such class."""
 
 
 def is_function(config: OffloadConfig, root: nn.Module) -> bool:
     """Whether forwards of a module are known, or said, to be functions of their inputs and the weights."""
-    kind = type(root)
-    return config.share_passes is True or f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" in LISTED
+    return config.share_passes is True or (_name(type(root), type(root).__qualname__) in LISTED and _is_whole(root))
+
+
+def _name(of: Any, name: str = "") -> str:
+    return f"{of.__module__.partition('.')[0]}.{name}"
+
+
+def _is_whole(root: nn.Module) -> bool:
+    """Whether all code that a forward of a listed class runs is of the libraries: no class of yours is inside of it, no forward
+    was replaced, and no attention processor is yours."""
+    kinds = {type(module) for module in root.modules()}
+    parts = [*kinds, *(kind.forward for kind in kinds)]
+    parts += [type(each) for module in root.modules() if (each := module.__dict__.get("processor")) is not None]
+    return all(_name(part) in _LIBRARIES for part in parts)
 
 
 def shares_passes(config: OffloadConfig, root: nn.Module) -> bool:

@@ -19,12 +19,12 @@ from torch import nn
 
 from ...base.caches import touch
 from ...base.compiled import Around
-from ...base.torch_internals import APPLY, COMPILED_CALL
+from ...base.torch_internals import COMPILED_CALL
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows offloaded modules."""
-_TO_ENGINE = ("_group_offload_handle", APPLY, COMPILED_CALL)
+_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _OWN = frozenset(nn.Module().__dict__) | {"_diffusers_hook", *_TO_ENGINE}
 """Attributes that every module has, or that lead to the engine."""
@@ -46,12 +46,19 @@ class Fingerprint:
         top, self._modules = modules[0], modules[1:]
         self._top = weakref.ref(top)
         """The module that was looked at. Its attributes lead to the engine, and so to this."""
-        self._types = [*map(type, modules)]
+        self._types: list[Any] = [*map(type, modules)]
         attributes = [module.__dict__ for module in modules]
         self._names = [name for name in attributes[0] if name not in _TO_ENGINE]
         self._num_names = len(attributes[0])
-        self.structure = hash((*map(id, modules), *self._types, *(id(each.get("processor")) for each in attributes)))
-        """Tells which modules there are, and how they process attention."""
+        self.structure = hash(
+            (
+                *map(id, modules),
+                *self._types,
+                *(id(kind.forward) for kind in self._types),
+                *(id(each.get("processor")) for each in attributes),
+            )
+        )
+        """Tells which modules there are, what they call, and how they process attention."""
         self._tables: list[dict[Any, Any]] = [
             *attributes[1:],
             *(each[name] for name in _TABLES for each in attributes),

@@ -223,25 +223,30 @@ class Arena:
     def _ranked(self) -> list[Holding[Any]]:
         """Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
         to come again."""
-        return sorted(self._holdings, key=lambda each: (each.num_passes, -each.turn))
+        return sorted(self._all, key=lambda each: (each.num_passes, -each.turn))
 
     def _others(self, mine: Holding[Any] | None) -> list[Holding[Any]]:
         """The other modules that do not run now: those that run keep what they have. Worth least first."""
         return [each for each in self._ranked if each is not mine and not each.is_busy]
 
     @property
+    def _all(self) -> list[Holding[Any]]:
+        with self._lock:  # another thread may add one
+            return [*self._holdings]
+
+    @property
     def resident_bytes(self) -> int:
         """The bytes of all modules' residents."""
-        return sum(each.resident_bytes for each in [*self._holdings])
+        return sum(each.resident_bytes for each in self._all)
 
     @property
     def has_residents(self) -> bool:
         """Whether there are any. It is asked in each call of a gate."""
-        return any(each.residents for each in [*self._holdings])
+        return any(each.residents for each in self._all)
 
     def others_resident_bytes(self, mine: Holding[Any] | None) -> int:
         """Those of other modules than `mine` that do not run now."""
-        return sum(each.resident_bytes for each in [*self._holdings] if each is not mine and not each.is_busy)
+        return sum(each.resident_bytes for each in self._all if each is not mine and not each.is_busy)
 
     def others_bytes(self, mine: Holding[Any]) -> int:
         """All that gives way for `mine`: the residents of others, and the memory that it takes over from another one."""
