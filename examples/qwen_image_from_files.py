@@ -39,6 +39,7 @@ pipe = from_pretrained(
     dtype=torch.bfloat16,
     offload_to_disk_path=args.folder,
     ram_budget=args.ram,
+    share_passes=True,  # guidance makes two calls in each step: the weights are read and sent once for both
     **options,
 )
 image = pipe(

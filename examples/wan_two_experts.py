@@ -36,6 +36,7 @@ pipe = from_pretrained(
     args.model,
     dtype={"vae": torch.float32, "default": torch.bfloat16},
     offload_to_disk_path=args.folder,
+    share_passes=True,  # guidance makes two calls in each step: the weights are sent once for both
     **options,
 )
 frames = pipe(

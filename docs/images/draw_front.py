@@ -1,15 +1,14 @@
-"""Draws front.svg, the picture of the README, from results of `python -m benchmarks card` and `weights`.
+"""Draws front.svg, the picture of the README, from two results of `python -m benchmarks weights`.
 
     python docs/images/draw_front.py
 
-On the left the seconds of an image by the memory of the card, on the right what a model in files takes.
+On the left the time of a step against the device memory that it takes, on the right what a model in files takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,11 @@ from typing import Any
 from svg import close_picture, line, open_picture, text
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent.parent / "benchmarks/results"
+RESULTS = HERE.parent.parent / "benchmarks/results/weights"
 GIB = 1 << 30
 WIDTH, HEIGHT, TOP, BOTTOM, LEFT, MIDDLE = 860, 372, 92, 44, 52, 556
-OURS, PACKED, DIFFUSERS = "#2a6f97", "#61a5c2", "#c98a1b"
-ARMS = {
-    "diffusers": ("diffusers", DIFFUSERS),
-    "ours+auto": ("group_offload", OURS),
-    "ours+auto+pack": ("packed", PACKED),
-}
-MOST_SECONDS, BAR, GAP = 5.5, 30, 22
+OURS, DIFFUSERS, RESIDENT = "#2a6f97", "#c98a1b", "#777777"
+MOST_SECONDS, MOST_GIB = 0.62, 24.5
 IN_FILES = {
     "group_offload": ("ours block, checkpoint @12GiB", OURS),
     "diffusers": ("diffusers block+stream, disk @12GiB", DIFFUSERS),
@@ -38,38 +32,59 @@ FIGURES = (
 )
 
 
+def x_of(gib: float) -> float:
+    return LEFT + (MIDDLE - 48 - LEFT) * gib / MOST_GIB
+
+
 def y_of(seconds: float) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * seconds / MOST_SECONDS
 
 
-def draw_images(arms: Mapping[str, Any]) -> list[str]:
-    """For each size of a card a bar for each arm: the median of the images after the first one."""
-    parts = [text(LEFT, TOP - 24, "Seconds of an image, by free memory of the card", weight="bold")]
-    for second in range(6):
-        parts += [line(LEFT, y_of(second), MIDDLE - 48, y_of(second), "#e4e4e4")]
-        parts += [text(LEFT - 6, y_of(second) + 4, f"{second} s", "end", size=12, fill="#555")]
-    x = LEFT + GAP / 2
-    for free in sorted({arm["free_bytes"] for arm in arms.values() if arm["free_bytes"]}):
-        parts.append(
-            text(x + BAR * len(ARMS) / 2, HEIGHT - BOTTOM + 18, f"{free / GIB:g} GiB", "middle", size=12, fill="#555")
-        )
-        for name, (_, colour) in ARMS.items():
-            found = [arm for arm in arms.values() if arm["free_bytes"] == free and arm["arm"] == name]
-            for arm in found:
-                seconds = statistics.median(image["s"] for image in arm["images"][1:])
-                top = y_of(seconds)
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{top:.1f}" width="{BAR - 2}" height="{HEIGHT - BOTTOM - top:.1f}" fill="{colour}"/>'
-                )
-                parts.append(text(x + BAR / 2 - 1, top - 4, f"{seconds:.1f}", "middle", size=12, fill=colour))
-            x += BAR
-        x += GAP
-    x = LEFT
-    for label, colour in ARMS.values():
-        parts += [f'<rect x="{x}" y="{TOP - 14}" width="10" height="10" fill="{colour}"/>']
-        parts += [text(x + 15, TOP - 5, label, size=12, fill=colour)]
-        x += 34 + 7 * len(label)
-    return parts
+def place(arm: Mapping[str, Any]) -> tuple[float, float]:
+    return x_of(arm["device_peak_bytes"] / GIB), y_of(arm["step_s"])
+
+
+def point(arm: Mapping[str, Any], colour: str) -> str:
+    x, y = place(arm)
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
+
+
+def draw_steps(arms: Mapping[str, Any]) -> list[str]:
+    """Each arm a point. Those of this package are a line: a budget chooses a place on it."""
+    parts = [text(LEFT, TOP - 24, "Weights in RAM: time of a step against VRAM", weight="bold")]
+    for tenth in range(7):
+        parts += [line(LEFT, y_of(tenth / 10), MIDDLE - 48, y_of(tenth / 10), "#e4e4e4")]
+        parts += [text(LEFT - 6, y_of(tenth / 10) + 4, f"{tenth / 10:.1f} s", "end", size=12, fill="#555")]
+    parts += [
+        text(x_of(gib), HEIGHT - BOTTOM + 18, f"{gib} GiB", "middle", size=12, fill="#555") for gib in range(0, 25, 4)
+    ]
+    ours = [arm for name, arm in arms.items() if name == "ours block" or name.startswith("ours block vram=")]
+    ours.sort(key=lambda arm: arm["device_peak_bytes"])
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, ours))
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{OURS}" stroke-width="2.5"/>')
+    parts += [point(arm, OURS) for arm in ours]
+    resident = arms["resident"]
+    parts += [
+        point(resident, RESIDENT),
+        text(place(resident)[0] + 8, place(resident)[1] - 12, "resident", "end", fill=RESIDENT),
+    ]
+    for name, arm in arms.items():
+        if arm["engine"] == "diffusers":
+            level = "leaf" if "leaf" in name else "block"
+            x, y = place(arm)
+            at = (x + 10, y + 14) if level == "leaf" else (x + 10, y - 6)
+            parts += [
+                point(arm, DIFFUSERS),
+                text(*at, f"diffusers, {level} level: {arm['step_s']:.2f} s", fill=DIFFUSERS),
+            ]
+    middle, quarter = ours[len(ours) // 2], ours[len(ours) // 2 - 1]
+    x, y = place(quarter)
+    parts.append(text(x + 12, y - 4, "group_offload: a budget chooses the point", fill=OURS, weight="bold"))
+    for arm in (ours[0], middle):
+        parts.append(text(place(arm)[0] + 4, place(arm)[1] + 20, f"{arm['step_s']:.2f} s", fill=OURS))
+    slow = arms["accelerate cpu_offload"]
+    facts = f"accelerate, sequential: {slow['step_s']:.1f} s at {slow['device_peak_bytes'] / GIB:.1f} GiB, beyond this picture"
+    return [*parts, text(MIDDLE - 48, TOP - 4, facts, "end", size=12, fill="#b0413e")]
 
 
 def draw_files(arms: Mapping[str, Any]) -> list[str]:
@@ -89,22 +104,19 @@ def draw_files(arms: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def draw(images: Mapping[str, Any], device: str, files: Mapping[str, Any]) -> str:
-    facts = (
-        f"1024 x 1024 pixels, 8 steps, one {device}, another process holds the rest; every image has the resident bits"
-    )
-    parts = open_picture(WIDTH, HEIGHT, "FLUX.1, 33 GiB of weights", facts, LEFT - 36)
-    return close_picture([*parts, *draw_images(images), *draw_files(files["arms"])])
+def draw(budgets: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    size, device = budgets["arms"]["resident"]["weight_bytes"] / GIB, budgets["machine"]["device"]
+    facts = f"{size:.0f} GiB of weights, 4096 image tokens, one {device}; every output has the resident model's bits"
+    parts = open_picture(WIDTH, HEIGHT, "A FLUX.1-size transformer", facts, LEFT - 36)
+    return close_picture([*parts, *draw_steps(budgets["arms"]), *draw_files(files["arms"])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
-    cards = [json.loads((RESULTS / f"card/flux1-{sizes}gib-h200.json").read_text()) for sizes in ("8-12", "4-16")]
-    files = json.loads((RESULTS / "weights/flux1-files-h200.json").read_text())
-    images = {name: arm for card in cards for name, arm in card["arms"].items()}
-    (options.output / "front.svg").write_text(draw(images, cards[0]["machine"]["device"], files))
+    budgets, files = (json.loads((RESULTS / f"flux1-{name}-h200.json").read_text()) for name in ("budgets", "files"))
+    (options.output / "front.svg").write_text(draw(budgets, files))
 
 
 if __name__ == "__main__":

@@ -319,11 +319,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_compiled_call_impl": "see `COMPILED_CALL`",
         "_forward_hooks": "those of others are called inside of a gate, or around it",
         "_forward_hooks_always_called": "the same",
-        "_forward_hooks_with_kwargs": "the same",
         "_forward_pre_hooks": "the same",
         "_forward_pre_hooks_with_kwargs": "the same",
         "_modules": "for each pass: `named_modules()` takes longer",
-        "_non_persistent_buffers_set": "which buffers are in no file",
         "_parameters": "for each pass: `named_parameters()` takes longer",
     },
 }

@@ -377,7 +377,7 @@ def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     assert denoiser["compute_seconds"] == pytest.approx(0.1) and encoder["compute_seconds"] == 0
     said = run("plan", *arguments, "--steps", "7")
     assert "transformer Model" in said and "7 passes" in said and "text_encoder Model" in said
-    assert "One image or video" in said and "taken as nothing for text_encoder" in said
+    assert "One image or video" in said and "Times of text_encoder cover weight transfers only" in said
 
 
 def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:

@@ -703,7 +703,7 @@ def test_a_page_of_a_run(device: SimulatedDevice, tmp_path: Path) -> None:
     model, handle = offloaded("folder", resident, tmp_path)
     check(device, model, resident, 2)
     page = handle.report(tmp_path / "page.html").read_text()
-    assert "of packed files are read" in page
+    assert "of packed files" in page
     assert str(handle.plan).count("drive, packed")
     end(device, model, resident, handle)
 

@@ -1187,7 +1187,6 @@ FOUND_BY: dict[str, set[str]] = {
     "test_removed_after_an_interrupt_at_the_end_of_a_pass": {
         "Passes._wait_for_files-0",
         "Reader._end-1",
-        "Reader._end-2",
         "Reader._send_plain-0",
         "Staging.give_back_after-0",
     },

@@ -394,7 +394,7 @@ def _budgets(handles: dict[str, Any]) -> dict[str, Any]:
         ({"vram_budget": None}, None),
         ({"vram_budget": "1GiB"}, 1 << 30),
         ({"low_cpu_mem_usage": True}, None),
-        ({"ram_budget": "1GiB"}, AUTO),
+        ({"ram_budget": "6GiB"}, AUTO),
     ],
     ids=str,
 )

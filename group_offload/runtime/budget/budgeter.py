@@ -363,4 +363,4 @@ def ram_for_weights(
     # Files of other offloaded modules have the RAM that they were promised, or have locked without a budget. Files of
     # later modules may find no RAM left: they are read from the drive.
     elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
-    return max(in_ram, budget - others - staging_bytes - elsewhere)
+    return max(in_ram, budget - others - elsewhere)

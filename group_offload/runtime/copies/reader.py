@@ -446,8 +446,6 @@ class Reader:
                     # Also if the job brought nothing: what takes these bytes next waits for this job only.
                     job.landing.wait_for_room()
                     job.landing.ready.record(job.landing.stream)
-                    for stream in (job.landing.stream, job.landing.copy_stream):
-                        self._staging.last_copies.record(stream)
             finally:
                 self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
         job.landing = None  # the job may be kept longer than the slot
