@@ -89,7 +89,7 @@ def find_checkpoint(name: str) -> Path:
     if not name:
         raise GroupFileError("MODEL is empty. Pass the folder of a model; . is the current folder.")
     path = os.path.expanduser(name)
-    if os.path.exists(path):  # Path.exists raises if the name is too long
+    if not path.startswith("~") and os.path.exists(path):  # Path.exists raises if the name is too long
         return Path(path)
     parts = name.split("/")
     is_hub_name = len(parts) > 1 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)

@@ -494,7 +494,8 @@ class Gates:
         self.passes.is_removed = True
 
     def __del__(self) -> None:
-        self._leave()  # Python's collector calls nobody about what it frees together
+        if "_end" in self.__dict__:  # else an interrupt came first
+            self._leave()  # Python's collector calls nobody about what it frees together
 
     @property
     def root(self) -> Gate:

@@ -386,7 +386,7 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
 
 def test_a_later_version_is_left_alone(tmp_path: Path) -> None:
     found = packed(tmp_path)
-    with_metadata(found.path, version="4")
+    with_metadata(found.path, version="5")
     assert packed(tmp_path).path != found.path
 
 

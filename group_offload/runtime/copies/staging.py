@@ -91,8 +91,9 @@ class Staging:
 
     def close(self) -> None:
         """Give the memory back. Copies that are on their way are waited for. Threads that use a frame keep the memory."""
-        while self._sent:
-            self._sent.popleft()[0].synchronize()
+        for sent, *_ in self._sent:
+            sent.synchronize()
+        self._sent.clear()
         if self._lock is not None:
             self._lock.release()
         self._lock, self.memory, self.view = None, None, memoryview(b"")

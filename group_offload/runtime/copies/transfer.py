@@ -66,8 +66,9 @@ class Transfer:
         """The other GPUs that bring their shares of each group; None if there are none."""
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the driver is gone then
-            self._reader.retire()  # threads read for a model that was dropped
+        reader = self.__dict__.get("_reader")  # none, if an interrupt came first
+        if reader is not None and not sys.is_finalizing():  # the driver is gone then
+            reader.retire()  # threads read for a model that was dropped
 
     @property
     def num_copies(self) -> int:
