@@ -359,6 +359,7 @@ class Transfer:
         if is_whole:
             self._reader.cancel_pending()
         else:
+            self.last_copies.synchronize_streams()  # the interrupt may have come before an event was recorded behind a copy
             self._reader = self._reader.successor()
         self.last_copies.synchronize_streams()
 

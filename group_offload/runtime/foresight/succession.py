@@ -116,7 +116,7 @@ class Succession:
             self._seen.setdefault((before, stint[before]), deque(maxlen=_NUM_SEEN)).append(number)
         if before is None or before[0] != number:
             if before is not None:
-                self._heirs[next(iter(stint))] = number
+                self._heirs[next(iter(stint), before)] = number  # an interrupt may leave it empty
             self._begin_stint(part)
         self._last = part
         self._stint[part] += 1
