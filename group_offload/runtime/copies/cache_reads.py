@@ -29,7 +29,8 @@ class CacheReads:
         self._tasks: list[Task[None]] = []
 
     def __del__(self) -> None:
-        self.stop()  # the model was dropped
+        with suppress(AttributeError):  # `__init__` was interrupted
+            self.stop()  # the model was dropped
 
     def plan(self, blobs: Iterable[FileBlob], beside_bytes: int) -> None:
         """Read these blobs from now on, as far as the page cache has room for them and for `beside_bytes`."""
