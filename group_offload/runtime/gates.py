@@ -59,6 +59,7 @@ from .passes import Passes
 from .placer import Placer
 from .repeat import Repeater
 from .skips import OwnForward, own_forward
+from .slots.arena import arena_for
 from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
@@ -651,7 +652,8 @@ class Gates:
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self.backend.device:
             return tensor
-        return self.backend.bring(tensor, non_blocking=self._non_blocking)
+        bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
+        return arena_for(self.backend).retried(bring, tensor.nbytes)
 
     def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
         """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""

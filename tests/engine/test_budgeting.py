@@ -359,7 +359,9 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice) -> No
     check_at_rest(model, resident)
 
 
-@pytest.mark.parametrize("what", ["a trained parameter", "autograd's copy", "a trial of links", "a measurement"])
+@pytest.mark.parametrize(
+    "what", ["a trained parameter", "autograd's copy", "a trial of links", "a measurement", "an input"]
+)
 def test_residents_give_way_to_all_that_the_package_takes(
     what: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +391,10 @@ def test_residents_give_way_to_all_that_the_package_takes(
     elif what == "a trial of links":
         peers = SimpleNamespace(place_of=lambda each: (1, 0), start_of=lambda each: 0, handle_of=lambda each: "")
         assert Trial(device, 0, 2, peers).memory.numel() == 1 << 13  # type: ignore[arg-type]
+    elif what == "an input":
+        monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
+        ((brought,), _) = engine_of(handles[0])._gates.move_inputs((torch.empty(4096, device="meta"),), {})
+        assert brought.numel() == 4 * 4096
     else:
         monkeypatch.setattr("group_offload.runtime.placer.known_speeds", speeds.known_speeds)
         handles = [apply_group_offloading(other, "cpu", vram_budget="1GiB")]
