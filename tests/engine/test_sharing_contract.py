@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import math
 import random
+import threading
 import time
 import warnings
 import weakref
@@ -213,20 +214,20 @@ def test_random_numbers_beside_a_forward_that_fails(error: type[Exception]) -> N
     """What the other call of the step has drawn is put back."""
 
     def make(model: Model) -> dict[str, Any]:
-        model.state, failed = SimpleNamespace(step=0), []
+        state, failed = SimpleNamespace(step=0), []  # out of sight
 
         def noisy(model: Model, x: torch.Tensor, call: float) -> torch.Tensor:
-            if model.state.step < 4:
+            if state.step < 4:
                 return x
             x = x + torch.randn(x.shape)
             runs_out = error is torch.OutOfMemoryError and not failed and handle_of(model) is not None
-            if model.state.step == 4 and call == 0.0 and (runs_out or error is ValueError):
+            if state.step == 4 and call == 0.0 and (runs_out or error is ValueError):
                 failed.append(call)
                 raise error("it fails")
             return x
 
         def other(step: int, call: int) -> float:
-            model.state.step = step
+            state.step = step
             return float(call)
 
         model.use = noisy
@@ -311,10 +312,10 @@ def test_a_buffer_that_is_changed_later() -> None:
     """The pass of the first change was shared. No other one is."""
     model = Model().eval()
     model.register_buffer("mean", torch.zeros(6, 8))
-    model.use = lambda model, x, call: model.mean.add_(1) if model.state.step >= 4 else x
-    model.state = SimpleNamespace(step=0)
+    state = SimpleNamespace(step=0)  # out of sight
+    model.use = lambda model, x, call: model.mean.add_(1) if state.step >= 4 else x
     handle = apply_group_offloading(model, "cpu", share_passes=True)
-    run(model, other=lambda step, call: model.state.__dict__.update(step=step) or float(call))
+    run(model, other=lambda step, call: state.__dict__.update(step=step) or float(call))
     stats = handle.stats()
     assert (stats.passes_predicted, stats.passes_discarded) == (4, 1)
     handle.remove()
@@ -346,4 +347,49 @@ def test_latents_that_are_changed_in_place() -> None:
         latents.mul_(0.9)
     assert handle.stats().passes_predicted >= 17
     assert len(weakref.getweakrefs(latents)) < 12
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("an int for the time", [2, 4, 2, 2, 2, 2, 2, 2]),
+        ("an input that grows", [2, 4, 4, 4, 4, 2, 2, 2]),
+        ("no room for two", [2, 5, 2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_steps_are_not_tried_for_ever(what: str, expected: list[int]) -> None:
+    """How many forwards begin in each step of two calls. A trial makes each twice."""
+    under_way, begun = set[int](), list[int]()
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, time: Any, prompt: torch.Tensor) -> torch.Tensor:
+            begun.append(1)
+            under_way.add(threading.get_ident())
+            try:
+                x = x * time + prompt.mean()
+                for block in self.blocks:
+                    x = block(x)
+                    if what == "no room for two" and len(under_way) > 1:
+                        raise torch.OutOfMemoryError(what)
+                return x
+            finally:
+                under_way.discard(threading.get_ident())
+
+    model = Counting().eval()
+    handle = apply_group_offloading(model, "cpu", share_passes=True)
+    prompts, found = [torch.randn(5, 4) for _ in range(2)], []
+    with torch.no_grad():
+        for step in range(1, 9):
+            begun.clear()
+            x = torch.randn(3 + (step if what == "an input that grows" else 0), 4)
+            time = step if what == "an int for the time" else torch.tensor([step / 8])
+            for prompt in prompts:
+                model(x, time, prompt)
+            found.append(len(begun))
+    assert found == expected
     handle.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,17 @@ def test_a_budget_that_has_no_room_for_two_says_so(caplog: pytest.LogCaptureFixt
     assert_same(run_wan(pipe), expected("wan"))
     assert handle.stats().passes_shared == 0
     assert any("there is room for 1 in one pass" in record.getMessage() for record in caplog.records)
+
+
+def test_a_lora_whose_weight_was_zero() -> None:
+    """A scale for each call changed nothing then: what was found with these weights says nothing of others."""
+    pipe, twin = tiny.wan_pipeline(), tiny.wan_pipeline().to(tiny.device())
+    enable_group_offload(pipe, tiny.device(), share_passes=True)
+    options = {"attention_kwargs": {"scale": 0.3}}
+    models = [(each.transformer, each.transformer_2) for each in (pipe, twin)]
+    for model in chain.from_iterable(models):
+        model.load_lora_adapter(tiny.lora_of(model, ("to_q", "proj_out")), prefix=None, adapter_name="one")
+    for weight in (0.0, 1.0):
+        for model in chain.from_iterable(models):
+            model.set_adapters(["one"], [weight])
+        assert_same(run_wan(pipe, **options), run_wan(twin, **options))

@@ -29,13 +29,13 @@ class _Argument:
         """How often a tensor was changed in place; None for a plain value, or if nobody counts that."""
         if isinstance(value, torch.Tensor):
             self.version = None if value.is_inference() else value._version
-            self.key: Hashable = (tuple(value.shape), value.dtype, value.device)
+            self.key: Any = (tuple(value.shape), value.dtype, value.device)
             self._reference = weakref.ref(value)
             self.has_values = value.numel() <= _SMALL and is_plain(value)
             self._kept = value if self.has_values else None
         else:
             # A number that a call is given may be the time, another one in each step.
-            self.key = float if is_top and isinstance(value, float) else (type(value), value)
+            self.key = type(value) if is_top and type(value) in (int, float) else (type(value), value)
 
     @property
     def is_tensor(self) -> bool:
@@ -96,7 +96,7 @@ class Arguments:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        return tuple(leaf.key[:2] for leaf in self._leaves if leaf.is_tensor)  # type: ignore[index]
+        return tuple(leaf.key[:2] for leaf in self._leaves if leaf.is_tensor)
 
     @property
     def are_counted(self) -> bool:

@@ -53,6 +53,10 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 
 
+_MOST_IN_VAIN = 4
+"""How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
+
+
 class SharingPolicy:
     """Lets forwards of one module share passes. Thread-safe."""
 
@@ -80,8 +84,10 @@ class SharingPolicy:
         self._why_not = why_not
         self._refresh = refresh
         self._local = threading.local()
-        self._may_share: Recent[Hashable, bool] = Recent(_MOST_KINDS)
-        """For each kind of calls that was tried, whether they share passes."""
+        self._may_share: Recent[Hashable, int | None] = Recent(_MOST_KINDS)
+        """For each kind of calls that was tried, in which epoch they were found to be right together; None if they were not."""
+        self._num_in_vain = 0
+        """The trials since forwards last shared a pass."""
         self._findings: Recent[Hashable, int] = Recent(_MOST_KINDS)
         """For each kind, how often in a row a call was found to break the contract."""
         self._state: Fingerprint | None = None
@@ -153,7 +159,9 @@ class SharingPolicy:
         if reason is None and all(may_share):
             return self._travel(steps, calls, args, kwargs)
         if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
-            return self._trial(steps, calls, args, kwargs)
+            if self._num_in_vain < _MOST_IN_VAIN:
+                return self._trial(steps, calls, args, kwargs)
+            self._say("no two steps are alike, or modules change between steps, so that each step would be tried anew")
         return self.alone(*args, **kwargs)
 
     def _examined(self) -> str | None:
@@ -170,6 +178,7 @@ class SharingPolicy:
             self._structure = found.structure
             self._may_share.clear()
             self._findings.clear()
+            self._num_in_vain = 0
         self._state = found
         return None
 
@@ -258,6 +267,7 @@ class SharingPolicy:
         if not is_void and finding is None:
             for key in keys:
                 self._findings.pop(key, None)
+            self._num_in_vain = 0
             self._keep(steps, ahead, epoch, caller)
             return output
         if finding is not None:
@@ -312,6 +322,7 @@ class SharingPolicy:
     def _trial(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
         """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
         keys, caller, epoch = [call.key for call in calls], Caller(self._backend), self._epoch
+        self._num_in_vain += 1
         output, finding = self._looked_at(calls[0], args, kwargs)
         before, results = RandomStates(self._backend.device), [Result(calls[0], output)]
         for call in calls[1:]:
@@ -337,6 +348,8 @@ class SharingPolicy:
             found = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=True)
         except Exception as error:
             self._put_back(keys, len(boarded), before)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._passes.ran_out(len(boarded))
             self._say(f"a trial failed: {type(error).__name__}: {error}")
             return output
         size = boarded[0].convoy.size
@@ -419,8 +432,9 @@ class SharingPolicy:
         return True
 
     def _judgement(self, key: Hashable) -> bool | None:
-        """Whether calls of a kind share passes; None if they were not tried yet."""
-        return self._may_share.get(key)
+        """Whether calls of a kind share passes; None if they were not tried with the modules as they are."""
+        epoch = self._may_share.get(key, -1)
+        return False if epoch is None else (True if epoch == self._epoch else None)
 
     def _note(self, keys: list[Hashable], finding: str) -> None:
         """Note that calls of these kinds were found to break the contract. They go alone after a few times in a row."""
@@ -431,7 +445,7 @@ class SharingPolicy:
 
     def _judge(self, keys: list[Hashable], *, may_share: bool, finding: str | None) -> None:
         for key in keys:
-            self._may_share[key] = may_share and self._may_share.get(key) is not False
+            self._may_share[key] = self._epoch if may_share and self._may_share.get(key, -1) is not None else None
             self._findings.pop(key, None)
         if finding is not None:
             self._say(finding)
