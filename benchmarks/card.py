@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,17 +52,6 @@ _PARTS: dict[str, dict[str, Any]] = {
     "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
 }
 _BUDGETS = {"budget": "vram_budget", "ram": "ram_budget"}
-_LAUNCHES = ("cudaLaunch", "cuLaunch")
-_HOST_CALLS = (
-    "cudaMalloc",
-    "cudaFree",
-    "cuMem",
-    "cudaHost",
-    "cudaStreamSync",
-    "cudaEventSync",
-    "cudaDeviceSync",
-    "group_offload.plan",
-)
 _SEGMENTS = {"expand": "True", "noexpand": "False"}
 
 
@@ -143,41 +131,6 @@ def _hold(device: torch.device) -> None:
         tell("held", {"held_bytes": held, "free_bytes": torch.cuda.mem_get_info(device)[0]})
 
 
-# ------------------------------------------------------------------------------------------------ what compute waits for
-
-
-class HostWatch:
-    """What the host does while compute waits for it, in the first steps of an image: of the profiler's events."""
-
-    def __init__(self) -> None:
-        self._profiler = torch.profiler.profile()
-        self._profiler.start()
-
-    def end(self, least_seconds: float = 1e-3) -> list[dict[str, Any]]:
-        """The pauses of compute in which its next kernel was enqueued late: by how much, and the calls of that time."""
-        torch.accelerator.synchronize()
-        self._profiler.stop()
-        events = self._profiler.profiler.kineto_results.events()
-        on_device = [event for event in events if event.device_type().name == "CUDA"]
-        kernels = [event for event in on_device if not event.name().startswith(("Memcpy", "Memset", "group_offload"))]
-        streams = Counter(event.device_resource_id() for event in kernels)
-        compute = streams.most_common(1)[0][0]
-        kernels = sorted((e for e in kernels if e.device_resource_id() == compute), key=lambda event: event.start_ns())
-        calls = [e for e in events if e.name().startswith(_HOST_CALLS)]
-        launches = {e.correlation_id(): e.end_ns() for e in events if e.name().startswith(_LAUNCHES)}
-        found, free_at = [], kernels[0].end_ns()
-        for kernel in kernels[1:]:
-            late = launches.get(kernel.correlation_id(), 0) - free_at
-            if late > least_seconds * 1e9:
-                inside = Counter[str]()
-                for call in calls:
-                    inside[call.name()] += max(0, min(call.end_ns(), free_at + late) - max(call.start_ns(), free_at))
-                seconds = {name: ns / 1e9 for name, ns in inside.items() if ns}
-                found.append({"late_s": late / 1e9, "calls_s": seconds, "before": kernel.name()[:60]})
-            free_at = max(free_at, kernel.end_ns())
-        return found
-
-
 # ------------------------------------------------------------------------------------------------ one arm: the child
 
 
@@ -206,14 +159,12 @@ class Watched(Stages):
     def __init__(self, pipe: Any, device: torch.device, card: Card, handles: Mapping[str, Any]) -> None:
         super().__init__(pipe, device)
         self._card, self._handles = card, handles
-        self.watch: HostWatch | None = None
         self.begin_image()
 
     def begin_image(self) -> None:
         self.seconds, self.taken_bytes, self._sent = {}, 0, self._sent_so_far()
         self.sent_bytes: list[int] = []
         self.outputs: dict[str, torch.Tensor] = {}
-        self.pauses: list[dict[str, Any]] | None = None
 
     def _timed(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = super()._timed(name, call, *args, **kwargs)
@@ -223,8 +174,6 @@ class Watched(Stages):
 
     def end_step(self, pipe: Any, number: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         super().end_step(pipe, number, timestep, tensors)
-        if self.watch is not None and number == 2:
-            self.pauses, self.watch = self.watch.end(), None
         self.outputs["latents"] = tensors["latents"]
         self.look()
         self._last = self._now()
@@ -265,12 +214,8 @@ def run_arm(job: Mapping[str, Any], whole: Pipeline, device: torch.device, begin
                 card.leave(job["free_bytes"] + (job["breathes_bytes"] if number == 2 else 0))
             if job["sizes"]:
                 whole.ask_for(job["sizes"][number % len(job["sizes"])])
-            if job["traces"] and number < 2:
-                stages.watch = HostWatch()
             image = _make_image(pipe, whole, stages, job["num_steps"], has_new_lora=number == job["lora_after"])
             image |= {"left_bytes": card.left_bytes, "taken_bytes": stages.taken_bytes, **_allocator(device)}
-            if stages.pauses is not None:
-                image["pauses"] = stages.pauses
             image["resident_bytes"] = {name: handle.stats().resident_bytes for name, handle in handles.items()}
             result["images"].append(image)
             say(f"{image['s']:.2f} s{' ' * ('error' in image)}{image.get('error', {}).get('message', '')}")
@@ -413,13 +358,7 @@ def run(options: argparse.Namespace) -> Path | None:
     )
     for name, free, spec in cases:
         folder, breathes = folders[name], round(GIB * options.breathe) if free else 0
-        facts = {
-            "pipeline": name,
-            "free_bytes": free,
-            "arm": spec,
-            "breathes_bytes": breathes,
-            "traces": options.trace and free is not None,
-        }
+        facts = {"pipeline": name, "free_bytes": free, "arm": spec, "breathes_bytes": breathes}
         job = {**scenario, **facts, "folder": None if folder is None else str(folder)}
         relay.run(_name(name, free, spec), job, facts=facts, before=partial(_warm, folder))
         done = report["arms"][_name(name, free, spec)]
@@ -581,9 +520,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path(tempfile.gettempdir()) / "group-offload-card",
         help="folder of the checkpoints, which stay (default: one in the temporary folder)",
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="note when compute waits for the host in the first steps of images 1 and 2"
     )
     parser.add_argument("--in-ram", action="store_true", help="no checkpoints: each process makes the weights in RAM")
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help="a result whose resident arms are taken")
