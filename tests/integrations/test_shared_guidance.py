@@ -28,6 +28,7 @@ from ..matrix.cases import FAMILIES
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.on_device import offload
+from ..support.portable import IS_PORTABLE
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 STEPS = 6
@@ -181,7 +182,8 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
                 found = [device.get(each) for each in loop(case, model)]
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one, other)
-        assert bool(handle.stats().passes_predicted) == (kind == "a listed class")
+        may_share = kind == "a listed class" and not IS_PORTABLE  # only a page map tells of edits quickly
+        assert bool(handle.stats().passes_predicted) == may_share
         handle.remove()
     told = [record for record in caplog.records if "share_passes=True" in record.getMessage()]
     assert len(told) == (kind not in ("a listed class", "by itself"))

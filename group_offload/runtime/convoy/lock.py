@@ -144,6 +144,13 @@ class TurnLock:
                     self._remove(traveller)
                 self._moved()
 
+    def let_go(self) -> None:
+        """End this thread's turn, which it has only if an interrupt came as it took the lock, or gave it away."""
+        with self.mutex:
+            if self._owner == threading.get_ident():
+                self._owner = self._depth = 0
+                self._moved()
+
     def __enter__(self) -> None:
         self.acquire()
 

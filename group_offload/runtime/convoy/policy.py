@@ -115,6 +115,14 @@ class SharingPolicy:
         turns = self._turns
         if is_on_its_way() or turns._is_owned() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
+        try:
+            return self._called(args, kwargs)
+        finally:  # an interrupt may have come as it left, or as it took the lock
+            if turns.here is not None:
+                self._passes.leave(turns.here)
+            turns.let_go()
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         steps, now, reason = self._steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
         if self._passes.turns is None:
             reason = "it shares weights with another offloaded model"
@@ -138,11 +146,7 @@ class SharingPolicy:
             steps.forget()
         elif len(steps.calls) <= MOST_CALLS:  # of a step with more calls none is foreseen
             steps.calls.append(now)
-        try:
-            return self._made([now, *(self._foreseen(steps) if is_first else [])], steps, args, kwargs)
-        finally:
-            if turns.here is not None:  # it was interrupted as it left
-                self._passes.leave(turns.here)
+        return self._made([now, *(self._foreseen(steps) if is_first else [])], steps, args, kwargs)
 
     def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
         """Make the first of these calls, and run the others beside it if that is known to be right."""
