@@ -282,6 +282,28 @@ def test_an_excluded_name_of_a_model_with_two_names(excluded: str, other: str, d
         enable_group_offload(pipe, exclude_modules=excluded)
 
 
+def test_options_of_a_model_with_two_names(device: torch.device) -> None:
+    """Either name gives them. What the two say of one option has to be the same."""
+    pipe = tiny.wan_pipeline()
+    pipe.register_modules(transformer_2=pipe.transformer)
+    leaves, verified = {"offload_type": "leaf_level"}, {"verify_files": True}
+    for first, second in ((leaves, verified), ({}, leaves | verified)):
+        handles = enable_group_offload(
+            pipe, onload_device=device, model_options={"transformer": first, "transformer_2": second}
+        )
+        config = handles["transformer"].config
+        assert handles["transformer_2"].config is config
+        assert config.offload_type == "leaf_level" and config.verify_files
+        disable_group_offload(pipe)
+    with pytest.raises(ConfigError, match=r"transformer and transformer_2 are names of one model.*verify_files=False"):
+        enable_group_offload(
+            pipe,
+            onload_device=device,
+            model_options={"transformer": verified, "transformer_2": {"verify_files": False}},
+        )
+    assert handle_of(pipe.transformer) is None
+
+
 @any_level
 @pytest.mark.parametrize("through", ["function", "pipeline", "models"])
 def test_components_of_one_class_share_a_folder(
