@@ -99,85 +99,6 @@ def test_everything_is_written_exactly_once(name: str, level: str, device: torch
         assert torch.equal(found[key], value), key
 
 
-# ------------------------------------------------------------------------------------------------ what its tests assert
-
-
-@any_model
-@any_level
-@pytest.mark.parametrize("inference_mode", [False, True])
-def test_with_disk(name: str, level: str, inference_mode: bool, device: torch.device, tmp_path: Path) -> None:
-    make, inputs = tiny.MODELS[name]
-    streams = {"use_stream": True} if device.type != "cpu" else {}
-    with torch.inference_mode(inference_mode):
-        expected = tiny.call(make().to(device), inputs())
-        model = make()
-        apply_group_offloading(model, device, offload_type=level, offload_to_disk_path=str(tmp_path), **streams)
-        assert list(tmp_path.glob("*.safetensors"))
-        for _ in range(2):
-            assert torch.equal(tiny.call(model, inputs()), expected)
-
-
-@any_model
-@any_level
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_with_layerwise_casting(name: str, level: str, tier: str, device: torch.device, tmp_path: Path) -> None:
-    make, inputs = tiny.MODELS[name]
-    streams = {"use_stream": True} if device.type != "cpu" else {}
-    files = {} if tier == "ram" else {"offload_to_disk_path": tmp_path}
-    reference = make().to(device)
-    reference.enable_layerwise_casting(torch.float16, torch.float32)
-    expected = tiny.call(reference, inputs())
-    model = make()
-    apply_group_offloading(model, device, offload_type=level, **streams, **files)
-    model.enable_layerwise_casting(torch.float16, torch.float32)
-    for _ in range(2):
-        assert torch.equal(tiny.call(model, inputs()), expected)
-
-
-@any_model
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_blocks_per_group": 1},
-        {"num_blocks_per_group": 1, "non_blocking": True},
-        {"num_blocks_per_group": 3},
-        {"offload_type": "leaf_level"},
-    ],
-    ids=["block", "non_blocking", "three", "leaf"],
-)
-def test_group_offloading(name: str, options: dict[str, Any], device: torch.device) -> None:
-    make, inputs = tiny.MODELS[name]
-    expected = tiny.call(make().to(device), inputs())
-    model = make()
-    apply_group_offloading(model, device, **options)
-    assert all(
-        part._diffusers_hook.get_hook("group_offloading") is not None
-        for part in model.modules()
-        if hasattr(part, "_diffusers_hook")
-    )
-    assert torch.equal(tiny.call(model, inputs()), expected)
-
-
-@any_level
-@any_model
-def test_training_mode_gives_the_same_gradients(name: str, level: str, device: torch.device) -> None:
-    """Gradients of the inputs."""
-    make, inputs = tiny.MODELS[name]
-    results = []
-    for offloaded in (False, True):
-        model = make().to(device) if not offloaded else make()
-        model.requires_grad_(False)
-        if offloaded:
-            apply_group_offloading(model, device, offload_type=level)
-        for _ in range(2):
-            arguments = inputs()
-            first = next(iter(arguments))
-            arguments[first] = arguments[first].clone().requires_grad_(True)
-            model(**arguments)[0].sum().backward()
-            results.append(arguments[first].grad)
-    assert all(torch.equal(other, results[0]) for other in results[1:])
-
-
 @any_level
 def test_equal_weights_in_new_parameters_keep_their_file(level: str, device: torch.device, tmp_path: Path) -> None:
     """The group is cut anew and finds its file again: what is outdated must not take that file along."""
@@ -192,16 +113,3 @@ def test_equal_weights_in_new_parameters_keep_their_file(level: str, device: tor
     assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
     assert all((tmp_path / name).exists() for group in handle.groups for name in group.where.split(", "))
     assert files_in(tmp_path) == before
-
-
-@any_level
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_inference_mode_first_and_then_not(level: str, tier: str, device: torch.device, tmp_path: Path) -> None:
-    model = tiny.flux_transformer()
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    files = {} if tier == "ram" else {"offload_to_disk_path": tmp_path}
-    apply_group_offloading(model, device, offload_type=level, **files)
-    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
-        with mode():
-            assert torch.equal(model(**tiny.flux_inputs())[0].cpu(), expected)
-    assert not any(parameter.is_inference() for parameter in model.parameters())
