@@ -14,7 +14,6 @@ from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
-from ..support.asserts import assert_same
 from ..support.rigs import LEVELS, OnloadedOnly
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -53,19 +52,13 @@ def outputs_of(model: Any, name: str, put: Callable[[torch.Tensor], torch.Tensor
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_bits(kind: str, level: str) -> None:
-    """On the CPU no weight is read where it rests, and on the simulated device, in lazy order, nothing is read too early."""
+    """In lazy order nothing is read too early, and nothing where it rests, which is no memory of the device."""
     reference = tiny.seeded(0, MODELS[kind]).eval()
-    model = copy.deepcopy(reference)
-    handle = apply_group_offloading(model, "cpu", offload_type=level)
-    for name in (*CALLS, *CALLS):
-        with OnloadedOnly(model):
-            assert_same(outputs_of(model, name), outputs_of(reference, name))
-    handle.remove()
-    device = SimulatedDevice(0, "lazy")
+    model, device = copy.deepcopy(reference), SimulatedDevice(0, "lazy")
     with use_simulated_device(device):
         handle = apply_group_offloading(model, "cpu", offload_type=level)
         for name in (*CALLS, *CALLS):
-            with device.running():
+            with device.running(), OnloadedOnly(model):
                 output = outputs_of(model, name, device.put)
             assert torch.equal(device.get(output), outputs_of(reference, name)), name
         device.synchronize()
