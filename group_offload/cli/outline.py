@@ -30,6 +30,10 @@ _PACKED_RATIO = 0.72
 """What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks/packing.md)."""
 
 
+class _UnknownClassError(GroupFileError):
+    """A checkpoint's class is no model of the libraries that are installed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model of a checkpoint."""
@@ -68,7 +72,8 @@ def find_models(path: Path) -> dict[str, FoundModel]:
             it belongs to; or the folder of a pipeline.
 
     Raises:
-        GroupFileError: `from_pretrained` would find no file, or config.json names no class of diffusers or transformers.
+        GroupFileError: `from_pretrained` would find no file, or config.json names no class of diffusers or transformers. (Of
+            a pipeline: all of its parts are like this.)
         ConfigError: diffusers or transformers is not installed.
     """
     if path.is_file():
@@ -80,14 +85,26 @@ def find_models(path: Path) -> dict[str, FoundModel]:
         return {"": _find(path.parent, _variant_of(path))}
     if not (path / "model_index.json").exists():
         return {"": _find(path, _variant_in(path))}
-    models = {
-        name: _find(path / name, _variant_in(path / name), *part)
-        for name, part in _parts_in(path).items()
-        if any((path / name).glob("*.safetensors"))
-    }
+    models, unknown = _find_parts(path)
     if not models:
-        raise GroupFileError(f"{path} is a pipeline without safetensors files.")
+        raise next(iter(unknown.values()), GroupFileError(f"{path} is a pipeline without safetensors files."))
     return models
+
+
+def unknown_parts(path: Path) -> dict[str, str]:
+    """The parts of a pipeline whose class is not to be had here, each with the reason. `find_models` leaves them out."""
+    return {name: str(error) for name, error in _find_parts(path)[1].items()}
+
+
+def _find_parts(path: Path) -> tuple[dict[str, FoundModel], dict[str, _UnknownClassError]]:
+    models, unknown = {}, {}
+    for name, part in _parts_in(path).items():
+        if any((path / name).glob("*.safetensors")):
+            try:
+                models[name] = _find(path / name, _variant_in(path / name), *part)
+            except _UnknownClassError as error:
+                unknown[name] = error
+    return models, unknown
 
 
 def absent_parts(path: Path) -> list[str]:
@@ -192,12 +209,17 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
         raise ConfigError(
             f"The model's class is needed, and {error.name} is not installed: pip install 'group-offload[diffusers]'"
         ) from error
-    model_class = getattr(module if is_library else getattr(module, library, None), class_name, None)
+    try:
+        model_class = getattr(module if is_library else getattr(module, library, None), class_name, None)
+    except (ImportError, RuntimeError) as error:  # the libraries import their classes when they are asked for them
+        raise _UnknownClassError(
+            f"{path} is that of a {class_name!r:.80}, which cannot be imported: {error}"
+        ) from error
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
-        raise GroupFileError(
-            f"{path} is that of a {class_name!r:.80}, and the {library!r:.80} that is installed has no such model. Install a "
-            f"version that has it."
-        )
+        reason = f"the {library!r:.80} that is installed has no such model. Install a version that has it."
+        if not is_library and not hasattr(module, library):
+            reason = f"{library!r:.80} is neither diffusers nor transformers, whose models alone can be read."
+        raise _UnknownClassError(f"{path} is that of a {class_name!r:.80}, and {reason}")
     return FoundModel(folder, variant, model_class)
 
 

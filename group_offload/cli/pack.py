@@ -20,7 +20,7 @@ from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from .arguments import add_device, add_dtype, chosen_device, find_checkpoint, new_command, path_of
-from .outline import absent_parts, find_models, usual_dtype
+from .outline import absent_parts, find_models, unknown_parts, usual_dtype
 
 
 def add_command(commands: Any) -> None:
@@ -71,6 +71,8 @@ def _pack(arguments: argparse.Namespace) -> int:
     absent = absent_parts(path)
     if absent:
         say(console, f"Not packed, because {path} does not have it: {', '.join(absent)}.")
+    for name, reason in unknown_parts(path).items():
+        say(console, f"Not packed: {name}. {reason}")
     num_changed = sum(each.num_changed for each in packed.values())
     if num_changed:
         say(

@@ -34,7 +34,7 @@ from ..report.facts import (
 )
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, new_command, path_of, positive_size_of, size_of, speed_of
-from .outline import Outline, absent_parts, find_models, outline_of
+from .outline import Outline, absent_parts, find_models, outline_of, unknown_parts
 
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
@@ -108,7 +108,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in find_models(path).items()
     }
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
-    facts = _facts(arguments, speeds, components)
+    unknown = [f"Not planned: {name}. {reason}" for name, reason in unknown_parts(path).items()]
+    facts = _facts(arguments, speeds, components, unknown)
     if arguments.html is not None:
         write_page(facts, arguments.html)
     if arguments.json:
@@ -256,7 +257,9 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
 # ------------------------------------------------------------------------------------------------ JSON, and the page
 
 
-def _facts(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component]) -> ReportFacts:
+def _facts(
+    arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], unknown: Sequence[str]
+) -> ReportFacts:
     ram = [
         ("weights, page-locked", sum(component.plan.ram_bytes for component in components), "locked"),
         ("buffers for files", len(components) * tuning().reading_bytes, "file"),
@@ -269,7 +272,7 @@ def _facts(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
             *(_device_facts(component, arguments) for component in components),
             MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram),
         ],
-        sentences=["Nothing has run: all times are predicted.", *_notes(arguments, speeds, components)],
+        sentences=["Nothing has run: all times are predicted.", *_notes(arguments, speeds, components), *unknown],
     )
 
 

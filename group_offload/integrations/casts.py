@@ -42,62 +42,48 @@ _CASTS: Mapping[Any, torch.dtype] = {
 }
 _VIEWS = frozenset(
     {
-        _T.detach,
-        _T.reshape,
-        _T.contiguous,
-        _T.transpose,
-        _T.permute,
-        _T.t,
-        _T.narrow,
-        _T.chunk,
-        _T.split,
-        _T.unbind,
-        _T.squeeze,
-        _T.unsqueeze,
-        _T.flatten,
-        _T.unflatten,
-        _T.requires_grad_,
-        torch.detach,
-        torch.reshape,
-        torch.transpose,
-        torch.permute,
-        torch.narrow,
-        torch.chunk,
-        torch.split,
-        torch.unbind,
-        torch.squeeze,
-        torch.unsqueeze,
-        torch.flatten,
+        "detach",
+        "reshape",
+        "contiguous",
+        "transpose",
+        "permute",
+        "t",
+        "narrow",
+        "chunk",
+        "split",
+        "unbind",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "unflatten",
+        "requires_grad_",
+        "__get__",
     }
 )
-"""Functions that only move elements: it is the same to cast their argument or their result."""
+"""Functions of tensors and of torch that only move elements: it is the same to cast their argument or their result."""
 _QUESTIONS = frozenset(
     {
-        _T.size,
-        _T.dim,
-        _T.numel,
-        _T.nelement,
-        _T.ndimension,
-        _T.stride,
-        _T.storage_offset,
-        _T.data_ptr,
-        _T.untyped_storage,
-        _T.is_contiguous,
-        _T.is_floating_point,
-        _T.is_complex,
-        _T.is_signed,
-        _T.get_device,
-        _T.__len__,
-        _T.__hash__,
-        _T.data.__set__,  # type: ignore[attr-defined]
-        _T.requires_grad.__set__,  # type: ignore[attr-defined]
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        has_compatible_shallow_copy_type,
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "stride",
+        "storage_offset",
+        "data_ptr",
+        "untyped_storage",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "__len__",
+        "__hash__",
+        has_compatible_shallow_copy_type.__name__,
     }
 )
 """Functions whose result does not depend on the elements or their dtype."""
+_SETS = (_T.data.__set__, _T.requires_grad.__set__)  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(
     {
         "__setitem__",
@@ -190,9 +176,9 @@ class PostponedCasts(TorchFunctionMode):
         if func == _T.nbytes.__get__:  # type: ignore[attr-defined]
             return first.numel() * dtype.itemsize
         name = getattr(func, "__name__", "")
-        if func in _QUESTIONS:
+        if name in _QUESTIONS or func in _SETS:
             return func(*args, **kwargs)
-        if func in _VIEWS or name == "__get__" or _is_view_call(func, args, kwargs):
+        if name in _VIEWS or _is_view_call(func, args, kwargs):
             result = func(*args, **kwargs)
             for tensor in _tensors_in((result,)):
                 self._hand_out(tensor, dtype)

@@ -3,8 +3,8 @@
 [Note: What diffusers looks at]
 diffusers takes a model for group-offloaded if a hook named "group_offloading" is in the hook registries of its modules;
 `.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes ask this. So every offloaded module
-with a gate carries a *marker* of that name, with diffusers' own config in it. A marker wraps no `forward` and is not in the
-registry's chain of hooks, so registering or removing other hooks cannot undo it.
+with a gate carries a *marker* of that name. A marker wraps no `forward` and is not in the registry's chain of hooks, so
+registering or removing other hooks cannot undo it.
 
 After it has loaded or removed a LoRA, diffusers takes the hooks off and applies them again, through
 `diffusers.hooks.group_offloading._apply_group_offloading`. That function is replaced, once, by one that sends a marker's
@@ -17,8 +17,8 @@ import importlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from types import ModuleType
@@ -39,7 +39,9 @@ from ..partition import tables_of
 from ..plan.budgets import Default
 from ..runtime.gates import is_offloaded
 from ..runtime.memory import bytes_in_turn
+from .casts import cast_now
 from .modular import LISTENERS
+from .patching import swap
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -130,46 +132,51 @@ def _enable(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> d
     if asked is not None:
         options = replace(asked.options, **{name: getattr(options, name) for name in given})
     options = replace(options, exclude_modules=as_excluded(options.exclude_modules))  # an iterator gives its names once
-    plan = plan_pipeline(pipeline, options, given)
-    with undone_on_error() as undo:
+    return carry_out(pipeline, plan_pipeline(pipeline, options, given))
+
+
+def carry_out(
+    pipeline: Any,
+    plan: PipelinePlan,
+    casts_of: Mapping[nn.Module, Mapping[str, torch.dtype]] | None = None,
+    dropped: Collection[nn.Module] = (),
+) -> dict[str, OffloadHandle]:
+    """Offload the models of a pipeline, and make it an owner of them. If that fails, they are what they were.
+
+    Args:
+        casts_of: Casts that are left to make, by model.
+        dropped: Models that nobody else has. If this fails, they are not brought to RAM, but go with the pipeline.
+
+    Returns:
+        The handles of the models that are offloaded, by their names in the pipeline.
+    """
+    with ExitStack() as undo:
         for planned in plan.offloaded:
-            if planned.shared is None:
-                undo.callback(remove_group_offloading, planned.model)
-                planned.offload()
+            model, casts = planned.model, (casts_of or {}).get(planned.model, {})
+            if planned.shared is not None:  # it came offloaded; the pipeline may have cast it
+                cast_now(model, casts)
+                continue
+            if model not in dropped:
+                undo.callback(remove_group_offloading, model)
+            planned.offload(casts)
         for model in plan.excluded:
-            undo.callback(move_back, devices_of(model))
-            model.to(plan.device)
-        return own_models(pipeline, plan)
-
-
-def own_models(pipeline: Any, plan: PipelinePlan) -> dict[str, OffloadHandle]:
-    """Make a pipeline an owner of its offloaded models, once all of them are offloaded, and return their handles by name."""
-    models = models_of(pipeline)
-    put_in_order(pipeline, models)
-    for planned in plan.offloaded:
-        handle = handle_of(planned.model)
-        assert handle is not None
-        add_owner(handle, pipeline)
+            if model not in dropped:
+                undo.callback(_move_back, {each: each.device for each in (*model.parameters(), *model.buffers())})
+            cast_now(model, (casts_of or {}).get(model, {}), plan.device)
+        models = models_of(pipeline)
+        put_in_order(pipeline, models)
+        for planned in plan.offloaded:
+            handle = handle_of(planned.model)
+            assert handle is not None
+            add_owner(handle, pipeline)
+        undo.pop_all()
     if hasattr(pipeline, "__dict__"):
         vars(pipeline)[_ASKED] = _Asked(plan.options, weakref.WeakSet(models.values()))
-    planned_ids = {id(planned.model) for planned in plan.offloaded}
-    return {name: handle for name, handle in handles_of(pipeline).items() if id(models[name]) in planned_ids}
+    mine = {planned.model for planned in plan.offloaded}
+    return {name: handle for name, handle in handles_of(pipeline).items() if models[name] in mine}
 
 
-@contextmanager
-def undone_on_error() -> Iterator[ExitStack]:
-    """A stack whose callbacks run only if the block raises."""
-    with ExitStack() as undo:
-        yield undo
-        undo.pop_all()
-
-
-def devices_of(model: nn.Module) -> dict[torch.Tensor, torch.device]:
-    """The parameters and buffers of a model, each with its device: an argument for `move_back`."""
-    return {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
-
-
-def move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
+def _move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
     for tensor, device in devices.items():
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
@@ -179,14 +186,19 @@ def move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
 class PlannedModel:
     """A model of a pipeline and its arguments of `offload`."""
 
+    name: str
     model: nn.Module
     options: ModelOptions
-    group_prefix: str
     ram_share: int | None = None
     shared: OffloadHandle | None = None
     """Its handle, if it is offloaded already."""
 
-    def offload(self, casts: Mapping[str, torch.dtype] | None = None) -> OffloadHandle:
+    @property
+    def group_prefix(self) -> str:
+        """It has the name, so two models of one class have different files in one folder."""
+        return f"{self.name}."
+
+    def offload(self, casts: Mapping[str, torch.dtype]) -> OffloadHandle:
         return offload(self.model, self.options, group_prefix=self.group_prefix, ram_share=self.ram_share, casts=casts)
 
     @property
@@ -227,57 +239,51 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     models = models_of(pipeline)
     excluded = as_excluded(options.exclude_modules)
     special = as_options_by_model(options.model_options)
-    # Options of the last call may be for a model that is gone by now.
-    _check_names(pipeline, models, excluded, special if "model_options" in given else {})
-    offloaded, whole = {}, []
-    away = {id(models[name]) for name in excluded if name in models}
+    names: dict[nn.Module, list[str]] = {}
     for name, model in models.items():
-        handle, model_options = handle_of(model), _options_for(options, special.get(name, {}))
-        # Options of the last call are for models that are not offloaded yet.
-        is_excluded = id(model) in away and (handle is None or "exclude_modules" in given)
-        if _is_given_up(model) or (is_excluded and name not in excluded):  # it has another name
+        names.setdefault(model, []).append(name)
+    # Options of the last call may be for a model that is gone by now.
+    _check_names(pipeline, names, excluded, special if "model_options" in given else {})
+    offloaded, whole = [], []
+    for model, mine in names.items():
+        if _is_given_up(model):
             continue
+        handle, own = handle_of(model), _own_options(mine, special)
+        away = [name for name in mine if name in excluded]
+        # Options of the last call are for models that are not offloaded yet.
+        is_excluded = bool(away) and (handle is None or "exclude_modules" in given)
+        planned = PlannedModel(name=(away if is_excluded else mine)[0], model=model, options=_options_for(options, own))
         shared = shared_handle(
             handle,
-            model_options,
-            special.get(name, {}).keys() if "model_options" in given else (),
+            planned.options,
+            own.keys() if "model_options" in given else (),
             given_for_all=set(given) - {"exclude_modules", "model_options"},
             owner=pipeline,
-            name=name,
+            name=planned.name,
             is_excluded=is_excluded,
         )
-        if is_excluded:
-            whole += [model] if shared is None else []
-            continue
-        refuse_unsupported(model)
-        # The name is in the prefix, so two models of one class have different files in one folder.
-        offloaded[name] = PlannedModel(model=model, options=model_options, group_prefix=f"{name}.", shared=shared)
+        if not is_excluded:
+            refuse_unsupported(model)
+            offloaded.append(replace(planned, shared=shared))
+        elif shared is None:
+            whole.append(model)
     common = OffloadConfig.from_options(
         ModelOptions(onload_device=options.onload_device, vram_budget=options.vram_budget)
     )
     if options.ram_budget is not None:
         shares = shares_of(
-            {name: planned.model for name, planned in offloaded.items() if "ram_budget" not in special.get(name, {})},
+            {each.name: each.model for each in offloaded if each.options.ram_budget == options.ram_budget},
             options.ram_budget,
             options.vram_budget,
             has_folder=options.offload_to_disk_path is not None,
             has_device=common.backend.has_streams,
-            tables=set[int]().union(*(planned.tables for planned in offloaded.values())),
+            tables=set[int]().union(*(planned.tables for planned in offloaded)),
         )
-        offloaded |= {name: replace(offloaded[name], ram_share=share) for name, share in shares.items()}
-    distinct: dict[int, PlannedModel] = {}
-    for planned in offloaded.values():
-        distinct.setdefault(id(planned.model), planned)  # a model may have two names
-    order = list(distinct.values())
+        offloaded = [replace(each, ram_share=shares.get(each.name)) for each in offloaded]
     if common.vram_budget is not None:
         # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
-        order.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
-    return PipelinePlan(
-        options=options,
-        offloaded=tuple(order),
-        excluded=tuple(whole),
-        device=common.onload_device,
-    )
+        offloaded.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
+    return PipelinePlan(options=options, offloaded=tuple(offloaded), excluded=tuple(whole), device=common.onload_device)
 
 
 def _is_given_up(model: nn.Module) -> bool:
@@ -358,18 +364,23 @@ def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check_names(
-    pipeline: Any, models: Mapping[str, nn.Module], excluded: Sequence[str], special: Mapping[str, Any]
+    pipeline: Any, names: Mapping[nn.Module, Sequence[str]], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
+    """
+    Args:
+        names: The names of each model.
+    """
+    known_names = [name for mine in names.values() for name in mine]
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
-            hint = did_you_mean(name, models)
+            hint = did_you_mean(name, known_names)
             logger.warning("Ignoring %r in exclude_modules: the pipeline has no such component.%s", name, hint)
     known = {field.name for field in fields(ModelOptions)}
     for name, options in special.items():
-        if name not in models:
+        if name not in known_names:
             raise ConfigError(
-                f"model_options: the pipeline has no model {name!r}.{did_you_mean(name, models)} Models: "
-                f"{', '.join(sorted(models))}."
+                f"model_options: the pipeline has no model {name!r}.{did_you_mean(name, known_names)} Models: "
+                f"{', '.join(sorted(known_names))}."
             )
         unknown = sorted(set(options) - known, key=str)
         if unknown:
@@ -377,18 +388,34 @@ def _check_names(
                 f"model_options[{name!r}]: no such option: {unknown[0]!r}.{did_you_mean(unknown[0], known)} Options: "
                 f"{', '.join(sorted(known))}."
             )
-    names = {id(model): {each for each in models if models[each] is model} for model in models.values()}
-    both = sorted(name for each in names.values() if each & set(excluded) and each & set(special) for name in each)
+    both = sorted(name for mine in names.values() if {*mine} & {*excluded} and {*mine} & {*special} for name in mine)
     if both:
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
 
 
-def _options_for(common: PipelineOptions, special: Mapping[str, Any]) -> ModelOptions:
+def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What `model_options` say of one model, by all of its names.
+
+    Raises:
+        ConfigError: two names disagree.
+    """
+    own: dict[str, Any] = {}
+    for name in names:
+        for option, value in special.get(name, {}).items():
+            if own.setdefault(option, value) != value:
+                raise ConfigError(
+                    f"model_options: {' and '.join(names)} are names of one model, which can't have both "
+                    f"{option}={own[option]!r} and {option}={value!r}. Give the option for one of its names."
+                )
+    return own
+
+
+def _options_for(common: PipelineOptions, own: Mapping[str, Any]) -> ModelOptions:
     """The options of one model. A count of blocks for all models has no meaning for a model that is cut into layers."""
     options = {field.name: getattr(common, field.name) for field in fields(OffloadOptions)}
-    if special.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL):
+    if own.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL):
         options["num_blocks_per_group"] = None
-    return ModelOptions(**{**options, **special})
+    return ModelOptions(**{**options, **own})
 
 
 _RUN_HERE = frozenset(
@@ -482,7 +509,7 @@ def _warn_of_added(module: nn.Module) -> None:
 
 
 def _mark(handle: OffloadHandle) -> None:
-    config = _as_diffusers_config(handle)
+    marker = GroupOffloadMarker(handle.config.onload_device, weakref.ref(handle))
     for module in handle.gated_modules:
         registry: Any = module.__dict__.get("_diffusers_hook")
         if registry is None:
@@ -492,7 +519,7 @@ def _mark(handle: OffloadHandle) -> None:
         if not isinstance(registry, _marked_registry_class()):
             registry.__class__ = _marked_registry_class()
             registry._module_ref = registry.__dict__.pop("_module_ref")
-        registry.hooks[HOOK_NAME] = _marker_class()(config)
+        registry.hooks[HOOK_NAME] = marker
         _forget_children(registry)
 
 
@@ -524,36 +551,17 @@ def _unmark(registry: Any) -> None:
         del module.__dict__["_diffusers_hook"]
 
 
-def _as_diffusers_config(handle: OffloadHandle) -> Any:
-    config = handle.config
-    found = _offloading_module().GroupOffloadingConfig(
-        onload_device=config.onload_device,
-        offload_device=torch.device("cpu"),
-        offload_type=_offloading_module().GroupOffloadingType(config.offload_type.value),
-        non_blocking=config.non_blocking,
-        record_stream=config.record_stream,
-        low_cpu_mem_usage=config.low_cpu_mem_usage,
-        num_blocks_per_group=config.num_blocks_per_group,
-        offload_to_disk_path=None if config.offload_to_disk_path is None else str(config.offload_to_disk_path),
-        block_modules=None if config.block_modules is None else list(config.block_modules),
-        exclude_kwargs=list(config.exclude_kwargs),
-    )
-    found.group_offload_handle = weakref.ref(handle)
-    return found
+@dataclass(frozen=True)
+class GroupOffloadMarker:
+    """Tells diffusers that a module is group-offloaded, and to which device. Does nothing else."""
 
+    onload_device: torch.device
+    handle: weakref.ref[OffloadHandle]
 
-@cache
-def _marker_class() -> type:
-    base = _hooks_module().ModelHook
-
-    class GroupOffloadMarker(base):  # type: ignore[misc, valid-type]
-        """Tells diffusers that a module is group-offloaded, and to which device. Does nothing else."""
-
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.config = config
-
-    return GroupOffloadMarker
+    @property
+    def config(self) -> GroupOffloadMarker:
+        """A hook has diffusers' config, and of that diffusers reads the device alone."""
+        return self
 
 
 @cache
@@ -596,8 +604,8 @@ def patch_diffusers() -> None:
     Raises:
         ImportError: diffusers is not installed.
     """
-    global _restore
-    if _restore is not None:
+    global _patches
+    if _patches is not None:
         return
     try:
         import diffusers
@@ -606,51 +614,40 @@ def patch_diffusers() -> None:
     from diffusers.models.modeling_utils import ModelMixin
 
     _install_seam()
-    undo = [
-        _swap_code(_offloading_module().apply_group_offloading, _apply_trampoline, apply_group_offloading),
-        _swap_attribute(ModelMixin, "enable_group_offload", _enable_on_model),
-        _swap_attribute(ModelMixin, "disable_group_offload", remove_group_offloading),
-        _swap_attribute(diffusers.DiffusionPipeline, "enable_group_offload", _enable_on_pipeline),
-        _swap_attribute(diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload),
-        *_patch_modular(getattr(diffusers, "ModularPipeline", None)),
-    ]
-    _restore = undo
+    _patches = ExitStack()
+    _swap_code(_patches, _offloading_module().apply_group_offloading, _apply_trampoline, apply_group_offloading)
+    swap(_patches, ModelMixin, "enable_group_offload", _enable_on_model)
+    swap(_patches, ModelMixin, "disable_group_offload", remove_group_offloading)
+    modular: Any = getattr(diffusers, "ModularPipeline", None)
+    for pipelines in filter(None, (diffusers.DiffusionPipeline, modular)):
+        swap(_patches, pipelines, "enable_group_offload", _enable_on_pipeline)
+        swap(_patches, pipelines, "disable_group_offload", disable_group_offload)
+    for name in ("load_components", "update_components") if modular is not None else ():
+        swap(_patches, modular, name, _also_offloads(getattr(modular, name)))
 
 
-def _patch_modular(pipelines: type | None) -> Iterator[Callable[[], None]]:
-    """Give modular pipelines the same calls. Components that come later are offloaded as the others were.
+def _also_offloads(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of modular pipelines after which components that came are offloaded as the others were."""
 
-    Yields:
-        What undoes each step.
-    """
-    if pipelines is None:
-        return
+    @wraps(load)
+    def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(pipeline, *args, **kwargs)
+        if pipeline.__dict__.get(_ASKED) is not None:
+            enable_group_offload(pipeline)
+        return result
 
-    def also_offloads(load: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(load)
-        def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(pipeline, *args, **kwargs)
-            if pipeline.__dict__.get(_ASKED) is not None:
-                enable_group_offload(pipeline)
-            return result
-
-        return loads
-
-    yield _swap_attribute(pipelines, "enable_group_offload", _enable_on_pipeline)
-    yield _swap_attribute(pipelines, "disable_group_offload", disable_group_offload)
-    for name in ("load_components", "update_components"):
-        yield _swap_attribute(pipelines, name, also_offloads(getattr(pipelines, name)))
+    return loads
 
 
 def unpatch_diffusers() -> None:
     """Undo `patch_diffusers`. Offloaded modules stay offloaded. Does nothing if diffusers is not patched."""
-    global _restore
-    for undo in _restore or ():
-        undo()
-    _restore = None
+    global _patches
+    if _patches is not None:
+        _patches.close()
+    _patches = None
 
 
-_restore: list[Callable[[], None]] | None = None
+_patches: ExitStack | None = None
 
 
 def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -686,7 +683,7 @@ def _install_seam() -> None:
         return
 
     def apply(module: nn.Module, config: Any) -> None:
-        handle: OffloadHandle | None = getattr(config, "group_offload_handle", lambda: None)()
+        handle = config.handle() if isinstance(config, GroupOffloadMarker) else None
         if handle is not None and handle.is_active:
             _mark(handle)  # first: diffusers has taken the markers away, and `refresh` may raise (a disk is full)
             try:
@@ -701,8 +698,6 @@ def _install_seam() -> None:
                 f"{type(module).__name__}, or a part of it, is group-offloaded by group_offload already. Call "
                 f"remove_group_offloading() on the module that it was applied to first."
             )
-        elif _restore is not None:
-            _enable_on_model(module, **_options_of(config))
         else:
             before(module, config)
 
@@ -744,26 +739,8 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
-def _options_of(config: Any) -> dict[str, Any]:
-    """The arguments that diffusers' config was made from."""
-    is_block_level = config.offload_type.value == "block_level"
-    return {
-        "onload_device": config.onload_device,
-        "offload_device": config.offload_device,
-        "offload_type": config.offload_type,
-        "num_blocks_per_group": config.num_blocks_per_group if is_block_level else None,
-        "non_blocking": config.non_blocking,
-        "use_stream": config.stream is not None,
-        "record_stream": config.record_stream,
-        "low_cpu_mem_usage": config.low_cpu_mem_usage,
-        "offload_to_disk_path": config.offload_to_disk_path,
-        "block_modules": config.block_modules if is_block_level else None,
-        "exclude_kwargs": config.exclude_kwargs,
-    }
-
-
-def _swap_code(function: Any, replacement: Any, signature_of: Any) -> Callable[[], None]:
-    """Give a function the code of `replacement`, and return the undoing.
+def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: Any) -> None:
+    """Give a function the code of `replacement` until `undo` is closed.
 
     Setting the attribute of diffusers' module would not do: `from diffusers.hooks import apply_group_offloading` in another
     module, at any time before, made a name there that still leads to the old function. All these names lead to one function
@@ -771,24 +748,11 @@ def _swap_code(function: Any, replacement: Any, signature_of: Any) -> Callable[[
     exchanged, and every name runs the new code, in the globals of diffusers' module: `replacement` has to import what it
     uses. The function object stays the same, so comparisons with `is` and pickles of its name hold.
     """
-    names = ("__code__", "__defaults__", "__kwdefaults__")
-    before = [getattr(function, name) for name in names]
-    for name in names:
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        undo.callback(setattr, function, name, getattr(function, name))
         setattr(function, name, getattr(replacement, name))
+    undo.callback(delattr, function, "__wrapped__")
     function.__wrapped__ = signature_of
-
-    def undo() -> None:
-        del function.__wrapped__
-        for name, value in zip(names, before, strict=True):
-            setattr(function, name, value)
-
-    return undo
-
-
-def _swap_attribute(owner: type, name: str, value: Any) -> Callable[[], None]:
-    before = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    return lambda: delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 def _hooks_module() -> ModuleType:

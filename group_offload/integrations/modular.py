@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
@@ -85,52 +83,41 @@ def _keep_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any
 
 
 class _HearsGuiders(Listener):
-    """Notes the branches that guiders prepare for a step, while a model is offloaded that shares passes."""
-
-    def __init__(self) -> None:
-        self._handles: weakref.WeakSet[OffloadHandle] = weakref.WeakSet()
-        self._undo = ExitStack()
+    """Notes the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
 
     def applied(self, handle: OffloadHandle) -> None:
-        if not shares_passes(handle.config, handle.module) or "diffusers" not in sys.modules:
-            return
-        if not self._handles:
-            self._undo.close()
-            self._listen(importlib.import_module(_GUIDERS).BaseGuidance)
-        self._handles.add(handle)
+        if "diffusers" in sys.modules and shares_passes(handle.config, handle.module):
+            _hear(importlib.import_module(_GUIDERS).BaseGuidance)
 
-    def removed(self, handle: OffloadHandle) -> None:
-        self._handles.discard(handle)
-        if not self._handles:
-            self._undo.close()
 
-    def _listen(self, guidance: Any) -> None:
-        """Guiders make each branch by one of two methods, and none has methods of these names for itself."""
+@cache
+def _hear(guidance: Any) -> None:
+    """Guiders make each branch by one of two methods, and none has methods of these names for itself."""
 
-        def set_state(call: Callable[..., Any]) -> Any:
-            @wraps(call)
-            def begins(*args: Any, **kwargs: Any) -> Any:
-                begin_step()
-                return call(*args, **kwargs)
+    def begins(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin_step()
+        return call(*args, **kwargs)
 
-            return begins
+    def prepares(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        branch = call(*args, **kwargs)
+        announce(branch, getattr(branch, guidance._identifier_key, None))
+        return branch
 
-        def prepare(call: Callable[..., Any]) -> Any:
-            @wraps(call)
-            def prepares(*args: Any, **kwargs: Any) -> Any:
-                branch = call(*args, **kwargs)
-                announce(branch, getattr(branch, guidance._identifier_key, None))
-                return branch
+    methods = {"set_state": begins, "_prepare_batch": prepares, "_prepare_batch_from_block_state": prepares}
+    for name, around in methods.items():
+        before = guidance.__dict__.get(name)
+        if before is not None:
+            call = getattr(before, "__func__", before)
+            mine = _around(call, around)
+            setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
 
-            return prepares
 
-        methods = {"set_state": set_state, "_prepare_batch": prepare, "_prepare_batch_from_block_state": prepare}
-        for name, make in methods.items():
-            before = guidance.__dict__.get(name)
-            if before is not None:
-                mine = make(getattr(before, "__func__", before))
-                setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
-                self._undo.callback(setattr, guidance, name, before)
+def _around(call: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    return method
 
 
 LISTENERS: tuple[Listener, ...] = (_MakesRoom(), _HearsGuiders())

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..api import handle_of, offload, remove_group_offloading
+from ..api import handle_of, offload
 from ..base.system import forked_free
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError, GroupFileError, GroupOffloadError
@@ -25,20 +26,16 @@ from ..owners import add_owner
 from ..plan.budgets import describe_bytes
 from ..stores.checkpoint import FileMap
 from ..weights import plain_tensors
-from .casts import PostponedCasts, cast_now
+from .casts import PostponedCasts
 from .diffusers import (
     FILL,
     PipelineOptions,
-    PipelinePlan,
     as_excluded,
     as_options_by_model,
-    devices_of,
+    carry_out,
     models_of,
-    move_back,
-    own_models,
     plan_pipeline,
     refuse_unsupported,
-    undone_on_error,
 )
 from .quantising import Quantising, take_off_meta
 
@@ -76,6 +73,8 @@ _TAKES_DTYPE = (0, 40)
 _COMMON = tuple(field.name for field in fields(OffloadOptions))
 _FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
 _FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
+_QUANTIZERS = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "gptq": "gptqmodel", "awq": "gptqmodel"}
+"""The packages of methods that have another name."""
 _IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
 
 
@@ -143,9 +142,16 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         add_owner(offload(found, model_options, casts=casts.casts_of(found)), found)
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
-        passed = [value for value in options.values() if isinstance(value, nn.Module)]
+        models, passed = (
+            {*models_of(found).values()},
+            [each for each in options.values() if isinstance(each, nn.Module)],
+        )
         plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), given)
-        _offload_pipeline(found, pretrained_model_name_or_path, casts, plan, passed)
+        for model in models.difference(passed):
+            _refuse_missing(model, pretrained_model_name_or_path)
+        # Weights are known by their addresses, so ask for all casts before the first weight is placed.
+        casts_of = {model: casts.casts_of(model) for model in models}
+        carry_out(found, plan, casts_of, models.difference(passed))
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
@@ -183,44 +189,6 @@ def _refuse_missing(model: nn.Module, name: str | os.PathLike[str]) -> None:
         )
 
 
-def _offload_pipeline(
-    pipeline: Any,
-    name: str | os.PathLike[str],
-    casts: PostponedCasts,
-    plan: PipelinePlan,
-    passed: Sequence[nn.Module],
-) -> None:
-    """Offload a pipeline that was just loaded.
-
-    Args:
-        name: What it was loaded from.
-        passed: components that the caller gave. They are restored if this fails; all others are dropped with the pipeline,
-            and are not brought to RAM before that.
-    """
-    # Weights are known by their addresses, so ask for all casts before the first weight is placed.
-    casts_of = {
-        id(model): casts.casts_of(model) for model in (*(each.model for each in plan.offloaded), *plan.excluded)
-    }
-    kept = {id(model) for model in passed}
-    for model in models_of(pipeline).values():
-        if id(model) not in kept:
-            _refuse_missing(model, name)
-    with undone_on_error() as undo:
-        for planned in plan.offloaded:
-            model = planned.model
-            if planned.shared is not None:  # it came offloaded; the pipeline may have cast it
-                cast_now(model, casts_of[id(model)])
-                continue
-            if id(model) in kept:
-                undo.callback(remove_group_offloading, model)
-            planned.offload(casts_of[id(model)])
-        for model in plan.excluded:
-            if id(model) in kept:
-                undo.callback(move_back, devices_of(model))
-            cast_now(model, casts_of[id(model)], plan.device)
-        own_models(pipeline, plan)
-
-
 # ------------------------------------------------------------------------------------------------ loading
 
 
@@ -251,6 +219,10 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         remedy = "Save the model there again (save_pretrained), or download it again."
+        if (package := _missing_package(path)) is not None:
+            remedy = f"Its weights are quantized, which takes a package that isn't installed: pip install {package}"
+        elif isinstance(error, ImportError):
+            remedy = "Install the package that is missing."
         if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
             remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
         if isinstance(error, MemoryError):
@@ -260,6 +232,19 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         raise GroupFileError(
             f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error
+
+
+def _missing_package(folder: Path) -> str | None:
+    """The package that a quantized model needs, if it is not installed."""
+    try:
+        method = json.loads((folder / "config.json").read_bytes())["quantization_config"]["quant_method"]
+        package = _QUANTIZERS.get(method, method)
+        version(package)
+    except PackageNotFoundError:
+        return str(package)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None  # it is not quantized, or there is no such file
+    return None
 
 
 def _open(
@@ -289,7 +274,7 @@ def _load(
     casts: PostponedCasts,
     mode: AbstractContextManager[object],
 ) -> Any:
-    with _loading, _one_thread(), Quantising(casts, device).watch(), mode:
+    with _loading, _one_thread(), Quantising(casts, device), mode:
         loaded = model_class.from_pretrained(name, **options)
     for model in _models_in(loaded):
         take_off_meta(model)
@@ -297,31 +282,22 @@ def _load(
 
 
 _loading = forked_free(threading.RLock())
-"""Held while the methods of the libraries are watched."""
-_lock = forked_free(threading.RLock())
-_num_loading = 0
-_before: str | None = None
+"""Held while the methods of the libraries are watched, and the environment is changed."""
 _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Let transformers load in the calling thread: only there can casts be postponed."""
-    global _num_loading, _before
-    with _lock:
-        if not _num_loading:
-            _before = os.environ.get(_ASYNC)
-            os.environ[_ASYNC] = "1"
-        _num_loading += 1
+    before = os.environ.get(_ASYNC)
+    os.environ[_ASYNC] = "1"
     try:
         yield
     finally:
-        with _lock:
-            _num_loading -= 1
-            if not _num_loading and _before is None:
-                del os.environ[_ASYNC]
-            elif not _num_loading:
-                os.environ[_ASYNC] = _before or ""
+        if before is None:
+            del os.environ[_ASYNC]
+        else:
+            os.environ[_ASYNC] = before
 
 
 def _models_in(loaded: Any) -> list[nn.Module]:

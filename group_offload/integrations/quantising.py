@@ -15,8 +15,8 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..base.mapping import trim_heap
 from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..weights import rewrap
 from .casts import PostponedCasts
+from .patching import swap
 
 _SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
 """The classes whose `from_config` makes quantisers."""
@@ -47,75 +48,83 @@ class Quantising:
         self._device = torch.device("cpu")
         """Where the quantiser of the model that is being loaded wants its weights."""
         self._num_bytes = 0
+        self._undo = ExitStack()
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            for module_name, class_name in _SEAMS:
-                if module_name.partition(".")[0] in sys.modules:
-                    with suppress(ImportError):
-                        maker = getattr(importlib.import_module(module_name), class_name)
-                        self._patch(undo, maker, "from_config", lambda call: self._made(undo, call), kind=classmethod)
-            yield
+    def __enter__(self) -> None:
+        for module_name, class_name in _SEAMS:
+            if module_name.partition(".")[0] in sys.modules:
+                with suppress(ImportError):
+                    maker = getattr(importlib.import_module(module_name), class_name)
+                    self._watch(maker, "from_config", self._from_config, kind=classmethod)
 
-    def _made(self, undo: ExitStack, call: Callable[..., Any]) -> Callable[..., Any]:
-        def from_config(*args: Any, **kwargs: Any) -> Any:
-            quantiser = call(*args, **kwargs)
-            kind = type(quantiser)
-            self._device = torch.device("cpu")
-            self._patch(undo, kind, "update_device_map", self._update_device_map)
-            self._patch(undo, kind, "create_quantized_param", self._create)  # diffusers
-            self._patch(undo, kind, "get_quantize_ops", lambda call: self._ops(undo, call))  # transformers
-            return quantiser
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
 
-        return from_config
+    def _watch(
+        self, owner: type, name: str, instead: Callable[..., Any], *, kind: Callable[[Any], Any] = lambda method: method
+    ) -> None:
+        """Let calls of a method be `instead(method, ...)` until the end of the block. Other threads are not concerned."""
+        found = getattr(owner, name, None)
+        if found is None or getattr(found, "is_watched_by", None) is self:
+            return
+        call = getattr(found, "__func__", found)
 
-    def _update_device_map(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def update_device_map(*args: Any, **kwargs: Any) -> None:
-            """The library's choice is noted. It is told of no device, so it moves nothing there."""
-            chosen = call(*args, **kwargs)
-            chosen = (
-                next(iter(chosen.values()), "cpu") if isinstance(chosen, Mapping) else chosen and self._onload_device
-            )
-            device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen or "cpu")
-            self._device = self._onload_device if self._onload_device.type == device.type else device
+        def method(*args: Any, **kwargs: Any) -> Any:
+            is_mine = threading.get_ident() == self._thread
+            return instead(call, *args, **kwargs) if is_mine else call(*args, **kwargs)
 
-        return update_device_map
+        method.is_watched_by = self  # type: ignore[attr-defined]
+        swap(self._undo, owner, name, kind(method))
 
-    def _create(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def create(
-            quantiser: Any, model: nn.Module, value: Any, name: str, device: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            with self._casts.paused(), torch.no_grad():
-                value = self._casts.made(value)
-                if not quantiser.pre_quantized:
-                    device = self._device
-                result = call(quantiser, model, value, name, device, *args, **kwargs)
+    def _from_config(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        quantiser = call(*args, **kwargs)
+        kind = type(quantiser)
+        self._device = torch.device("cpu")
+        self._watch(kind, "update_device_map", self._update_device_map)
+        self._watch(kind, "create_quantized_param", self._create)  # diffusers
+        self._watch(kind, "get_quantize_ops", self._get_quantize_ops)  # transformers
+        return quantiser
+
+    def _update_device_map(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """The library's choice is noted. It is told of no device, so it moves nothing there."""
+        chosen = call(*args, **kwargs)
+        chosen = next(iter(chosen.values()), "cpu") if isinstance(chosen, Mapping) else chosen and self._onload_device
+        device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen or "cpu")
+        self._device = self._onload_device if self._onload_device.type == device.type else device
+
+    def _create(
+        self,
+        call: Callable[..., Any],
+        quantiser: Any,
+        model: nn.Module,
+        value: Any,
+        name: str,
+        device: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with self._casts.paused(), torch.no_grad():
+            device = device if quantiser.pre_quantized else self._device
+            result = call(quantiser, model, self._casts.made(value), name, device, *args, **kwargs)
+            self._to_ram(_owner_of(model, name))
+        return result
+
+    def _get_quantize_ops(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        operation = call(*args, **kwargs)
+        self._watch(type(operation), "convert", self._convert)
+        return operation
+
+    def _convert(
+        self, call: Callable[..., Any], operation: Any, values: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._casts.paused(), torch.no_grad():
+            made = {key: self._moved(value) for key, value in values.items()}
+            values.clear()
+            found = call(operation, made, *args, **kwargs)
+            name, model = kwargs.get("full_layer_name"), kwargs.get("model")
+            if isinstance(model, nn.Module) and isinstance(name, str):
                 self._to_ram(_owner_of(model, name))
-            return result
-
-        return create
-
-    def _ops(self, undo: ExitStack, call: Callable[..., Any]) -> Callable[..., Any]:
-        def get_quantize_ops(*args: Any, **kwargs: Any) -> Any:
-            operation = call(*args, **kwargs)
-            self._patch(undo, type(operation), "convert", self._convert)
-            return operation
-
-        return get_quantize_ops
-
-    def _convert(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def convert(operation: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            with self._casts.paused(), torch.no_grad():
-                made = {key: self._moved(value) for key, value in values.items()}
-                values.clear()
-                found = call(operation, made, *args, **kwargs)
-                name, model = kwargs.get("full_layer_name"), kwargs.get("model")
-                if isinstance(model, nn.Module) and isinstance(name, str):
-                    self._to_ram(_owner_of(model, name))
-                return {key: self._in_ram(value) for key, value in found.items()}
-
-        return convert
+            return {key: _in_ram(value) for key, value in found.items()}
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -125,47 +134,23 @@ class Quantising:
     def _to_ram(self, module: nn.Module) -> None:
         """Bring the weights of one layer to RAM."""
         for name, weight in module._parameters.items():
-            if weight is not None and weight.device.type not in ("cpu", "meta"):
-                module._parameters[name] = self._in_ram(weight)
             if weight is not None:
+                module._parameters[name] = _in_ram(weight)
                 self._num_bytes += weight.nbytes
         if self._num_bytes > _TRIM_BYTES:
             self._num_bytes = 0
             trim_heap()
 
-    def _in_ram(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._in_ram(item) for item in value]
-        if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
-            return value
-        moved = value.to("cpu")
-        if isinstance(value, nn.Parameter) and not isinstance(moved, nn.Parameter):
-            moved = nn.Parameter(moved, requires_grad=value.requires_grad)
-        return moved
 
-    def _patch(
-        self,
-        undo: ExitStack,
-        owner: type,
-        name: str,
-        make: Callable[[Callable[..., Any]], Callable[..., Any]],
-        *,
-        kind: Callable[[Any], Any] = lambda method: method,
-    ) -> None:
-        """Replace a method until the end of the block. Other threads are not concerned."""
-        before = owner.__dict__.get(name)
-        found = getattr(owner, name, None)
-        if found is None or getattr(found, "is_watched_by", None) is undo:
-            return
-        call = getattr(found, "__func__", found)
-        mine = make(call)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return (mine if threading.get_ident() == self._thread else call)(*args, **kwargs)
-
-        method.is_watched_by = undo  # type: ignore[attr-defined]
-        setattr(owner, name, kind(method))
-        undo.callback(setattr, owner, name, before) if before is not None else undo.callback(delattr, owner, name)
+def _in_ram(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_in_ram(item) for item in value]
+    if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+        return value
+    moved = value.to("cpu")
+    if isinstance(value, nn.Parameter) and not isinstance(moved, nn.Parameter):
+        moved = nn.Parameter(moved, requires_grad=value.requires_grad)
+    return moved
 
 
 def take_off_meta(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ def shares_of(
     the models that run most often for their size.
 
     Args:
-        models: The models by name. A model with two names counts once.
+        models: The models by name, each once.
         budget: RAM for the whole process, as the user gave it.
         vram: Device memory, as the user gave it. Weights that stay on the device need no RAM. Half of the budget counts as
             room for them, because activations are not known yet.
@@ -54,12 +54,9 @@ def shares_of(
     parsed: Budget | None = parse_budget(budget, "ram_budget", total_ram())
     device = parse_budget(vram, "vram_budget", sys.maxsize)
     on_device = device // 2 if isinstance(device, int) else 0
-    distinct: dict[int, str] = {}
-    for name, model in models.items():
-        distinct.setdefault(id(model), name)
     loads, in_ram, num_readers = [], 0, 0
-    for name in distinct.values():
-        in_files, anonymous, num_tensors, tables_in_ram = _bytes_of(models[name], tables)
+    for name, model in models.items():
+        in_files, anonymous, num_tensors, tables_in_ram = _bytes_of(model, tables)
         in_ram += anonymous
         must = 0 if has_folder else anonymous
         wanted = in_files + anonymous - (tables_in_ram if has_folder else must)
@@ -73,8 +70,7 @@ def shares_of(
     ram = ram_for_weights(parsed, in_ram, tuning().reading_bytes * num_readers, stay=not has_folder)
     rest = ram - sum(load.must_bytes for load in loads)
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
-    by_model = dict(zip(distinct, shares if has_device else [rest] * len(loads), strict=True))
-    return {name: by_model[id(model)] for name, model in models.items()}
+    return dict(zip(models, shares if has_device else [rest] * len(loads), strict=True))
 
 
 def put_in_order(pipeline: Any, models: Mapping[str, nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from group_offload.cli import bench as cli_bench
 from group_offload.cli import main as cli
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.cli.outline import find_models, outline_of
+from group_offload.integrations import opening
 from group_offload.plan import speeds
 
 from ..support import tiny_models
@@ -385,6 +387,52 @@ def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:
     assert "Not planned" not in run("plan", pipeline)
     (pipeline / "scheduler").rmdir()
     assert f"Not planned, because {pipeline} does not have it: scheduler." in run("plan", pipeline)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (["open_clip", "Tower"], "'open_clip' is neither diffusers nor transformers"),
+        (["diffusers", "OfLaterVersions"], "the 'diffusers' that is installed has no such model"),
+        (["diffusers", "Broken"], "cannot be imported: No module named 'flash'"),
+    ],
+    ids=lambda value: str(value[1]) if isinstance(value, list) else "",
+)
+def test_a_part_that_cannot_be_read(
+    part: list[str], reason: str, pipeline: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are planned, and it is named with the reason. A pipeline of such parts only is an error."""
+    found = type(diffusers).__getattr__
+
+    def importing(module: Any, name: str) -> Any:
+        if name == "Broken":
+            raise ImportError("No module named 'flash'")
+        return found(module, name)
+
+    monkeypatch.setattr(type(diffusers), "__getattr__", importing)
+    write_model(pipeline / "tower", num_blocks=1)
+    index = json.loads((pipeline / "model_index.json").read_text())
+    (pipeline / "model_index.json").write_text(json.dumps(index | {"tower": part}))
+    planned = plan(run, pipeline)
+    assert [model["name"] for model in planned["models"]] == ["transformer", "text_encoder"]
+    (sentence,) = (each for each in planned["sentences"] if each.startswith("Not planned: tower. "))
+    assert reason in sentence
+    assert sentence.split()[-1] in run("plan", pipeline)
+    (pipeline / "model_index.json").write_text(json.dumps({"tower": part}))
+    assert reason in run("plan", pipeline, status=2)
+
+
+def test_a_package_that_quantized_weights_need(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (model / "config.json").write_text(json.dumps(config))
+
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(opening, "version", version)
+    said = run("plan", model, status=2)
+    assert "pip install bitsandbytes" in said and "save_pretrained" not in said
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {

@@ -12,7 +12,7 @@ import torch
 from group_offload import enable_group_offload
 
 from ..support import tiny_models as tiny
-from ..support.pipelines import any_level, any_tier, tier_options
+from ..support.pipelines import any_case, tier_options
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,8 +32,7 @@ def run(pipe: Any) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["before", "after"])
-@any_level
-@any_tier
+@any_case
 def test_bits_beside_a_cache(tier: str, level: str, order: str, tmp_path: Path) -> None:
     """The cache is enabled before the models are offloaded, or after."""
     resident = tiny.flux_pipeline()

@@ -24,14 +24,13 @@ from group_offload import StateError, apply_group_offloading, enable_group_offlo
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
-from ..support.rigs import LEVELS, TIERS, run, run_onloaded
+from ..support.rigs import LEVELS, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
 
-before_or_after = pytest.mark.parametrize("order", ["before", "after"])
 TARGETS = ("to_q", "proj_out")
 
 
@@ -39,16 +38,7 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(name not in CACHES, reason="this version of diffusers has no such cache")
 
 
-CROSS = [
-    (name, tier, level, order)
-    for name in CACHES
-    for tier in TIERS
-    for level in LEVELS
-    for order in ("before", "after")
-    if name in ("first-block-flux", "sea-cosmos", "text-kv-nucleus")
-    or (order == "before") == ((level == "leaf_level") == (tier == "file"))
-]
-"""All of them for three caches, and for the others each two of tier, level and order."""
+ORDERS = [("ram", "block_level", "before"), ("file", "leaf_level", "after"), ("ram", "leaf_level", "after")]
 
 
 class Counted:
@@ -109,7 +99,8 @@ def test_the_cache_skips(name: str) -> None:
     assert not torch.equal(tree_leaves(with_lora)[0], tree_leaves(without)[0])
 
 
-@pytest.mark.parametrize(("name", "tier", "level", "order"), CROSS)
+@pytest.mark.parametrize(("tier", "level", "order"), ORDERS)
+@pytest.mark.parametrize("name", CACHES)
 def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> None:
     counted = Counted(CACHES[name])
     options = {"offload_to_disk_path": tmp_path} if tier == "file" else {}
@@ -124,20 +115,19 @@ def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> N
 
 
 @needs("mag-wan")
-@before_or_after
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "order"), [("block_level", "before"), ("leaf_level", "after")])
 def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path) -> None:
     """As in Wan 2.2, each with a cache of its own, which counts steps (diffusers #14025): two images, as resident."""
 
-    def images(offloaded: bool) -> list[torch.Tensor]:
+    def images(is_offloaded: bool) -> list[torch.Tensor]:
         pipe = tiny.wan_pipeline()
         models = pipe.transformer, pipe.transformer_2
-        if offloaded and order == "after":
-            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
-        for model in models:
-            model.enable_cache(mag(Clock()))
-        if offloaded and order == "before":
-            enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
+        for when in ("after", "cache", "before"):
+            if when == "cache":
+                for model in models:
+                    model.enable_cache(mag(Clock()))
+            elif is_offloaded and order == when:
+                enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
         pipe.to(tiny.device())
         calls = [0, 0]
 
@@ -157,16 +147,15 @@ def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path
 def test_a_context_that_is_older_than_the_cache(offload_first: bool) -> None:
     """A context makes diffusers keep a list of registries, and offloading makes registries (Flow-Factory #196)."""
     case = CACHES["first-block-flux"]
-    counted = Counted(case)
-    if offload_first:
-        handle = apply_group_offloading(counted.model, tiny.device())
-    counted.steps(0, 1)
-    if not offload_first:
-        handle = apply_group_offloading(counted.model, tiny.device())
-    apply_first_block_cache(counted.model, case.config(counted.clock))  # enable_cache would tell the registries
+    counted, other = Counted(case), Counted(case)
+    for is_now in (True, False):
+        if is_now == offload_first:
+            handle = apply_group_offloading(counted.model, tiny.device())
+        if is_now:
+            counted.steps(0, 1)
+    for each in (counted, other):
+        apply_first_block_cache(each.model, case.config(each.clock))  # enable_cache would tell the registries
     outputs = counted.steps()
-    other = Counted(case)
-    apply_first_block_cache(other.model, case.config(other.clock))
     assert_same(outputs, other.steps())
     handle.remove()
     counted.model.to(tiny.device())
@@ -290,16 +279,13 @@ def test_a_block_that_raises_beside_a_cache() -> None:
 def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
-    case = CACHES["mag-flux"]
+    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *_, **__: replace(KNOWN_SPEEDS, h2d=2))
     model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
-    budget = sum(weight.nbytes for weight in model.parameters())
+    budget, resident = sum(weight.nbytes for weight in model.parameters()), []
     with use_simulated_device(SimulatedDevice(0, "random")) as device:
         handle = apply_group_offloading(model, "cpu", offload_type=level, vram_budget=budget)
-        resident = []
         for each in (model, reference):
-            each.enable_cache(case.config(Clock()))
+            each.enable_cache(CACHES["mag-flux"].config(Clock()))
         for step in range(3 * NUM_STEPS):
             given = flux_inputs(step % NUM_STEPS)
             inputs = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}

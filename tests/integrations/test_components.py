@@ -25,9 +25,7 @@ from group_offload import (
     from_pretrained,
     handle_of,
     handles_of,
-    patch_diffusers,
     remove_group_offloading,
-    unpatch_diffusers,
 )
 from group_offload.integrations import diffusers as integration
 from group_offload.plan.budgets import AUTO
@@ -44,9 +42,12 @@ class Kind:
     """A pipeline, another one with the same components, and an image."""
 
     def __init__(self, name: str) -> None:
-        self.is_modular = name == "modular"
+        self.is_modular = name == "modular and patched"
         self.make: Callable[[], Any] = modular_pipeline if self.is_modular else tiny.flux_pipeline
         self.run: Callable[[Any], torch.Tensor] = run_modular if self.is_modular else tiny.run
+
+    def enable(self, pipe: Any, **options: Any) -> Any:
+        return pipe.enable_group_offload(**options) if self.is_modular else enable_group_offload(pipe, **options)
 
     def other(self, pipe: Any) -> Any:
         if self.is_modular:
@@ -61,19 +62,11 @@ class Kind:
         return self.run(pipe)
 
 
-@pytest.fixture(params=["classic", "modular"])
+@pytest.fixture(params=["classic", "modular and patched"])
 def kind(request: pytest.FixtureRequest) -> Kind:
+    if request.param != "classic":
+        request.getfixturevalue("patched")
     return Kind(request.param)
-
-
-@pytest.fixture(params=["function", "patched"])
-def enable(request: pytest.FixtureRequest) -> Any:
-    if request.param == "function":
-        yield enable_group_offload
-        return
-    patch_diffusers()
-    yield lambda pipe, **options: pipe.enable_group_offload(**options)
-    unpatch_diffusers()
 
 
 by_whom = pytest.mark.parametrize("by", ["this pipeline", "another pipeline"])
@@ -84,13 +77,11 @@ by_whom = pytest.mark.parametrize("by", ["this pipeline", "another pipeline"])
 
 @pytest.mark.parametrize("given", [{}, LEAVES, {"exclude_modules": ["tokenizer"], **LEAVES}], ids=str)
 @by_whom
-def test_no_option_or_the_same_ones_share(
-    given: dict[str, Any], by: str, kind: Kind, enable: Any, device: torch.device
-) -> None:
+def test_no_option_or_the_same_ones_share(given: dict[str, Any], by: str, kind: Kind, device: torch.device) -> None:
     pipe = kind.make()
-    handles = enable(pipe, onload_device=device, **LEAVES)
+    handles = kind.enable(pipe, onload_device=device, **LEAVES)
     again = pipe if by == "this pipeline" else kind.other(pipe)
-    assert handles and enable(again, onload_device=device, **given) == handles
+    assert handles and kind.enable(again, onload_device=device, **given) == handles
     for each in (again, pipe):
         assert torch.equal(kind.run(each), kind.expected(device))
 
@@ -107,31 +98,31 @@ def test_no_option_or_the_same_ones_share(
 )
 @by_whom
 def test_other_options_raise_and_change_nothing(
-    given: dict[str, Any], named: str, by: str, kind: Kind, enable: Any, device: torch.device
+    given: dict[str, Any], named: str, by: str, kind: Kind, device: torch.device
 ) -> None:
     pipe = kind.make()
-    handles = enable(pipe, onload_device=device, **LEAVES)
+    handles = kind.enable(pipe, onload_device=device, **LEAVES)
     again, undo = pipe, r".*disable_group_offload\(pipe\) first"
     if by == "another pipeline":
         again, undo = kind.other(pipe), rf".*disable_group_offload\(\) on the other {type(pipe).__name__} first"
     with pytest.raises(StateError, match=named) as error:
-        enable(again, **given)
+        kind.enable(again, **given)
     error.match(undo)
     assert handles_of(pipe) == handles
     if "model_options" in given:  # what the message says helps
         disable_group_offload(pipe)
-        enable(again, onload_device=device, **given)
+        kind.enable(again, onload_device=device, **given)
         assert handles_of(again)["vae"].config.offload_type == "block_level"
 
 
 @pytest.mark.parametrize("last", ["the first", "the second"])
 def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
-    last: str, kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+    last: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = kind.make()
-    handles = enable(first, onload_device=device)
+    handles = kind.enable(first, onload_device=device)
     second = kind.other(first)
-    enable(second)
+    kind.enable(second)
     gone, kept = (second, first) if last == "the first" else (first, second)
     disable_group_offload(gone)
     assert (
@@ -192,14 +183,14 @@ def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, d
 
 
 @pytest.mark.parametrize("call", ["handle", "function"])
-def test_a_model_that_is_restored_alone_is_so_for_all(call: str, kind: Kind, enable: Any, device: torch.device) -> None:
+def test_a_model_that_is_restored_alone_is_so_for_all(call: str, kind: Kind, device: torch.device) -> None:
     first = kind.make()
-    handles = enable(first, onload_device=device, **LEAVES)
+    handles = kind.enable(first, onload_device=device, **LEAVES)
     second = kind.other(first)
-    enable(second)
+    kind.enable(second)
     handles["vae"].remove() if call == "handle" else remove_group_offloading(first.vae)
     assert "vae" not in handles_of(second)
-    again = enable(second)
+    again = kind.enable(second)
     assert again["vae"] is not handles["vae"] and again["transformer"] is handles["transformer"]
     assert torch.equal(kind.run(first), kind.expected(device))
 
@@ -207,43 +198,20 @@ def test_a_model_that_is_restored_alone_is_so_for_all(call: str, kind: Kind, ena
 # ---------------------------------------------------------------- offloaded by a call of its own
 
 
-def test_options_of_a_models_own_call_win(
-    kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_of_a_models_own_call_win(kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     pipe = kind.make()
     handle = apply_group_offloading(pipe.transformer, device, **LEAVES)
-    assert enable(pipe, onload_device=device, **BLOCKS)["transformer"] is handle
+    assert kind.enable(pipe, onload_device=device, **BLOCKS)["transformer"] is handle
     with pytest.raises(StateError, match=r"^transformer .*remove_group_offloading\(pipe\.transformer\)"):
-        enable(pipe, model_options={"transformer": BLOCKS})
+        kind.enable(pipe, model_options={"transformer": BLOCKS})
     assert torch.equal(kind.run(pipe), kind.expected(device))
     disable_group_offload(pipe)
     assert handles_of(pipe) == {"transformer": handle}
     assert "To restore it, call remove_group_offloading(pipe.transformer)" in caplog.text
-    assert enable(pipe, onload_device=device, exclude_modules="transformer").keys() == models_of(pipe).keys() - {
+    assert kind.enable(pipe, onload_device=device, exclude_modules="transformer").keys() == models_of(pipe).keys() - {
         "transformer"
     }
     assert handle.is_active
-
-
-@pytest.mark.parametrize("first", ["function", "model", "pipeline"])
-@pytest.mark.parametrize("second", ["function", "model"])
-def test_applying_twice(first: str, second: str, device: torch.device, patched: None) -> None:
-    pipe = tiny.flux_pipeline()
-    ways: dict[str, Callable[..., Any]] = {
-        "function": lambda *args, **options: apply_group_offloading(pipe.transformer, *args, **options),
-        "model": lambda *args, **options: pipe.transformer.enable_group_offload(*args, **options),
-        "pipeline": pipe.enable_group_offload,
-    }
-    ways[first](device)
-    handle = handle_of(pipe.transformer)
-    assert ways[second]() is ways[second](device) is handle
-    undo = r"remove_group_offloading\(model\)" if first != "pipeline" else r"disable_group_offload\(\) on the FluxPipe"
-    with pytest.raises(StateError, match=rf"^FluxTransformer2DModel is already offloaded.*{undo}"):
-        ways[second](**LEAVES)
-    for part in (pipe.transformer.transformer_blocks[0], torch.nn.Sequential(pipe.transformer)):
-        with pytest.raises(StateError, match="already offloaded"):
-            apply_group_offloading(part, device)
-    assert torch.equal(tiny.run(pipe.to(device)), tiny.run(tiny.flux_pipeline().to(device)))
 
 
 @pytest.mark.parametrize(("given", "shown"), [("1GiB", "1 GiB"), ("auto", "auto")])
@@ -254,15 +222,15 @@ def test_a_budget_is_shown_as_it_is_given(given: str, shown: str, device: torch.
         apply_group_offloading(model, ram_budget="2GiB")
 
 
-def test_a_part_that_is_offloaded_is_named(kind: Kind, enable: Any, device: torch.device) -> None:
+def test_a_part_that_is_offloaded_is_named(kind: Kind, device: torch.device) -> None:
     pipe = kind.make()
     block = pipe.transformer.transformer_blocks[0]
     handle = apply_group_offloading(block, device)
     with pytest.raises(StateError, match=r"remove_group_offloading\(\) on model\.transformer_blocks\.0"):
-        enable(pipe, onload_device=device)
+        kind.enable(pipe, onload_device=device)
     assert not handles_of(pipe) and handle.is_active
     remove_group_offloading(block)
-    enable(pipe, onload_device=device)
+    kind.enable(pipe, onload_device=device)
     with pytest.raises(StateError, match="as a part of another module"):
         enable_group_offload(SimpleNamespace(components={"block": block}), onload_device=device)
 
@@ -271,35 +239,35 @@ def test_a_part_that_is_offloaded_is_named(kind: Kind, enable: Any, device: torc
 
 
 @pytest.mark.parametrize("change", ["added", "replaced"])
-def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, enable: Any, device: torch.device) -> None:
+def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, device: torch.device) -> None:
     """As the others were. Excluded models stay excluded, until the call says otherwise."""
     pipe = kind.make()
     vae = pipe.vae
     if change == "added":
         pipe.vae = None
-    first = enable(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
+    first = kind.enable(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
     pipe.vae = vae if change == "added" else kind.make().vae
-    handles = enable(pipe)
+    handles = kind.enable(pipe)
     assert handles.keys() == models_of(pipe).keys() - {"text_encoder"}
     assert handles["transformer"] is first["transformer"] and handles["vae"].config.offload_type == "leaf_level"
     assert torch.equal(kind.run(pipe), kind.expected(device))
-    assert enable(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
+    assert kind.enable(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
 
 
 @pytest.mark.parametrize("options", [{"exclude_modules": "vae"}, {"model_options": {"vae": LEAVES}}], ids=str)
 @by_whom
 def test_options_of_the_last_call_do_not_count_for_what_is_offloaded(
-    options: dict[str, Any], by: str, kind: Kind, enable: Any, device: torch.device
+    options: dict[str, Any], by: str, kind: Kind, device: torch.device
 ) -> None:
     pipe, other = kind.make(), kind.make()
-    enable(pipe, onload_device=device, **options)
+    kind.enable(pipe, onload_device=device, **options)
     if by == "this pipeline":
         pipe.vae = kind.make().vae
         handle = apply_group_offloading(pipe.vae, device)
     else:
-        handle = enable(other, onload_device=device)["vae"]
+        handle = kind.enable(other, onload_device=device)["vae"]
         pipe.vae = other.vae
-    assert enable(pipe)["vae"] is handle
+    assert kind.enable(pipe)["vae"] is handle
     disable_group_offload(other)
     assert torch.equal(kind.run(pipe), kind.expected(device))
 
@@ -324,7 +292,7 @@ def test_a_model_that_was_added_and_left_on_the_cpu_is_named_once(
 @pytest.mark.parametrize("how", ["None", "meta"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_was_given_up_is_forgotten(
-    how: str, when: str, kind: Kind, enable: Any, device: torch.device, caplog: pytest.LogCaptureFixture
+    how: str, when: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     def give_up() -> None:
         if how == "meta":
@@ -334,9 +302,9 @@ def test_what_was_given_up_is_forgotten(
 
     pipe = kind.make()
     if when == "after":
-        enable(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
+        kind.enable(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
     give_up()
-    assert enable(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
+    assert kind.enable(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
     disable_group_offload(pipe)
     assert not handles_of(pipe) and not caplog.text
 
@@ -369,15 +337,6 @@ def test_a_cast_of_a_pipeline_says_what_it_left(
     expected = kind.make()
     expected.to(device, torch.bfloat16)
     assert torch.equal(kind.run(pipe), kind.run(expected))
-
-
-def test_moving_a_pipeline_leaves_offloaded_models(kind: Kind, enable: Any, device: torch.device) -> None:
-    pipe = kind.make()
-    handles = enable(pipe, onload_device=device)
-    pipe.to(device)
-    assert {weight.device.type for model in models_of(pipe).values() for weight in model.parameters()} == {"cpu"}
-    assert enable(pipe) == handles
-    assert torch.equal(kind.run(pipe), kind.expected(device))
 
 
 # ---------------------------------------------------------------- device memory that nobody gave
@@ -413,7 +372,7 @@ def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: 
         remove_group_offloading(model)
 
 
-def test_who_takes_the_least_memory_by_itself() -> None:
+def test_who_takes_the_least_memory_by_itself(patched: None) -> None:
     with use_simulated_device(SimulatedDevice(0, "lazy")):
         pipe = tiny.flux_pipeline()
         given = {"vae": {"low_cpu_mem_usage": True}, "text_encoder": {"vram_budget": None}}
@@ -427,11 +386,7 @@ def test_who_takes_the_least_memory_by_itself() -> None:
         assert set(_budgets(enable_group_offload(pipe, exclude_modules="vae")).values()) == {None, AUTO}
         disable_group_offload(pipe)
         remove_group_offloading(pipe.transformer)
-        patch_diffusers()
-        try:
-            assert set(_budgets(pipe.enable_group_offload()).values()) == {None}
-        finally:
-            unpatch_diffusers()
+        assert set(_budgets(pipe.enable_group_offload()).values()) == {None}
         disable_group_offload(pipe)
     assert set(_budgets(enable_group_offload(pipe, onload_device="cpu")).values()) == {None}
     disable_group_offload(pipe)

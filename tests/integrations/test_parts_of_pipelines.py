@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderTiny
 from torch import nn
 
 from group_offload import apply_group_offloading, enable_group_offload
 
 from ..support import tiny_models as tiny
-from ..support.pipelines import any_level, any_tier, tier_options
+from ..support.pipelines import any_case, any_level, any_tier, tier_options
 
 # ---------------------------------------------------------------- parts of a model
 
 
-@pytest.fixture
-def tiled() -> Any:
-    def switch(vae: nn.Module) -> None:
-        if isinstance(vae, diffusers.AutoencoderKLWan):
-            vae.enable_tiling(16, 16, 8, 8)
-        else:
-            vae.enable_tiling()
-            vae.tile_sample_min_size, vae.tile_latent_min_size = 8, 4
-
-    return switch
+def tiled(vae: Any) -> None:
+    if isinstance(vae, diffusers.AutoencoderKLWan):
+        vae.enable_tiling(16, 16, 8, 8)
+    else:
+        vae.enable_tiling()
+        vae.tile_sample_min_size, vae.tile_latent_min_size = 8, 4
 
 
-@pytest.mark.parametrize("name", ["kl", "sd_kl", "wan_kl"])
-@any_tier
-@any_level
+def no_blocks() -> Any:
+    """An autoencoder that does not say where its blocks are."""
+    model = tiny.sd_kl()
+    model.__class__ = type("PlainKL", (diffusers.AutoencoderKL,), {"_group_offload_block_modules": None})
+    return model
+
+
+VAES = {"kl": tiny.kl, "sd_kl": tiny.sd_kl, "wan_kl": tiny.wan_kl, "no blocks": no_blocks}
+
+
+@pytest.mark.parametrize("name", VAES)
+@any_case
 @pytest.mark.parametrize("mode", ["plain", "sliced", "tiled"])
 def test_vae_without_its_forward(
-    name: str, tier: str, level: str, mode: str, device: torch.device, tmp_path: Path, tiled: Any
+    name: str, tier: str, level: str, mode: str, device: torch.device, tmp_path: Path
 ) -> None:
-    make, inputs = tiny.MODELS[name]
-    sample = tiny.randn(1, 3, 5, 32, 24) if name == "wan_kl" else inputs()["sample"]
-    reference, model = make().to(device), make()
+    sample = tiny.randn(1, 3, 5, 32, 24) if name == "wan_kl" else tiny.kl_inputs()["sample"]
+    reference, model = VAES[name]().to(device), VAES[name]()
     for vae in (reference, model):
         if mode == "sliced":
             vae.enable_slicing()
@@ -53,72 +57,17 @@ def test_vae_without_its_forward(
             expected = reference.encode(sample).latent_dist.mean
             found = model.encode(sample).latent_dist.mean
             assert torch.equal(found, expected)
+            before = sum(handle.stats().bytes_onloaded.values())
             assert torch.equal(model.decode(found).sample, reference.decode(expected).sample)
-    assert handle.stats().passes > 0
+            decoded = sum(handle.stats().bytes_onloaded.values()) - before
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+    if (
+        tier == "disk" and mode == "plain" and name != "wan_kl"
+    ):  # which decodes each frame: the encoder stays where it is
+        assert 0 < decoded < sum(tensor.nbytes for tensor in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["kl", "sd_kl", "wan_kl"])
-def test_decoding_alone_does_not_onload_the_encoder(name: str, device: torch.device, tmp_path: Path) -> None:
-    make, inputs = tiny.MODELS[name]
-    reference, model = make().to(device), make()
-    with torch.no_grad():
-        latents = reference.encode(inputs()["sample"]).latent_dist.mean
-        expected = reference.decode(latents).sample
-        handle = apply_group_offloading(model, device, offload_to_disk_path=tmp_path)
-        assert torch.equal(model.decode(latents).sample, expected)
-    decoder = sum(t.numel() * t.element_size() for t in model.decoder.parameters())
-    total = sum(t.numel() * t.element_size() for t in model.parameters())
-    onloaded = sum(handle.stats().bytes_onloaded.values())
-    assert 0 < onloaded < total * 2
-    assert handle.stats().peak_device_bytes < total
-    assert decoder < total
-
-
-class PlainKL(diffusers.AutoencoderKL):
-    """An autoencoder that does not say where its blocks are."""
-
-    _group_offload_block_modules = None
-
-
-def tiny_taesd() -> AutoencoderTiny:
-    return tiny.seeded(
-        0,
-        lambda: AutoencoderTiny(
-            in_channels=3,
-            out_channels=3,
-            encoder_block_out_channels=(8, 8),
-            decoder_block_out_channels=(8, 8),
-            num_encoder_blocks=(1, 1),
-            num_decoder_blocks=(1, 1),
-            latent_channels=4,
-        ),
-    )
-
-
-def plain_kl() -> PlainKL:
-    model = tiny.sd_kl()
-    model.__class__ = PlainKL
-    return model
-
-
-@pytest.mark.parametrize("make", [plain_kl, tiny_taesd])
-@any_tier
-@any_level
-def test_vae_that_names_no_blocks(make: Any, tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
-    reference, model = make().to(device), make()
-    sample = tiny.randn(1, 3, 16, 16)
-    apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
-    with torch.no_grad():
-        for _ in range(2):
-            latents = [vae.encode(sample, return_dict=False)[0] for vae in (reference, model)]
-            latents = [found if isinstance(found, torch.Tensor) else found.mode() for found in latents]
-            assert torch.equal(*latents)
-            images = [vae.decode(latents[0], return_dict=False)[0] for vae in (reference, model)]
-            assert torch.equal(*images)
-
-
-def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path, tiled: Any) -> None:
+def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path) -> None:
     reference, pipe = tiny.sd_pipeline().to(device), tiny.sd_pipeline()
     tiled(reference.vae)
     expected = tiny.run(reference)
@@ -128,7 +77,7 @@ def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path, t
 
 
 @any_level
-def test_tiles_and_slices_come_and_go(level: str, device: torch.device, tiled: Any) -> None:
+def test_tiles_and_slices_come_and_go(level: str, device: torch.device) -> None:
     """Between the calls of an offloaded VAE, and with the bits of the resident one each time."""
     reference, model = tiny.sd_kl().to(device), tiny.sd_kl()
     apply_group_offloading(model, device, offload_type=level)
@@ -143,7 +92,7 @@ def test_tiles_and_slices_come_and_go(level: str, device: torch.device, tiled: A
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_tiles_of_a_pipeline_read_each_group_once(tmp_path: Path, tiled: Any, device: torch.device) -> None:
+def test_tiles_of_a_pipeline_read_each_group_once(tmp_path: Path, device: torch.device) -> None:
     """The slots of the UNet hold the decoder: no tile after the first ones reads it again."""
     pipe = tiny.sd_pipeline()
     handle = enable_group_offload(pipe, onload_device=device, offload_to_disk_path=tmp_path)["vae"]
@@ -171,19 +120,15 @@ def test_text_encoders_are_cut_into_blocks(
     handle = apply_group_offloading(model, device, **tier_options(tier, tmp_path))
     for _ in range(2):
         assert torch.equal(tiny.call(model, inputs()), resident_calls[name])
-    blocks = [group for group in handle.groups if group.num_bytes]
-    total = sum(group.num_bytes for group in blocks)
-    assert len(blocks) > 3
-    assert handle.stats().peak_device_bytes < total * 0.75
+    assert sum(group.num_bytes > 0 for group in handle.groups) > 3
 
 
-@pytest.mark.parametrize("name", ["clip", "t5"])
-def test_a_large_text_encoder_takes_a_fraction_of_its_size(name: str, device: torch.device) -> None:
-    model = tiny.t5(num_layers=16) if name == "t5" else tiny.clip(num_hidden_layers=16)
+@pytest.mark.parametrize("make", [lambda: tiny.clip(num_hidden_layers=16), lambda: tiny.t5(num_layers=16)])
+def test_a_large_text_encoder_takes_a_fraction_of_its_size(make: Callable[[], nn.Module], device: torch.device) -> None:
+    model = make()
     handle = apply_group_offloading(model, device)
     tiny.call(model, tiny.tokens())
-    total = sum(group.num_bytes for group in handle.groups)
-    assert handle.stats().peak_device_bytes < total / 4
+    assert handle.stats().peak_device_bytes < sum(group.num_bytes for group in handle.groups) / 4
 
 
 # ---------------------------------------------------------------- weights that others read
@@ -220,15 +165,12 @@ def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_p
             assert torch.equal(model.bn.running_mean, reference.bn.running_mean.cpu())
 
 
-@any_tier
-@any_level
+@any_case
 def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
     """Two models in turns in each step, one of them with and without what the other one gives."""
-    inputs = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in tiny.unet_inputs().items()
-    }
-    condition = tiny.randn(inputs["sample"].shape[0], 3, 8 * inputs["sample"].shape[2], 8 * inputs["sample"].shape[3])
+    inputs = {name: each.to(device) if torch.is_tensor(each) else each for name, each in tiny.unet_inputs().items()}
+    batch, _, height, width = inputs["sample"].shape
+    condition = tiny.randn(batch, 3, 8 * height, 8 * width)
 
     def step(unet: Any, control: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -236,14 +178,12 @@ def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: P
             guided = unet(**inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid)
             return guided[0] - unet(**inputs)[0]
 
-    def make() -> tuple[Any, Any]:
+    def make() -> list[Any]:
         unet = tiny.unet()
-        return unet, tiny.seeded(
-            1, lambda: diffusers.ControlNetModel.from_unet(unet, load_weights_from_unet=False)
-        ).eval()
+        control = tiny.seeded(1, lambda: diffusers.ControlNetModel.from_unet(unet, load_weights_from_unet=False))
+        return [unet, control.eval()]
 
-    resident = [model.to(device) for model in make()]
-    offloaded = make()
+    resident, offloaded = [model.to(device) for model in make()], make()
     for name, model in zip(("unet", "control"), offloaded, strict=True):
         apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / name))
     for _ in range(3):

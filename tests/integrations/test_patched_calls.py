@@ -10,8 +10,8 @@ from typing import Any
 import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
+import torch
 import torch._dynamo.testing
-from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading as imported_before_patching
 from diffusers.models.modeling_utils import ModelMixin
 
@@ -25,7 +25,9 @@ from group_offload import (
 )
 
 from ..support import tiny_models as tiny
-from ..support.pipelines import PIPELINES, any_level, any_model, any_pipeline, any_tier, models_of, tier_options
+from ..support.pipelines import PIPELINES, any_case, any_pipeline, models_of, tier_options
+
+CPU = torch.device("cpu")
 
 # ---------------------------------------------------------------- patched calls
 
@@ -44,8 +46,7 @@ def test_patched_pipeline_without_arguments(
     assert torch.equal(tiny.run(pipe.to(tiny.device())), resident_outputs[kind])
 
 
-@any_level
-@any_tier
+@any_case
 def test_patched_pipeline_with_diffusers_arguments(
     level: str,
     tier: str,
@@ -55,158 +56,91 @@ def test_patched_pipeline_with_diffusers_arguments(
     resident_outputs: dict[str, torch.Tensor],
 ) -> None:
     pipe = tiny.flux_pipeline()
-    pipe.enable_group_offload(
-        device,
-        torch.device("cpu"),
-        level,
-        1 if level == "block_level" else None,
-        False,
-        False,
-        False,
-        False,
-        str(tmp_path) if tier == "disk" else None,
-        "vae",
-    )
+    count, folder = (1, None) if level == "block_level" else (None, str(tmp_path))
+    pipe.enable_group_offload(device, CPU, level, count, False, False, False, False, folder, "vae")
     assert not stock._is_group_offload_enabled(pipe.vae)
     for _ in range(2):
         assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
     assert any(tmp_path.iterdir()) == (tier == "disk")
 
 
-@any_model
-def test_patched_model_without_arguments(
-    name: str, patched: None, device: torch.device, resident_calls: dict[str, torch.Tensor]
-) -> None:
-    make, inputs = tiny.MODELS[name]
-    model = make()
-    handle = imported_before_patching(model) if name in ("clip", "t5") else model.enable_group_offload()
-    assert isinstance(handle, OffloadHandle)
-    assert handle.config.onload_device == device
-    assert torch.equal(tiny.call(model, inputs()), resident_calls[name])
-    assert handle.stats().passes > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"onload_device": "cpu"},
-        {"onload_device": torch.device("cpu"), "offload_type": "leaf_level"},
+        {"onload_device": CPU, "offload_type": "leaf_level"},
         {
-            "onload_device": torch.device("cpu"),
-            "offload_device": torch.device("cpu"),
+            "onload_device": CPU,
+            "offload_device": CPU,
             "offload_type": stock.GroupOffloadingType.BLOCK_LEVEL,
             "num_blocks_per_group": 2,
             "block_modules": ["transformer_blocks"],
             "exclude_kwargs": ["joint_attention_kwargs"],
         },
     ],
-    ids=["none", "device", "leaf", "all"],
+    ids=["none", "leaf", "all"],
 )
 def test_a_name_imported_before_patching(options: dict[str, Any], patched: None) -> None:
-    on_cpu = options and tiny.device().type != "cpu"
-    if on_cpu:
+    if options and tiny.device().type != "cpu":
         pytest.skip("the inputs are on the accelerator")
     model = tiny.flux_transformer()
     expected = tiny.call(tiny.flux_transformer().to(tiny.device()), tiny.flux_inputs())
     handle = imported_before_patching(model, **options)
     assert isinstance(handle, OffloadHandle)
+    assert model.enable_group_offload(**options) is handle
     assert diffusers.hooks.apply_group_offloading is imported_before_patching
     assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
     assert handle.stats().passes > 0
 
 
-def test_patched_signatures_accept_no_arguments(patched: None) -> None:
-    for call in (
-        imported_before_patching,
-        ModelMixin.enable_group_offload,
-        diffusers.DiffusionPipeline.enable_group_offload,
-    ):
-        first = [p for name, p in inspect.signature(call).parameters.items() if name == "onload_device"]
-        assert first[0].default is None
-
-
 def state_of_diffusers() -> dict[str, Any]:
     apply = imported_before_patching
     names = ("enable_group_offload", "disable_group_offload")
+    owners = (ModelMixin, diffusers.DiffusionPipeline, diffusers.ModularPipeline)
     return {
-        "code": apply.__code__,
-        "defaults": apply.__defaults__,
-        "kwdefaults": apply.__kwdefaults__,
-        "annotations": dict(apply.__annotations__),
-        "doc": apply.__doc__,
-        "name": (apply.__name__, apply.__qualname__, apply.__module__),
-        "signature": inspect.signature(apply),
-        "model": {name: ModelMixin.__dict__.get(name) for name in names},
-        "pipeline": {name: diffusers.DiffusionPipeline.__dict__.get(name) for name in names},
-        "has": [hasattr(owner, name) for owner in (ModelMixin, diffusers.DiffusionPipeline) for name in names],
+        "function": [apply.__code__, apply.__defaults__, apply.__kwdefaults__, dict(apply.__annotations__)],
+        "names": [apply.__doc__, apply.__name__, apply.__qualname__, apply.__module__, inspect.signature(apply)],
+        "methods": [owner.__dict__.get(name) for owner in owners for name in (*names, "load_components")],
+        "has": [hasattr(owner, name) for owner in owners for name in names],
     }
 
 
-def test_unpatch_restores_diffusers(device: torch.device) -> None:
+def test_unpatch_restores_diffusers(device: torch.device, resident_outputs: dict[str, torch.Tensor]) -> None:
     before = state_of_diffusers()
     patch_diffusers()
     patch_diffusers()
-    assert state_of_diffusers() != before
-    unpatch_diffusers()
-    assert state_of_diffusers() == before
-    unpatch_diffusers()
-    assert state_of_diffusers() == before
-
-    with pytest.raises(TypeError):
-        imported_before_patching(tiny.flux_transformer())
-    with pytest.raises(TypeError):
-        tiny.flux_transformer().enable_group_offload()
-    with pytest.raises(TypeError):
-        tiny.flux_pipeline().enable_group_offload()
-    model = tiny.flux_transformer()
-    assert model.enable_group_offload(device, num_blocks_per_group=1) is None
-    assert isinstance(stock._get_top_level_group_offload_hook(model), stock.GroupOffloadingHook)
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-    pipe = tiny.flux_pipeline()
-    pipe.enable_group_offload(device, num_blocks_per_group=1)
-    assert isinstance(stock._get_top_level_group_offload_hook(pipe.vae), stock.GroupOffloadingHook)
-
-
-def test_what_is_offloaded_stays_so_after_unpatching(
-    device: torch.device, resident_outputs: dict[str, torch.Tensor]
-) -> None:
-    patch_diffusers()
     try:
+        assert state_of_diffusers() != before
+        for call in (imported_before_patching, ModelMixin.enable_group_offload):
+            assert inspect.signature(call).parameters["onload_device"].default is None
         pipe = tiny.flux_pipeline()
         handles = pipe.enable_group_offload(device)
     finally:
         unpatch_diffusers()
-    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-    assert handles["transformer"].stats().passes > 0
-    stock._maybe_remove_and_reapply_group_offloading(pipe.transformer)  # as LoRA loading does
-    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-    assert handles["transformer"].is_active
+    assert state_of_diffusers() == before
+    unpatch_diffusers()
+    assert state_of_diffusers() == before
+    for call in (imported_before_patching, ModelMixin.enable_group_offload):
+        with pytest.raises(TypeError):
+            call(tiny.flux_transformer())
+    model = tiny.flux_transformer()
+    assert model.enable_group_offload(device, num_blocks_per_group=1) is None
+    assert isinstance(stock._get_top_level_group_offload_hook(model), stock.GroupOffloadingHook)
+    # What is offloaded stays so.
+    for _ in range(2):
+        assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+        stock._maybe_remove_and_reapply_group_offloading(pipe.transformer)  # as LoRA loading does
+    assert handles["transformer"].is_active and handles["transformer"].stats().passes > 0
     disable_group_offload(pipe)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-def test_models_that_do_not_support_it(device: torch.device, patched: None) -> None:
-    class Whole(FluxTransformer2DModel):
-        _supports_group_offloading = False
-
-    model = Whole(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=[4, 4, 8],
-    )
-    with pytest.raises(ValueError, match="support group offloading"):
-        model.enable_group_offload(device)
+def test_models_that_do_not_support_it(device: torch.device, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny.flux_pipeline()
-    pipe.register_modules(transformer=model)
-    with pytest.raises(ModuleError, match="exclude_modules"):
-        pipe.enable_group_offload(device)
+    monkeypatch.setattr(type(pipe.transformer), "_supports_group_offloading", False)
+    for each in (pipe.transformer, pipe):
+        with pytest.raises(ModuleError, match=r"support group offloading .*exclude_modules"):
+            each.enable_group_offload(device)
     assert not any(stock._is_group_offload_enabled(part) for part in models_of(pipe).values())
 
 
@@ -223,8 +157,7 @@ def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
     return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
 
 
-@any_tier
-@any_level
+@any_case
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
 def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
     """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""

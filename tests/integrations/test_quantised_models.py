@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from diffusers import FluxTransformer2DModel
 from torch import nn
 from transformers import T5Config, T5EncoderModel
@@ -56,69 +58,43 @@ def output_of(model: nn.Module) -> Any:
     return run(model, **inputs_of(type(model)))[0]
 
 
-def _torchao(
-    library: str, name: str, where: str = "torchao.quantization", weight_dtype: torch.dtype | None = None
-) -> Callable[[], Any]:
-    def config() -> Any:
-        from importlib import import_module
-
-        options = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
-        return import_module(library).TorchAoConfig(getattr(import_module(where), name)(**options))
-
-    return config
+def _torchao(library: str, name: str, where: str = "torchao.quantization", **options: Any) -> Callable[[], Any]:
+    return lambda: _of(library, "TorchAoConfig")(getattr(import_module(where), name)(**options))
 
 
-def _of(library: str, name: str, **options: Any) -> Callable[[], Any]:
-    def config() -> Any:
-        from importlib import import_module
-
-        return getattr(import_module(library), name)(**options)
-
-    return config
+def _of(library: str, name: str) -> Any:
+    return getattr(import_module(library), name)
 
 
 FLUX, T5 = FluxTransformer2DModel, T5EncoderModel
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+INT8, FP8, INT4 = "Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"
+DYNAMIC, NVFP4 = "Int8DynamicActivationInt8WeightConfig", "NVFP4WeightOnlyConfig"
 CONFIGS: dict[str, tuple[str, type[nn.Module], Callable[[], Any], bool]] = {
-    "diffusers torchao int8": ("torchao", FLUX, _torchao("diffusers", "Int8WeightOnlyConfig"), True),
-    "diffusers torchao int8 dynamic": (
-        "torchao",
-        FLUX,
-        _torchao("diffusers", "Int8DynamicActivationInt8WeightConfig"),
-        True,
-    ),
-    "diffusers torchao fp8": ("torchao", FLUX, _torchao("diffusers", "Float8WeightOnlyConfig"), True),
-    "diffusers torchao int4": (
-        "torchao",
-        FLUX,
-        _torchao("diffusers", "IntxWeightOnlyConfig", weight_dtype=torch.int4),
-        True,
-    ),
-    "diffusers torchao NVFP4": (
-        "torchao",
-        FLUX,
-        _torchao("diffusers", "NVFP4WeightOnlyConfig", "torchao.prototype.mx_formats"),
-        True,
-    ),
-    "diffusers quanto int8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int8"), True),
-    "diffusers quanto fp8": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="float8"), True),
-    "diffusers quanto int4": ("optimum", FLUX, _of("diffusers", "QuantoConfig", weights_dtype="int4"), False),
-    "diffusers SDNQ uint4": ("sdnq", FLUX, _of("diffusers", "SDNQConfig", weights_dtype="uint4"), True),
-    "transformers torchao int8": ("torchao", T5, _torchao("transformers", "Int8WeightOnlyConfig"), True),
-    "transformers bitsandbytes nf4": ("bitsandbytes", T5, _of("transformers", "BitsAndBytesConfig", **NF4), True),
+    "diffusers torchao int8": ("torchao", FLUX, _torchao("diffusers", INT8), True),
+    "diffusers torchao int8 dynamic": ("torchao", FLUX, _torchao("diffusers", DYNAMIC), True),
+    "diffusers torchao fp8": ("torchao", FLUX, _torchao("diffusers", FP8), True),
+    "diffusers torchao int4": ("torchao", FLUX, _torchao("diffusers", INT4, weight_dtype=torch.int4), True),
+    "diffusers torchao NVFP4": ("torchao", FLUX, _torchao("diffusers", NVFP4, "torchao.prototype.mx_formats"), True),
+    "diffusers quanto int8": ("optimum", FLUX, lambda: _of("diffusers", "QuantoConfig")(weights_dtype="int8"), True),
+    "diffusers quanto fp8": ("optimum", FLUX, lambda: _of("diffusers", "QuantoConfig")(weights_dtype="float8"), True),
+    "diffusers quanto int4": ("optimum", FLUX, lambda: _of("diffusers", "QuantoConfig")(weights_dtype="int4"), False),
+    "diffusers SDNQ uint4": ("sdnq", FLUX, lambda: _of("diffusers", "SDNQConfig")(weights_dtype="uint4"), True),
+    "transformers torchao int8": ("torchao", T5, _torchao("transformers", INT8), True),
+    "transformers bitsandbytes nf4": ("bitsandbytes", T5, lambda: transformers.BitsAndBytesConfig(**NF4), True),
     "transformers bitsandbytes fp4": (
         "bitsandbytes",
         T5,
-        _of("transformers", "BitsAndBytesConfig", load_in_4bit=True),
+        lambda: transformers.BitsAndBytesConfig(load_in_4bit=True),
         True,
     ),
     "transformers bitsandbytes int8": (
         "bitsandbytes",
         T5,
-        _of("transformers", "BitsAndBytesConfig", load_in_8bit=True),
+        lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
         True,
     ),
-    "transformers quanto int8": ("optimum", T5, _of("transformers", "QuantoConfig", weights="int8"), False),
+    "transformers quanto int8": ("optimum", T5, lambda: transformers.QuantoConfig(weights="int8"), False),
 }
 """By name: the package, the class, the config, and whether the library opens what it saves."""
 

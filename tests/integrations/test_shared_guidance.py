@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FirstBlockCacheConfig,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+from diffusers import FirstBlockCacheConfig, QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
 from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
 from group_offload.runtime.convoy.contract import LISTED
 
 from ..matrix.case import Case, mapped, tensors_of
-from ..matrix.cases import FAMILIES
+from ..matrix.cases import CASES
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.on_device import offload
@@ -34,91 +26,32 @@ from ..support.simulated import SimulatedDevice, use_simulated_device
 STEPS = 6
 
 
-def qwen_pipeline() -> QwenImagePipeline:
-    """Without a text encoder: it is given what one would give."""
-    transformer = tiny.seeded(
-        5,
-        lambda: QwenImageTransformer2DModel(
-            in_channels=16,
-            out_channels=4,
-            num_layers=3,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            axes_dims_rope=(4, 4, 8),
-        ),
-    )
-    config = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-    vae = tiny.seeded(6, lambda: AutoencoderKLQwenImage(**config, latents_mean=[0.0] * 4, latents_std=[1.0] * 4))
-    pipe = QwenImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=vae,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=transformer,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def run_wan(pipe: Any, **options: Any) -> torch.Tensor:
     return tiny.run(pipe, **{"num_inference_steps": STEPS, "guidance_scale": 3.0, **options})
 
 
-def run_qwen(pipe: Any, **options: Any) -> torch.Tensor:
-    prompts = {
-        f"{name}{kind}": value
-        for seed, name in enumerate(("", "negative_"))
-        for kind, value in (
-            ("prompt_embeds", tiny.randn(1, 5 + seed, 32, seed=seed)),
-            ("prompt_embeds_mask", torch.ones(1, 5 + seed, dtype=torch.long)),
-        )
-    }
-    given = {
-        "num_inference_steps": STEPS,
-        "true_cfg_scale": 3.0,
-        "height": 32,
-        "width": 32,
-        "generator": torch.Generator().manual_seed(0),
-        "output_type": "latent",
-        **prompts,
-        **options,
-    }
-    result: torch.Tensor = pipe(**given).images
-    return result.cpu()
-
-
-CASES: dict[str, tuple[Callable[[], Any], Callable[..., torch.Tensor], str]] = {
-    "wan": (tiny.wan_pipeline, run_wan, "transformer_2"),
-    "qwen": (qwen_pipeline, run_qwen, "transformer"),
-}
-
-
 @cache
-def expected(name: str) -> torch.Tensor:
-    make, call, _ = CASES[name]
-    return call(make().to(tiny.device()))
+def expected() -> torch.Tensor:
+    return run_wan(tiny.wan_pipeline().to(tiny.device()))
 
 
-def offloaded(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tensor], Any]:
-    make, call, model = CASES[name]
-    pipe = make()
+def offloaded(**options: Any) -> tuple[Any, Any]:
+    """A pipeline, and the handle of the transformer of its later steps."""
+    pipe = tiny.wan_pipeline()
     enable_group_offload(pipe, tiny.device(), share_passes=True, **options)
-    return pipe, partial(call, pipe), handle_of(getattr(pipe, model))
+    return pipe, handle_of(pipe.transformer_2)
 
 
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_with_guidance(name: str, level: str) -> None:
-    pipe, call, handle = offloaded(name, offload_type=level)
+def test_a_pipeline_with_guidance(level: str) -> None:
+    pipe, handle = offloaded(offload_type=level)
     for _ in range(2):
-        assert_same(call(), expected(name))
+        assert_same(run_wan(pipe), expected())
     stats = handle.stats()
     assert stats.passes_predicted >= STEPS // 2 and not stats.passes_discarded
     disable_group_offload(pipe)
 
 
-CLASSES = {case.name: case for cases in FAMILIES.values() for case in cases if case.library == "diffusers"}
 LATENTS = ("hidden_states", "sample", "x")
 
 
@@ -144,7 +77,7 @@ def loop(case: Case, model: torch.nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", sorted(LISTED))
 def test_a_class_that_is_listed(name: str) -> None:
     """The calls of the second step are tried, and those of the third share a pass."""
-    case = CLASSES[name.removeprefix("diffusers.")]
+    case = CASES[name.removeprefix("diffusers.")]
     wanted, model = loop(case, case.make()), case.make()
     handle = apply_group_offloading(model, "cpu", share_passes=True)
     for found, expected in zip(loop(case, model), wanted, strict=True):
@@ -165,7 +98,7 @@ class Processor(QwenDoubleStreamAttnProcessor2_0):
 @pytest.mark.parametrize("kind", ["a listed class", "a subclass", "another processor", "another forward", "by itself"])
 def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, "group_offload")
-    case = CLASSES["QwenImageTransformer2DModel"]
+    case = CASES["QwenImageTransformer2DModel"]
     model, wanted = case.make(), loop(case, case.make())
     if kind == "a subclass":
         model.__class__ = Tuned
@@ -189,78 +122,34 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
     assert len(told) == (kind not in ("a listed class", "by itself"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_callback_that_changes_the_embeddings(name: str) -> None:
-    def change(pipe: Any, step: int, timestep: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"negative_prompt_embeds": given["negative_prompt_embeds"] * 2} if step == 3 else {}
-
-    make, plain, _ = CASES[name]
-    inputs = ["latents", "negative_prompt_embeds"]
-    options = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": inputs, "num_inference_steps": 8}
-    if name == "qwen":
-        inputs.remove("negative_prompt_embeds")  # the pipeline takes none
-        options["callback_on_step_end"] = lambda pipe, step, timestep, given: {}
-    wanted = plain(make().to(tiny.device()), **options)
-    _, call, handle = offloaded(name)
-    assert_same(call(**options), wanted)
-    assert handle.stats().passes_predicted
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_that_is_interrupted(name: str) -> None:
-    """`pipe._interrupt` lets the loop end without further calls."""
-    pipe, call, handle = offloaded(name)
-
-    def stop(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
-        pipe._interrupt = step == 4
-        return {}
-
-    call(callback_on_step_end=stop)
-    pipe._interrupt = False
-    assert_same(call(), expected(name))
-    assert handle.stats().passes_predicted
-
-
 def test_an_attention_scale_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
     """It is state of the modules for the length of a forward."""
     caplog.set_level(logging.INFO, "group_offload")
-    pipe, call, handle = offloaded("wan")
+    pipe, handle = offloaded()
     twin = tiny.wan_pipeline().to(tiny.device())
     for each in (pipe, twin):
         for model in (each.transformer, each.transformer_2):
             model.load_lora_adapter(tiny.lora_of(model, ("to_q", "proj_out")), prefix=None, adapter_name="one")
     options = {"attention_kwargs": {"scale": 0.3}}
-    assert_same(call(**options), run_wan(twin, **options))
+    assert_same(run_wan(pipe, **options), run_wan(twin, **options))
     assert handle.stats().passes_shared == 0
     assert any("it changes attributes" in record.getMessage() for record in caplog.records)
-    assert_same(call(), run_wan(twin))
+    assert_same(run_wan(pipe), run_wan(twin))
     assert handle.stats().passes_shared
 
 
 def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "group_offload")
-    pipe, call, handle = offloaded("wan")
+    pipe, handle = offloaded()
     twin = tiny.wan_pipeline().to(tiny.device())
     for each in (pipe, twin):
         each.transformer_2.enable_cache(FirstBlockCacheConfig(threshold=0.5))
-    assert_same(call(), run_wan(twin))
+    assert_same(run_wan(pipe), run_wan(twin))
     assert handle.stats().passes_shared == 0
     assert any("of diffusers, which keeps state" in record.getMessage() for record in caplog.records)
     pipe.transformer_2.disable_cache()
-    assert_same(call(), expected("wan"))
+    assert_same(run_wan(pipe), expected())
     assert handle.stats().passes_shared
-
-
-def test_a_budget_that_has_no_room_for_two_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """On the CPU nobody measures what a forward takes."""
-    caplog.set_level(logging.INFO, "group_offload")
-    pipe = tiny.wan_pipeline()
-    enable_group_offload(pipe, "cpu", share_passes=True, offload_to_disk_path=tmp_path, ram_budget="4GiB")
-    handle = handle_of(pipe.transformer_2)
-    assert handle is not None
-    assert_same(run_wan(pipe), expected("wan"))
-    assert handle.stats().passes_shared == 0
-    assert any("there is room for 1 in one pass" in record.getMessage() for record in caplog.records)
 
 
 def test_a_lora_whose_weight_was_zero() -> None:

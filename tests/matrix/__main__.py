@@ -12,7 +12,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from . import page
-from .cases import FAMILIES
+from .cases import CASES
 from .row import Row, prepare, run
 
 
@@ -26,17 +26,16 @@ def main() -> int:
         parser.error("--write needs all classes.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    names = [case.name for cases in FAMILIES.values() for case in cases]
-    unknown = sorted(set(given.classes) - set(names))
+    unknown = sorted(set(given.classes) - CASES.keys())
     if unknown:
         parser.error(f"no case of {', '.join(unknown)}.")
     rows: dict[str, Row] = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.jobs, spawn, initializer=prepare) as pool:
-        for done in as_completed([pool.submit(run, name) for name in given.classes or names]):
+        for done in as_completed([pool.submit(run, name) for name in given.classes or CASES]):
             row = done.result()
             rows[row.name] = row
-            print(f"[{len(rows)}/{len(given.classes or names)}] {row}", flush=True)
+            print(f"[{len(rows)}/{len(given.classes or CASES)}] {row}", flush=True)
     if given.write:
         page.write(rows)
     failed = sorted(name for name, row in rows.items() if row.has_failed)

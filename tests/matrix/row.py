@@ -18,7 +18,7 @@ from group_offload import GroupOffloadError
 from group_offload.integrations.diffusers import refuse_unsupported
 
 from .arms import ARMS, NotApplicable, Subject
-from .cases import FAMILIES
+from .cases import CASES
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def prepare() -> None:
 
 def run(name: str) -> Row:
     """Run all arms of a class."""
-    case = next(case for cases in FAMILIES.values() for case in cases if case.name == name)
+    case = CASES[name]
     start = time.perf_counter()
     cells = {}
     try:

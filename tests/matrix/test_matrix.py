@@ -10,10 +10,9 @@ import torch
 
 from . import page
 from .arms import ARMS, NotApplicable, Subject
-from .cases import FAMILIES, NOT_RUN
+from .cases import CASES, FAMILIES, NOT_RUN
 from .installed import of_diffusers, of_transformers
 
-CASES = {case.name: case for cases in FAMILIES.values() for case in cases}
 QUICK = [
     "DiTTransformer2DModel",  # calls a part of a block
     "AutoencoderKLMiniMaxH3Audio",  # a processor reads the weight of a layer

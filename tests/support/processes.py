@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -136,3 +137,25 @@ def anonymous_bytes() -> int:
     """The RAM of this process that belongs to no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def ram_peak_of(call: Callable[[], object]) -> int:
+    """How far the RAM that belongs to no file rises while `call` runs."""
+
+    def in_ram() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+    def watch() -> None:
+        while not is_done.wait(0.001):
+            seen.append(in_ram())
+
+    seen, is_done = [in_ram()], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    kept = call()
+    is_done.set()
+    thread.join()
+    peak = max(*seen, in_ram()) - seen[0]
+    del kept
+    return peak

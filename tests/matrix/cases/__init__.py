@@ -14,4 +14,6 @@ FAMILIES: dict[str, list[Case]] = {
     "Encoders and language models of transformers": of_transformers.CASES,
 }
 
+CASES = {case.name: case for cases in FAMILIES.values() for case in cases}
+
 NOT_RUN = {"ModelMixin": "the base class of all models"}
