@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..base.device import Backend, backend_for
-from ..base.publish import claim, temporary_name
-from ..base.system import advise
+from ..base.publish import temporary_name
+from ..base.system import advise, lock
 from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -91,7 +91,8 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
         stack.callback(_remove, path)  # before the file is made: an interrupt leaves nothing behind
         try:
             file = stack.enter_context(open(path, "xb", buffering=0))
-            claim(file.fileno())
+            with suppress(OSError):  # a file system without locks
+                lock(file.fileno())
             left = memoryview(os.urandom(size))
             while left:
                 left = left[file.write(left) :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -27,7 +28,6 @@ from ..base.system import open_to_read
 from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError
 from ..partition import partition
-from ..stores.safetensors_file import Entry, check_tensor_entries, read_header
 from .arguments import check_dtype
 
 _FILE_NAMES = ("diffusion_pytorch_model", "model", "diffusion_pytorch_model.fp16", "model.fp16")
@@ -48,6 +48,15 @@ _USUAL_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 """The names of weights that the libraries' loaders look for."""
 _LIBRARIES = (*_USUAL_NAMES,)
 _MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, as the header of a safetensors file describes it."""
+
+    dtype: str
+    num_elements: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +240,7 @@ def _entries_of(files: Sequence[Path]) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for path in files:
         try:
-            entries = entries_of(path)
+            entries = _entries_in(path)
             if twice := found.keys() & entries.keys():
                 raise GroupFileError(f"{min(twice)!r:.80} is in another file too")
         except GroupFileError as error:
@@ -244,18 +253,26 @@ def _entries_of(files: Sequence[Path]) -> dict[str, Entry]:
     return found
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
-    """The weights of one file, by name.
-
-    Besides what `safetensors` refuses, this refuses what no writer writes: a name that is there twice, fractions in fields
-    that nothing reads, an entry that is a list.
-    """
-    fd = open_to_read(path, follows_links=True)  # the hub's cache is full of links
+def _entries_in(path: Path) -> dict[str, Entry]:
+    """The weights of one file, by name."""
     try:
-        header = read_header(fd)
-        return check_tensor_entries(header.entries, os.fstat(fd).st_size - len(header.raw))
-    finally:
-        os.close(fd)
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'group-offload[diffusers]'") from error
+    os.close(open_to_read(path, follows_links=True))  # it is a file: a FIFO would be waited for
+    found = {}
+    try:
+        with safe_open(path, "np") as file:  # torch would reserve memory for all of it
+            for name in file.keys():  # noqa: SIM118
+                entry = file.get_slice(name)
+                dtype, num_elements = entry.get_dtype(), math.prod(entry.get_shape())
+                num_bits = int((re.findall("[0-9]+", dtype) or "8")[0])  # BOOL has no number
+                found[name] = Entry(dtype, num_elements, num_elements * num_bits // 8)
+    except SafetensorError as error:
+        raise GroupFileError(f"{str(error)!r:.200}") from error
+    except UnicodeError as error:
+        raise GroupFileError("its path is not in UTF-8, and safetensors opens no such path: rename it") from error
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

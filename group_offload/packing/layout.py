@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import index
 
 import torch
 
 from ..base.layout import ALIGNMENT
-from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
 
 VERSION = 1
@@ -226,26 +226,24 @@ class PackedLayout:
             PackedError: `text` is not what `to_json` of this version gives. The message does not name the file.
         """
         try:
-            found = parse(text.encode())
-            if not isinstance(found, dict):
-                raise PackedError("its layout is not an object")
-            if found.get("version") != VERSION:
+            found = json.loads(text)
+            if found["version"] != VERSION:
                 raise PackedError(f"another version packed it: this one reads version {VERSION}")
-            items, spans, end = found.get("spans"), [], 0
-            if not isinstance(items, list):
-                raise PackedError("its layout lists no spans")
-            for item in items:
-                if not isinstance(item, list) or len(item) != 3:
-                    raise PackedError("its layout lists something else than spans")
-                exponents = tuple(bytes.fromhex(as_text(item[2])))
-                spans.append(Span(end, as_size(item[0]), as_size(item[1]), exponents))
-                end += spans[-1].num_bytes
-            sizes = [as_size(found.get(name)) for name in ("plain_bytes", "packed_bytes", "escapes")]
-            return cls(sizes[0], sizes[1], tuple(spans), sizes[2], as_text(found.get("hash")))
+            spans, end = [], 0
+            for num_bytes, bits, exponents in found["spans"]:
+                spans.append(Span(end, index(num_bytes), index(bits), tuple(bytes.fromhex(exponents))))
+                end += num_bytes
+            plain_bytes, packed_bytes, escapes = (
+                index(found[name]) for name in ("plain_bytes", "packed_bytes", "escapes")
+            )
+            layout = cls(plain_bytes, packed_bytes, tuple(spans), escapes, found["hash"])
         except PackedError:
             raise
-        except (GroupFileError, ValueError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise PackedError(f"its layout cannot be read: {error}") from error
+        if layout.to_json() != text:
+            raise PackedError("its layout is not written as this version writes it")
+        return layout
 
 
 def packed_size(spans: Sequence[Span], num_escapes: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..base.publish import check_path, publish_anew
+from ..base.publish import check_path, publish
 from ..base.text import html_table, printable
 from ..base.timeline import COMPUTE, Slice, side_by_side
 from ..errors import GroupFileError
@@ -60,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
         else:
-            os.close(publish_anew(path.resolve() if path.is_symlink() else path, content))
+            publish(path.resolve() if path.is_symlink() else path, [content])
     except (OSError, RuntimeError) as error:  # links in a circle
         raise GroupFileError(f"Cannot write {path}: {getattr(error, 'strerror', None) or error}.") from error
 

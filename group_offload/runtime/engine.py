@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +23,6 @@ from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
 from ..plan.planner import Plan
 from ..stores.folder import Folder
-from ..stores.group_file import GroupFile
 from ..weights import TensorRef
 from . import turns
 from .backward import Backward
@@ -117,7 +115,7 @@ class Engine:
             tight=is_tight,
         )
         self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
-        self._changes = Changes(self.transfer, weakly(self._publish_manifest))
+        self._changes = Changes(self.transfer)
         self._lookahead = LookAhead(
             self._memory,
             self.transfer,
@@ -137,7 +135,6 @@ class Engine:
             self._probe.stopwatch,
             self.counters,
             self._packer,
-            partial(weakly(self._publish_manifest), is_edit=False),
             is_tight=is_tight,
         )
         self._passes = (SharedPasses if config.share_passes else Passes)(
@@ -222,8 +219,6 @@ class Engine:
             self._give_up_blobs()
             self._close_replaced({part for group in self.groups for part in group.parts})
             self._trained.give_back()
-            if self._folder is not None:
-                self._folder.keep_manifest()
             self._gates.uninstall()
             self._passes.is_removed = True
             if self._gates.sharing is not None:
@@ -439,8 +434,6 @@ class Engine:
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
         self._placer.place(moving, is_first=not before)
-        self._publish_manifest()
-        # Old files are closed only now: they have to exist until the manifest names the new ones.
         self._close_replaced({*parts})
         self._trained.guard(self._refs)
         for group in self.groups:
@@ -450,15 +443,8 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._replaced:
             if part not in in_use and not part.is_given_up:
-                part.close(forget=True)
+                part.close()
         self._replaced = {}
-
-    def _publish_manifest(self, *, is_edit: bool = True) -> None:
-        parts = [part for group in self.groups for part in group.parts]
-        entries = [part.blob.entry for part in parts if isinstance(part.blob, GroupFile)]
-        entries += [part.packed.entry for part in parts if part.packed is not None and part.packed.entry is not None]
-        if self._folder is not None:
-            self._folder.publish_manifest(entries, is_edit=is_edit)
 
     def _install_gates(self) -> None:
         self._changes.invalidate()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -80,13 +80,11 @@ class Placer:
         stopwatch: Stopwatch,
         counters: Counters,
         packer: Packer,
-        publish: Callable[[], None],
         *,
         is_tight: bool,
     ) -> None:
         """
         Args:
-            publish: Function that is called once weights were packed into other files than before.
             is_tight: Whether memory of weights that wait for their turn counts most: at leaf level, without `record_stream`.
         """
         self._top = weakref.ref(root)
@@ -100,7 +98,6 @@ class Placer:
         self._stopwatch = stopwatch
         self._counters = counters
         self._packer = packer
-        self._publish = publish
         self._is_tight = is_tight
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
@@ -394,7 +391,6 @@ class Placer:
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
-        self._publish()
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""
@@ -408,7 +404,6 @@ class Placer:
             finally:
                 self.reside()  # berths may need another size
             self._files.look()
-            self._publish()
 
     def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
         """Evict what leaves the pass too little room, before it takes slots.

@@ -24,14 +24,13 @@ from group_offload.base.device import AcceleratorBackend, Backend
 from group_offload.base.page_lock import PageLock
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
-from group_offload.runtime.groups import group, part, tensors, wrapped
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.checkpoint import CheckpointBlob
 
 from .. import interrupts
-from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
+from ..interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
@@ -351,43 +350,6 @@ def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
 def _locked_for_a_moment(folder: Path) -> None:
     with publish.folder_lock(folder):
         pass
-
-
-def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
-    """Wherever it strikes: none stays bound to the old file, where nobody would see the next edit."""
-
-    def places_of(strike: Strike) -> list[tuple[Place, int]]:
-        return [
-            (place, at)
-            for place, number in strike.places.items()
-            if place[0].co_filename in [module.__file__ for module in (group, part, tensors, wrapped)]
-            for at in sorted({1, number})
-        ]
-
-    def edit(both: tuple[nn.Module, ...]) -> None:
-        for model in both:
-            for parameter in model.parameters():
-                parameter.data.mul_(0.75)
-
-    model, reference = make(Model, 1), make(Model, 1)
-    handle = offload_to(tmp_path, model)
-    check(model, reference, inputs())
-    edit((model, reference))
-    counting = Strike()
-    with counting:
-        handle.refresh()
-    places = places_of(counting)
-    assert len(places) > 50
-    for place, at in places:
-        edit((model, reference))
-        strike = Strike(at, place=place)
-        with suppress(KeyboardInterrupt), strike:
-            contained(handle.refresh)
-        edit((model, reference))
-        assert_same(run(model, inputs()), run(reference, inputs()))
-        assert_at_rest(model, reference)
-    handle.remove()
-    assert_at_rest(model, reference)
 
 
 def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
