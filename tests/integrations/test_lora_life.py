@@ -361,7 +361,7 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
 
 
 def bytes_in(folder: Path) -> tuple[int, int]:
-    sizes = [file.stat().st_size for file in folder.iterdir()]
+    sizes = [file.stat().st_size for file in folder.glob("*")]
     return len(sizes), sum(sizes)
 
 
@@ -404,7 +404,7 @@ def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path)
 
 
 def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
-    """The folder holds the model, and one fused copy at most. The next start finds the model, and removes the copy."""
+    """The folder holds the model, and no fused copy."""
     twins = Twins("files", "block_level", tmp_path)
     for handle in twins.handles.values():
         handle.remove()
@@ -415,7 +415,7 @@ def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
             lambda rounds=rounds: [*swap_many(Twins("files", "block_level", tmp_path), "fuse and unfuse", rounds)]
         )
         assert status_of(pid) == 0
-        assert model[1] < bytes_in(twins.folder)[1] < 2 * model[1]
+        assert bytes_in(twins.folder) == model
     twins.start()
     assert {file.name: file.stat().st_mtime_ns for file in twins.folder.iterdir()} == before
     twins.check()
@@ -440,12 +440,10 @@ def test_weights_return_to_their_checkpoint(tier: str, tmp_path: Path) -> None:
             twins.check()
             twins.do(lambda pipe: pipe.unload_lora_weights())
         twins.check()
-        if (
-            tier == "checkpoint"
-        ):  # a CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does
-            twins.do(load(lora(seed), "two"))
-            twins.do(lambda pipe: pipe.unload_lora_weights())
-            twins.check()
+        # A CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does.
+        twins.do(load(lora(seed), "two"))
+        twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
         assert [group.where for group in twins.handle.groups] == rests_in
         assert {*twins.folder.glob("*.safetensors")} == files
         twins.check_weights()

@@ -145,12 +145,6 @@ def _unlink(path: Any, *, dir_fd: int | None = None) -> None:
     os.unlink(path)
 
 
-def _scandir(path: Any) -> Any:
-    if isinstance(path, int):
-        raise TypeError("scandir: path should be string, bytes, os.PathLike or None, not int")
-    return os.scandir(path)
-
-
 def _mmap(
     fileno: int, length: int, tagname: str | None = None, access: int = mmap.ACCESS_WRITE, offset: int = 0
 ) -> Any:
@@ -177,7 +171,7 @@ class _Shown(ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-_CALLS = {"open": _open_fd, "stat": _stat, "unlink": _unlink, "scandir": _scandir}
+_CALLS = {"open": _open_fd, "stat": _stat, "unlink": _unlink}
 _SHOWN = {
     "os": _Shown(os, PORTABLE_OS, name="nt", **_CALLS),
     "sys": _Shown(sys, None, platform="win32"),
