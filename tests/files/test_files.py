@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
+from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores.checkpoint import FileMap
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
@@ -279,7 +280,8 @@ def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pyt
             parameter.data.copy_(original[name])
         twin.extra = nn.Identity()  # on the CPU edits in RAM cannot be told
     check(model, reference, inputs(), passes=2)
-    assert handle.stats().host_bytes == 0 and contents(tmp_path) == before
+    assert contents(tmp_path) == before
+    assert handle.stats().host_bytes == 0 or not can_detect_writes()
     handle.remove()
     shutil.rmtree(tmp_path)
     assert_own_memory(model)
