@@ -284,7 +284,7 @@ def test_a_place_that_nothing_can_be_kept_in(
     elif kind == "a folder in its place":
         record_file().mkdir(parents=True)
     else:
-        monkeypatch.setattr(speeds, "publish_anew", refuse(errno.EROFS))
+        monkeypatch.setattr(speeds, "publish", refuse(errno.EROFS))
     write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
