@@ -201,7 +201,7 @@ def open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def lock(fd: int, *, is_shared: bool = False) -> None:
+def lock(fd: int) -> None:
     """Lock a file or folder with flock(2), unless that has to wait.
 
     Raises:
@@ -210,7 +210,7 @@ def lock(fd: int, *, is_shared: bool = False) -> None:
     """
     if fcntl is None:
         raise missing()
-    fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(fd: int) -> None:

@@ -54,7 +54,7 @@ class Store(Protocol):
             Whether there were edits.
 
         Raises:
-            GroupFileError: another program changed a file, or a new file cannot be written (no edit is lost).
+            GroupFileError: another program changed a file. No edit is lost.
         """
 
 
@@ -118,12 +118,8 @@ class Blob(Protocol):
             label: The name of the group that needs the blob, for errors and traces.
         """
 
-    def close(self, *, forget: bool) -> None:
-        """Give up the memory or the file.
-
-        Args:
-            forget: Whether the content is out of date, so that a later process has no use for it.
-        """
+    def close(self) -> None:
+        """Give up the memory or the file."""
 
 
 class PlacedBlob(NamedTuple):

@@ -1,8 +1,8 @@
-"""Blobs in the checkpoint itself: weights that are views of a mapped file already rest where they are.
+"""Blobs in the file that weights are views of: a checkpoint, where nothing is copied or written, or a group file.
 
-`from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Nothing is
-copied or written to offload such weights. They stay the same tensors, and the kernel copies the pages that are edited (see
-[Note: Edits at rest] in `pinned`).
+`from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Such weights
+stay the same tensors. The kernel copies the pages that are edited (see [Note: Edits at rest] in `pinned`), and a weight that
+was edited leaves the file for RAM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.layout import ALIGNMENT, as_bytes, lay_out_at, span_bytes
+from ..base.layout import ALIGNMENT, BlobLayout, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMapping, FileMappings, forget_writes, is_cut_off, mapping_at
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
 from ..base.system import open_to_read
@@ -95,12 +95,25 @@ class FileMap:
 
 
 class Checkpoint(SourceFile):
-    """A file that another program wrote, and that weights are views of."""
+    """A file that weights are views of."""
 
-    def __init__(self, spans: Sequence[FileSpan]) -> None:
-        """
+    is_ours = False
+    """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
+
+    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
+        """See `SourceFile`."""
+        super().__init__(path, fd, start, end, stamp)
+        mapping = mapping_at(self.bytes.data_ptr())
+        self._mapping = None if mapping is None else (mapping.path, mapping.identity)
+        self._pages: _Pages | None = None
+        """The memory of all blobs; None until it is needed."""
+
+    @classmethod
+    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+        """The file that tensors are views of.
+
         Raises:
-            OSError: the file cannot be opened, or its name leads to another one by now.
+            OSError: it cannot be opened, or its name leads to another one by now.
         """
         file = spans[0].file
         # A name may have a newline, or look as if it had.
@@ -111,20 +124,14 @@ class Checkpoint(SourceFile):
         try:
             start = min(span.position for span in spans)
             end = max(span.position + span.num_bytes for span in spans)
-            super().__init__(path, fd, start, end)
+            found = cls(path, fd, start, end)
         finally:
             os.close(fd)
-        self._mapping_name = self._find_mapping_name(file.identity)
-        self._pages: _Pages | None = None
-        """The memory of all blobs; None until it is needed."""
-
-    def _find_mapping_name(self, identity: tuple[str, int]) -> str:
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
-        mapping = mapping_at(self.bytes.data_ptr())
-        if mapping is None or mapping.identity != identity:
-            self.release()
-            raise OSError(f"{self.path} is not what was mapped any more")
-        return mapping.path
+        if found._mapping is None or found._mapping[1] != file.identity:
+            found.release()
+            raise OSError(f"{path} is not what was mapped any more")
+        return found
 
     def add(self, blob: CheckpointBlob) -> None:
         self.blobs.add(blob)
@@ -174,11 +181,11 @@ class Checkpoint(SourceFile):
         return any(blob.is_outdated for blob in blobs)
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
-        mapping = mapping_at(self.bytes.data_ptr())
+        mapping, before = mapping_at(self.bytes.data_ptr()), self._mapping
         if mapping is None:
             return False
-        name, self._mapping_name = self._mapping_name, mapping.path
-        is_renamed = name != self._mapping_name  # or deleted
+        self._mapping = mapping.path, mapping.identity
+        is_renamed = before != self._mapping  # or deleted
         return is_renamed or _status_of(was) != _status_of(now)
 
 
@@ -191,7 +198,9 @@ class _Pages:
 
     def __init__(self, blobs: Sequence[CheckpointBlob]) -> None:
         self.num_blobs = len(blobs)
-        spans = merged([(start, start + num_bytes) for blob in blobs for start, _, num_bytes in blob.mapped])
+        spans = merged(
+            [(start, start + num_bytes) for blob in blobs for start, _, num_bytes in blob.mapped if num_bytes]
+        )
         # Blobs of one file mostly lie in one mapping, one after another: few scans serve all of them.
         self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
         """The whole pages around the weights."""
@@ -211,23 +220,39 @@ class CheckpointBlob(FileBlob):
 
     def __init__(
         self,
-        fqns: Sequence[str],
+        layout: BlobLayout,
+        pieces: Sequence[Piece],
         tensors: Sequence[torch.Tensor],
-        spans: Sequence[FileSpan],
+        positions: Sequence[int],
         source: Checkpoint,
     ) -> None:
-        offsets, self.pieces, num_bytes = _arrange(spans)
-        super().__init__(lay_out_at(fqns, tensors, offsets, num_bytes))
+        """
+        Args:
+            positions: The byte of the file that each tensor begins at.
+        """
+        super().__init__(layout)
+        self.pieces = pieces
         self.source: Checkpoint = source
         self.rest = list(tensors)
         self.mapped = [
-            (tensor.data_ptr(), span.position, span.num_bytes) for tensor, span in zip(tensors, spans, strict=True)
+            (tensor.data_ptr(), position, span_bytes(tensor))
+            for tensor, position in zip(tensors, positions, strict=True)
         ]
         """For each weight at rest: its address, its position in the file, and its bytes."""
-        self._first = min(start for start, _, _ in self.mapped)
-        self._last = max(start + num_bytes for start, _, num_bytes in self.mapped)
+        ranges = [(start, start + num_bytes) for start, _, num_bytes in self.mapped if num_bytes]
+        self._first = min((start for start, _ in ranges), default=0)
+        self._last = max((end for _, end in ranges), default=0)
         self._is_open = True
         source.add(self)
+
+    @classmethod
+    def of(
+        cls, fqns: Sequence[str], tensors: Sequence[torch.Tensor], spans: Sequence[FileSpan], source: Checkpoint
+    ) -> CheckpointBlob:
+        """The blob of tensors that are views of a file."""
+        offsets, pieces, num_bytes = _arrange(spans)
+        layout = lay_out_at(fqns, tensors, offsets, num_bytes)
+        return cls(layout, pieces, tensors, [span.position for span in spans], source)
 
     @property
     def store(self) -> Checkpoint:
@@ -263,7 +288,7 @@ class CheckpointBlob(FileBlob):
         self.is_outdated = True
         return False
 
-    def close(self, *, forget: bool) -> None:
+    def close(self) -> None:
         if self._is_open:
             self._is_open = False
             self.source.remove(self)

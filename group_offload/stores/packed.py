@@ -40,7 +40,6 @@ from ..errors import GroupFileError
 from ..packing.codec import pack
 from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
-from .folder import add_user, delete_if_unused, never_delete, remove_user
 from .moves import Copy, Move, Read, Unpack
 from .packed_files import PackedFile
 from .source import Piece, Proof, SourceFile
@@ -57,12 +56,12 @@ class FileContents:
         Raises:
             GroupFileError: the file cannot be mapped.
         """
-        self.name = file.entry.group_id
-        self.content: str | None = file.entry.content
+        self.name = file.group_id
+        self.content: str | None = file.content
         self.generation = generation
         self.pieces: Sequence[Piece] = [Piece(0, file.start, file.packed.packed_bytes)]
         try:
-            self.source = _PackedSource(file.path, file.fd, file.start, file.entry.num_bytes, file.stamp)
+            self.source = _PackedSource(file.path, file.fd, file.start, file.stamp.st_size, file.stamp)
         except OSError as error:
             raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
         self.source.blobs.add(self)
@@ -123,25 +122,17 @@ class PackedImage(ABC):
     is_read: bool
     """Whether the packed bytes are read from a file each time that they are sent."""
 
-    def __init__(
-        self, layout: PackedLayout, generation: int, file: PackedFile | None, contents: FileContents | None
-    ) -> None:
+    def __init__(self, layout: PackedLayout, generation: int, contents: FileContents | None) -> None:
         """
         Args:
             generation: The blob's, when it was packed.
-            file: The packed file, if there is one.
-            contents: The same, if the packed bytes are taken from it for as long as the image is used.
+            contents: The packed file, if the packed bytes are taken from it for as long as the image is used.
         """
         self.layout = layout
         self.contents = contents
         self._generation = generation
         self._needed: dict[tuple[int, int, int], Runs] = {}
         """What `_needed_for` has found. Each pass asks for the same parts."""
-        self.entry = None if file is None else file.entry
-        """What the manifest says of the packed file."""
-        self._path = None if file is None else file.path
-        if self._path is not None:
-            add_user(self._path, self)
 
     @property
     def num_bytes(self) -> int:
@@ -202,25 +193,8 @@ class PackedImage(ABC):
     def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         """How many escapes come before a tile of the strip that begins at byte `place` of the image."""
 
-    def close(self) -> None:
-        """Give up the memory, or the file."""
-        if self._path is not None:
-            remove_user(self._path, self)
-
-    def leave(self, *, forget: bool) -> None:
-        """Let the packed file be, once this was closed, for whoever comes next.
-
-        Args:
-            forget: Whether the weights are out of date. Then the packed file goes with the group file that it was made from:
-                else each edit would leave one. That of a checkpoint stays.
-        """
-        if self._path is None or self.entry is None:
-            return
-        source = self.entry.packed_from
-        if not forget:
-            never_delete(self._path)
-        elif source is not None and not os.path.lexists(source.path):
-            delete_if_unused(self._path)
+    def close(self) -> None:  # noqa: B027
+        """Give up the memory. A file is closed with the last read that is on its way."""
 
 
 class RamImage(PackedImage):
@@ -234,7 +208,6 @@ class RamImage(PackedImage):
         memory: torch.Tensor,
         lock: PageLock | None,
         generation: int,
-        file: PackedFile | None = None,
         contents: FileContents | None = None,
     ) -> None:
         """
@@ -243,7 +216,7 @@ class RamImage(PackedImage):
             lock: None if the driver allocated the memory, or `contents` holds the lock.
             contents: The file whose page cache the memory is, if it is that.
         """
-        super().__init__(layout, generation, file, contents)
+        super().__init__(layout, generation, contents)
         self._memory = memory
         self._lock = lock
         self._strips = layout.cut(memory)
@@ -264,14 +237,13 @@ class RamImage(PackedImage):
 
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it."""
-        super().close()
         memory: list[object] = [self._lock, self._strips, self._memory, self.contents]
         self._lock, self._strips, self._memory, self.contents = None, [], flat_view(b"", 0, 0), None
         release_later(memory)
 
 
 class FileImage(PackedImage):
-    """Packed bytes in a packed group file. The file is closed with the last read that is on its way."""
+    """Packed bytes in a packed group file."""
 
     is_read = True
 
@@ -285,7 +257,7 @@ class FileImage(PackedImage):
             GroupFileError: the file cannot be mapped.
         """
         self._contents = FileContents(file, generation)
-        super().__init__(file.packed, generation, file, self._contents)
+        super().__init__(file.packed, generation, self._contents)
         self._contents.source.avoid_readahead()
         self._is_verified = is_verified
 
@@ -345,12 +317,12 @@ class LockedMemory:
         by_driver = self._limit.allocate(memory.numel())
         return None if by_driver is None else (by_driver, None)
 
-    def image(self, layout: PackedLayout, generation: int, file: PackedFile | None = None) -> PackedImage | None:
+    def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not page-locked."""
         if self._found is None:
             return None
         memory, lock = self._found
-        return RamImage(layout, memory[: layout.packed_bytes], lock, generation, file)
+        return RamImage(layout, memory[: layout.packed_bytes], lock, generation)
 
 
 def pack_image(
@@ -398,7 +370,7 @@ def lock_image(
             stack.pop_all()
             return None
     ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])
-    image = RamImage(file.packed, memory[start : start + num_bytes], None, generation, file, contents)
+    image = RamImage(file.packed, memory[start : start + num_bytes], None, generation, contents)
     return image, on_pool(_prove, contents)
 
 
@@ -424,7 +396,7 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
         file.read(memory.begin(file.packed.packed_bytes)())
     finally:
         os.close(file.fd)
-    return memory.image(file.packed, generation, file)
+    return memory.image(file.packed, generation)
 
 
 def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> FileImage:

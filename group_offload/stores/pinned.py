@@ -405,7 +405,7 @@ class RamBlob:
             return None
         return self.sent_bytes
 
-    def close(self, *, forget: bool) -> None:
+    def close(self) -> None:
         if self._is_open:
             self._is_open = False
             self.store.remove(self)

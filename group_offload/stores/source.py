@@ -380,10 +380,6 @@ class SourceFile:
         for blob in self.blobs:
             blob.prove()
 
-    def has_name(self, path: Path) -> bool:
-        """Whether `path` leads to this file, unchanged."""
-        return self.stat_at(path) is not None
-
     @property
     def content(self) -> tuple[int, int, int, int]:
         """What differs if the content does, from file to file of this host: see `_content_of`."""

@@ -630,11 +630,11 @@ def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> No
     model = from_file(Model(1, 64), tmp_path / "model.safetensors")
     weights = [model.blocks[0].up.weight.detach(), model.gain.detach()]
     spans = [span for span in map(FileMap().find, weights) if span is not None]
-    checkpoint = Checkpoint(spans)
-    blobs = [CheckpointBlob([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
+    checkpoint = Checkpoint.of(spans)
+    blobs = [CheckpointBlob.of([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
     assert not checkpoint.commit_edits(lambda: None)
     del blobs[0]
     weights[0].fill_(1.0)
     assert not checkpoint.commit_edits(lambda: None)
     assert weights[0].eq(1.0).all()
-    blobs[0].close(forget=False)
+    blobs[0].close()
