@@ -95,5 +95,4 @@ def pack_model(
                 groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
         finally:
             found_or_packed.close()
-    files.report()
     return PackedModel(tuple(groups), packed_files.num_changed)

@@ -13,7 +13,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 from .origin import Origin
-from .packed import PackedImage, RamImage
+from .packed import PackedImage
 
 
 class Tier(Enum):
@@ -161,7 +161,7 @@ class PlacedImage(NamedTuple):
     at: int
     """The byte of the slot that they begin at."""
     label: str
-    image: RamImage
+    image: PackedImage
 
     @property
     def tier(self) -> Tier:

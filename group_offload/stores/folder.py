@@ -61,7 +61,7 @@ class ProvenFile:
 class Folder:
     """A folder of group files, as one model uses it.
 
-    Order of calls, under `locked`: `prepare`, `find_or_write` for each group, `report`. See [Note: Files of a folder].
+    Order of calls, under `locked`: `prepare`, then `find_or_write` for each group. See [Note: Files of a folder].
     """
 
     def __init__(self, path: Path, model_class: str = "") -> None:
@@ -75,17 +75,6 @@ class Folder:
         """Whose files are used. See [Note: Files of others]."""
         self._of_others: set[Path] = set()
         """The files of other users that were in the way."""
-
-    def report(self) -> None:
-        """Log the files of other users that were in the way since the last call."""
-        if self._of_others:
-            logger.warning(
-                "Didn't use %d files in %s: other users own them or can write to them. They were left alone, and other names "
-                "were used.",
-                len(self._of_others),
-                self.path,
-            )
-        self._of_others.clear()
 
     def has(self, path: Path) -> bool:
         """Whether a file is a group file of the folder, by its name."""
@@ -104,6 +93,14 @@ class Folder:
             self._enter()
         with folder_lock(self.path):
             yield
+        if self._of_others:
+            logger.warning(
+                "Didn't use %d files in %s: other users own them or can write to them. They were left alone, and other names "
+                "were used.",
+                len(self._of_others),
+                self.path,
+            )
+            self._of_others.clear()
 
     def prepare(self, num_bytes: int) -> None:
         """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
@@ -162,18 +159,36 @@ class Folder:
         """
         content = content_of(data_pieces(layout, tensors))
         header = encode_header(layout, group_id, self.model_class, content)
+        return self.obtain(group_id, header, content, lambda: data_pieces(layout, tensors), on_written)
+
+    def obtain(
+        self,
+        group_id: str,
+        header: bytes,
+        content: str,
+        data: Callable[[], Iterable[torch.Tensor]],
+        on_written: Callable[[int], None],
+        replaced: Path | None = None,
+    ) -> ProvenFile:
+        """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
+
+        Args:
+            replaced: The file that it takes the place of, if it shall.
+        """
 
         def is_right(fd: int) -> bool:
-            return file_holds(fd, header, layout.num_bytes, content)
+            return file_holds(fd, header, content)
 
         while True:
-            path, found = self.search(group_id, is_right)
+            path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
             if found is not None:
-                on_written(layout.num_bytes)
-                return ProvenFile(path, *found[:2], content)
-            written = self.write(path, group_id, header, data_pieces(layout, tensors), on_written)
+                fd, stamp, _ = found
+                on_written(stamp.st_size - len(header))
+                return ProvenFile(path, fd, stamp, content)
+            written = self._write(path, group_id, header, data(), on_written, replaces=replaced is not None)
             if written is not None:
                 return ProvenFile(path, *written, content)
+            replaced = None
 
     def search(
         self, group_id: str, is_right: Callable[[int], T | None]
@@ -216,7 +231,7 @@ class Folder:
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 
-    def write(
+    def _write(
         self,
         path: Path,
         group_id: str,
@@ -224,8 +239,7 @@ class Folder:
         data: Iterable[torch.Tensor],
         on_written: Callable[[int], None],
         *,
-        replaces: bool = False,
-        written_at: int | None = None,
+        replaces: bool,
     ) -> tuple[int, os.stat_result] | None:
         """Write a file: see `publish`.
 
@@ -245,7 +259,7 @@ class Folder:
 
         try:
             self._make()  # it may have been deleted: files in use stay open
-            written = publish(path, content(), replaces=replaces, written_at=written_at)
+            written = publish(path, content(), replaces=replaces)
         except OSError as error:
             remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(

@@ -11,7 +11,7 @@ import torch
 from ..base.layout import BlobLayout
 from ..base.mapping import flat_view, map_file
 from ..errors import GroupFileError
-from .checkpoint import Checkpoint, CheckpointBlob
+from .files import Checkpoint, FileBlob
 from .folder import Folder
 from .source import Piece
 
@@ -22,7 +22,7 @@ def write_blob(
     folder: Folder,
     group_id: str,
     on_written: Callable[[int], None],
-) -> CheckpointBlob:
+) -> FileBlob:
     """A blob in a file of its own, which is written unless the folder has it.
 
     Raises:
@@ -43,7 +43,7 @@ def write_blob(
         os.close(found.fd)
     source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
-    blob = CheckpointBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
+    blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
     blob.content = found.content
     return blob
 

@@ -8,8 +8,8 @@ both are for files that no other user can have written: see [Note: Files of othe
   its data, which has to be that of its bytes now. (That the data unpacks to the image was proven when it was packed.) All
   weights and the file are read for that.
 - *By facts.* Weights that are views of a file are what they were as long as that file is, byte for byte. So the header has
-  the facts of the file that was packed, where the weights lie in it, and the time of change of the packed file itself: nothing
-  is read. The data is compared with its hash when it is read.
+  the facts of the file that was packed, and where the weights lie in it: nothing is read. The data is compared with its hash
+  when it is read.
 
 A file that was found by its hashes, and was packed from another file (or from the same one before it was touched), is written
 again with the facts of this one, so that it is found by facts from then on.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
@@ -75,7 +74,7 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
     Returns:
         None if the file was deleted, renamed or replaced since: what is under its name now proves nothing.
     """
-    found = source.stat_at(source.path)
+    found = source.named_stat()
     if found is None:
         return None
     specs = [[printable_id(spec.fqn), str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
@@ -152,10 +151,6 @@ class _Draft(NamedTuple):
     wanted: Wanted
     image: torch.Tensor
     hash: str
-    path: Path
-    """Where it goes."""
-    packed: Packed | None = None
-    """What an earlier file holds, at that path, of the same weights in another file: it gets another header."""
 
 
 class PackedFiles:
@@ -175,9 +170,9 @@ class PackedFiles:
         def is_right(header: PackedHeader, fd: int) -> bool:
             if header.packed_from is not None and header.packed_from.path == origin.path:
                 others.append(header.packed_from)
-            return header.packed_from == origin and header.is_as_written
+            return header.packed_from == origin
 
-        _, found, _ = self._search(wanted, is_right)
+        found, _ = self._search(wanted, is_right)
         self.num_changed += found is None and any(each.facts != origin.facts for each in others)
         return found
 
@@ -234,30 +229,38 @@ class PackedFiles:
     def _find_or_read(self, wanted: Wanted) -> PackedFile | _Draft:
         image = _image_of(wanted.layout, wanted.tensors)
         plain = hash_of(image)
-        path, found, origin = self._search_by_hashes(wanted, plain)
+
+        def is_right(header: PackedHeader, fd: int) -> bool:
+            start = os.fstat(fd).st_size - header.packed.packed_bytes
+            return header.packed.hash == plain and content_of_file(fd, start) == header.content
+
+        found, origin = self._search(wanted, is_right)
         if found is None:
-            return _Draft(wanted, image, plain, path)
-        if wanted.origin in (None, origin):
-            return found
+            return _Draft(wanted, image, plain)
+        return found if wanted.origin in (None, origin) else self._renewed(found, wanted)
+
+    def _renewed(self, found: PackedFile, wanted: Wanted) -> PackedFile:
+        """The same packed bytes with the facts of now, if the folder takes another file. `found` serves as well."""
+        is_of_use = False
         try:
             memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
             found.read(memory)
+            with suppress(GroupFileError):
+                return self._write(wanted, Packed(found.packed, memory), found.path)
+            is_of_use = True
+            return found
         finally:
-            os.close(found.fd)
-        return _Draft(wanted, image, plain, path, Packed(found.packed, memory))
+            if not is_of_use:
+                os.close(found.fd)
 
     def _file_of(self, draft: PackedFile | _Draft, device: torch.device | None) -> Task[PackedFile | None]:
         """Pack what was read. Returns the work that writes it."""
         if isinstance(draft, PackedFile):
             return done(draft)
-        packed = draft.packed
-        if packed is None:
-            packed = pack(draft.image, draft.wanted.layout, device, hashed=done(draft.hash))
-        if packed is None:
-            return done(None)
-        return Task(partial(self._write, draft.wanted, packed, draft.path, replaces=draft.packed is not None))
+        packed = pack(draft.image, draft.wanted.layout, device, hashed=done(draft.hash))
+        return done(None) if packed is None else Task(partial(self._write, draft.wanted, packed))
 
-    def _write(self, wanted: Wanted, packed: Packed, path: Path, *, replaces: bool) -> PackedFile:
+    def _write(self, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
         group_id, layout, _, origin = wanted
         if origin is not None and not _is_there(origin):
             raise GroupFileError(
@@ -265,51 +268,30 @@ class PackedFiles:
                 f"was thrown away. Keep other programs from changing it, and try again."
             )
         content = content_of([packed.data])
-        now = int(time.time()) // 2 * 2  # every file system keeps such times
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin, now)
-        while True:
-            try:
-                written = self._folder.write(
-                    path, group_id, header, [packed.data], lambda num_bytes: None, replaces=replaces, written_at=now
-                )
-            except GroupFileError:
-                if not replaces:
-                    raise
-                written = None  # the file that is there serves as well
-            if written is not None:
-                return PackedFile(group_id, path, *written, content, packed.layout)
-            path, found, _ = self._search_by_hashes(wanted, packed.layout.hash)  # another process was quicker
-            if found is not None:
-                return found
-            replaces = False
-
-    def _search_by_hashes(self, wanted: Wanted, plain: str) -> tuple[Path, PackedFile | None, PackedFrom | None]:
-        """
-        Args:
-            plain: The hash of the plain bytes.
-        """
-
-        def is_right(header: PackedHeader, fd: int) -> bool:
-            start = os.fstat(fd).st_size - header.packed.packed_bytes
-            return header.packed.hash == plain and content_of_file(fd, start) == header.content
-
-        return self._search(wanted, is_right)
+        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin)
+        data = lambda: [packed.data]  # noqa: E731
+        written = self._folder.obtain(_id_of(group_id), header, content, data, lambda num_bytes: None, replaced)
+        return PackedFile(group_id, written.path, written.fd, written.stamp, content, packed.layout)
 
     def _search(
         self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]
-    ) -> tuple[Path, PackedFile | None, PackedFrom | None]:
-        """See `Folder.search`. The last of the results is what the file was packed from."""
+    ) -> tuple[PackedFile | None, PackedFrom | None]:
+        """See `Folder.search`. The second result is what the file was packed from."""
 
         def header_of(fd: int) -> PackedHeader | None:
             header = read_packed_header(fd, wanted.layout, wanted.group_id, self._folder.model_class)
             return header if header is not None and is_right(header, fd) else None
 
-        path, found = self._folder.search(f"{wanted.group_id}|packed", header_of)
+        path, found = self._folder.search(_id_of(wanted.group_id), header_of)
         if found is None:
-            return path, None, None
+            return None, None
         fd, stamp, header = found
-        file = PackedFile(wanted.group_id, path, fd, stamp, header.content, header.packed)
-        return path, file, header.packed_from
+        return PackedFile(wanted.group_id, path, fd, stamp, header.content, header.packed), header.packed_from
+
+
+def _id_of(group_id: str) -> str:
+    """What the packed file of a group is named by. The plain one is named by the group's id itself."""
+    return f"{group_id}|packed"
 
 
 def _begin_last(tasks: Sequence[Task[Any]]) -> None:

@@ -30,7 +30,7 @@ from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.base import Tier
-from group_offload.stores.checkpoint import CheckpointBlob
+from group_offload.stores.files import FileBlob
 
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
@@ -414,7 +414,7 @@ def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: p
             run(model, inputs(0, 3, 64))
     check(model, reference, inputs(0, 3, 64))
     (old,) = before - {part.blob for each in engine_of(handle).groups for part in each.parts}
-    assert isinstance(old, CheckpointBlob) and old not in old.store.blobs
+    assert isinstance(old, FileBlob) and old not in old.store.blobs
     for both in (model, reference):
         both.blocks[2].up.weight.data.mul_(0.75)
     check(model, reference, inputs(0, 3, 64))

@@ -16,15 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
 
 from group_offload import GroupFileError
 from group_offload.base import tuning as tuning_module
 from group_offload.base.publish import boot
 from group_offload.stores.folder import Folder
 
-from ..support.asserts import assert_at_rest
 from ..support.folders import assert_holds, headers_in, names, put, set_up, weights
 from ..support.models import Model, make
 from ..support.processes import fork, in_new_process, status_of
@@ -162,12 +159,12 @@ def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------- what the dead leave
 
 
-def killed(path: str, when: str, num_kills: str) -> None:
+def killed(path: str) -> None:
     """One model is set up by processes that die one after the other. How much is there after each of them?"""
     torch.set_num_threads(1)
     folder = Path(path)
-    for number in range(int(num_kills)):
-        assert status_of(fork(lambda number=number: die(folder, when, number))) == -signal.SIGKILL
+    for _ in range(6):
+        assert status_of(fork(lambda: die(folder))) == -signal.SIGKILL
         print(sum(file.stat().st_size for file in folder.iterdir()))
     handle = offload_to(folder, make(Model))
     assert names(folder) == {group.where for group in handle.groups}
@@ -175,25 +172,14 @@ def killed(path: str, when: str, num_kills: str) -> None:
     handle.remove()
 
 
-def die(folder: Path, when: str, number: int) -> None:
-    def kill(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if when == "first fsync":
-        os.fsync = kill  # type: ignore[assignment]
-    model = make(Model)
-    handle = offload_to(folder, model)
-    assert_at_rest(model, make(Model))
-    for block in model.blocks[: 1 + number % 2]:
-        block.up.weight.data.add_(1 + number)
-        handle.refresh()
-    kill()
+def die(folder: Path) -> None:
+    os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+    offload_to(folder, make(Model))
 
 
-@pytest.mark.parametrize("when", ["first fsync", "after an edit"])
-def test_kills_do_not_fill_the_drive(when: str, tmp_path: Path) -> None:
-    sizes = [*map(int, in_new_process(killed, tmp_path / "groups", when, 12).split())]
-    assert max(sizes) == max(sizes[:2])
+def test_kills_do_not_fill_the_drive(tmp_path: Path) -> None:
+    sizes = [*map(int, in_new_process(killed, tmp_path / "groups").split())]
+    assert max(sizes) == sizes[0]
 
 
 @pytest.mark.parametrize("of", ["another boot", "a process that lives", "a file system without locks"])
@@ -231,34 +217,3 @@ def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # ---------------------------------------------------------------- names
-
-
-def test_parameters_with_names_of_the_format(tmp_path: Path) -> None:
-    """A model may call its weights and modules as it likes: files are whole all the same, and found again."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name in ("__metadata__", "__padding_1", "__tensor_0", "half\ud800"):
-                self.register_parameter(name, nn.Parameter(torch.randn(3)))
-            self.add_module("module\udfff", nn.Linear(3, 3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for parameter in self.parameters(recurse=False):
-                x = x + parameter
-            return self._modules["module\udfff"](x)  # type: ignore[misc]
-
-    before: set[str] = set()
-    for level in ("leaf_level", "leaf_level", "block_level"):
-        model, reference = make(Odd), make(Odd)
-        handle = offload_to(tmp_path, model, level)
-        with torch.no_grad():
-            x = torch.randn(2, 3)
-            assert torch.equal(model(x), reference(x))
-        headers_in(tmp_path)
-        assert before in (set(), names(tmp_path)) or level == "block_level"
-        before = names(tmp_path)
-        handle.remove()
-        assert_at_rest(model, reference)
-    for path in tmp_path.glob("group_*"):
-        load_file(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import errno
 import fcntl
@@ -11,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import stat
 import subprocess
@@ -25,9 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from group_offload import GroupFileError, apply_group_offloading
+from group_offload import GroupFileError
 from group_offload.base import publish as publish_module
 from group_offload.base import reading
 from group_offload.base.publish import boot
@@ -35,7 +32,6 @@ from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, file_name
 
 from ..support.asserts import assert_at_rest
-from ..support.files import flip_a_bit
 from ..support.folders import GROUPS, assert_holds, headers_in, layout_of, names, put, set_up, weights
 from ..support.models import Model, make
 from ..support.processes import fork, in_new_process, status_of
@@ -49,24 +45,6 @@ def test_metadata(tmp_path: Path) -> None:
     ((name, header),) = headers_in(tmp_path).items()
     assert name == file.path.name == file_name("blocks_0") and header.tensors == layout_of(weights()).specs
     assert (header.model_class, header.group_id) == ("Model", "blocks_0")
-
-
-def test_a_folder_that_is_deleted_under_a_running_model(tmp_path: Path) -> None:
-    """What is in use stays open, and later edits need no folder."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    resident = copy.deepcopy(model)
-    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "offload", offload_type="leaf_level")
-    x = torch.randn(2, 4)
-    for _ in range(2):
-        with torch.no_grad():
-            assert torch.equal(model(x), resident(x))
-            for twin in (model, resident):
-                twin[0].weight.mul_(2)  # type: ignore[operator]
-        shutil.rmtree(tmp_path / "offload", ignore_errors=True)
-    with torch.no_grad():
-        assert torch.equal(model(x), resident(x))
-    handle.remove()
-    assert torch.equal(model[0].weight, resident[0].weight)  # type: ignore[arg-type]
 
 
 def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +65,6 @@ def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytes
     assert max(positions) >= 4096
 
 
-def test_another_class_gets_files_of_its_own(tmp_path: Path) -> None:
-    assert put(Folder(tmp_path, "A"), weights()).path != put(Folder(tmp_path, "B"), weights()).path
-
-
 @pytest.mark.parametrize("model_class", ["", "../../etc", "Ünï/code\n", "x" * 500])
 def test_equal_models_share_files(model_class: str, tmp_path: Path) -> None:
     """Whatever their class is called."""
@@ -101,20 +75,9 @@ def test_equal_models_share_files(model_class: str, tmp_path: Path) -> None:
     assert names(folder) == before and names(tmp_path) == {"groups"}
     set_up(folder, seed=1, model_class=model_class)
     assert len(names(folder)) == 4
-    assert {header.model_class for header in headers_in(folder).values()} == {model_class}
-
-
-@pytest.mark.parametrize("damage", ["cut off", "a byte"])
-def test_a_damaged_file_is_written_again_under_another_name(damage: str, tmp_path: Path) -> None:
-    files = set_up(tmp_path)
-    if damage == "cut off":
-        os.truncate(files[0].path, 4100)
-    else:
-        flip_a_bit(files[0].path, 4100)
-    again = set_up(tmp_path)
-    assert again[0].path != files[0].path and again[1].path == files[1].path
-    assert_holds(again)
-    assert [file.path for file in set_up(tmp_path)] == [file.path for file in again]
+    set_up(folder, model_class="Other")
+    assert len(names(folder)) == 6
+    assert {header.model_class for header in headers_in(folder).values()} == {model_class, "Other"}
 
 
 # ---------------------------------------------------------------- names that somebody planted
@@ -165,17 +128,17 @@ def test_group_file_behind_a_link_is_not_used(tmp_path: Path) -> None:
     assert found.path.name == file_name("blocks_0@1") and not found.path.is_symlink()
 
 
-@pytest.mark.parametrize("group", ["../../x", "/etc/passwd", "a\0b", "", "x" * 5000, "\N{SNOWMAN}", "@1"])
+@pytest.mark.parametrize("group", ["../../x", "/etc/passwd", "a\0b", "", "x" * 5000, "\N{SNOWMAN}", "@1", "half\ud800"])
 def test_group_ids_do_not_lead_out_of_the_folder(group: str, tmp_path: Path) -> None:
     folder = tmp_path / "groups"
     folder.mkdir()
     file = put(Folder(folder), weights(), group)
     assert file.path.parent == folder and names(tmp_path) == {"groups"} and names(folder) == {file.path.name}
     (header,) = headers_in(folder).values()
-    assert header.group_id == group
+    assert header.group_id == group.replace("\ud800", "\\ud800")
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002, 0])
+@pytest.mark.parametrize("mask", [0o077, 0o002])
 def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
@@ -212,8 +175,7 @@ def test_a_link_that_is_planted_after_it_was_looked_for(tmp_path: Path) -> None:
     assert names(tmp_path) == {link.name}
 
 
-@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "EACCES", "EROFS", "ENOSYS", "EBADF", "EIO"])
-@pytest.mark.parametrize("call", ["open", "fsync"])
+@pytest.mark.parametrize(("call", "code"), [("open", "EACCES"), ("fsync", "EINVAL"), ("fsync", "EIO")])
 def test_file_system_that_does_not_sync_folders(
     call: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,8 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights, partition
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
-from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
+from ...stores.checkpoint import FileMap, FileSpan, MappedFile
+from ...stores.files import Checkpoint, FileBlob
 from ...stores.folder import Folder
 from ...stores.group_file import write_blob
 from ...stores.origin import Origin, Place
@@ -112,7 +113,7 @@ def build_groups(
                 _rest_in_files(plans, folder, homes, made, casts)
             _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs, host=host)
         for part in made:
-            if not isinstance(part.blob, CheckpointBlob):
+            if not isinstance(part.blob, FileBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
                 part.blob.origin = Origin(places) if places else None
         # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
@@ -144,7 +145,7 @@ def _origins_of(parts: Iterable[Part]) -> dict[int, Place]:
     found: dict[int, Place] = {}
     for part in parts:
         blob = part.blob
-        if isinstance(blob, CheckpointBlob):
+        if isinstance(blob, FileBlob):
             places = {
                 i: Place(blob.source.path, blob.source.content, *place)
                 for i, (_, *place) in enumerate(blob.mapped)
@@ -197,7 +198,6 @@ def _rest_in_files(
                 plan.parts.append(_bind(blob, plan.fresh, homes, made))
                 plan.fresh = ()
     trim_heap()
-    folder.report()
 
 
 def _rest_in_ram(
@@ -357,7 +357,7 @@ def _adopt(
         for plan, mine in users:
             refs = tuple(ref for ref, _ in mine)
             tensors = [ref.tensor.detach() for ref in refs]
-            blob = CheckpointBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
+            blob = FileBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
             if is_locked:
                 blob.tier = Tier.RAM
             plan.parts.append(_bind(blob, refs, homes, made))
@@ -458,8 +458,8 @@ def materialise(part: Part) -> None:
     layout = part.blob.layout
     as_left = part.as_left()
     blob = part.blob
-    is_view = isinstance(blob, CheckpointBlob)
-    if isinstance(blob, CheckpointBlob) and blob.source.is_ours:
+    is_view = isinstance(blob, FileBlob)
+    if isinstance(blob, FileBlob) and blob.source.is_ours:
         is_view = False
         if blob.is_verified:
             blob.prove()
