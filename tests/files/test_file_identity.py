@@ -21,7 +21,7 @@ from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.stores import folder as folders
 
 from ..support.asserts import assert_at_rest, assert_same
-from ..support.files import as_root, loaded
+from ..support.files import loaded
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import check, offload_to, pair, run
@@ -307,38 +307,6 @@ def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
             model, reference = pair()
             apply_group_offloading(model, "cpu", **options)  # type: ignore[arg-type]
             check(model, reference, inputs())
-
-
-@as_root
-def test_another_file_system_with_equal_numbers(tmp_path: Path) -> None:
-    """The name leads to a file with the inode number of the one that was loaded, on another device."""
-    done = run_python(
-        _CASES
-        + """
-if not with_mounts:
-    sys.exit()
-def mounted(seed):
-    assert not os.system(f"mount -t tmpfs tmpfs '{root}'")
-    found = loaded(root, seed=seed)
-    return *found, (root / "0.safetensors").stat()
-model, reference, first = mounted(0)
-_, _, second = mounted(1)
-assert first.st_ino == second.st_ino and first.st_dev != second.st_dev
-for options in ({"offload_device": "disk"}, {}):
-    try:
-        apply_group_offloading(model, "cpu", **options)
-    except ConfigError as error:
-        assert options and "0.safetensors" in str(error)
-    else:
-        assert not options
-    assert_same(run(model, inputs()), run(reference, inputs()))
-""",
-        "",
-        tmp_path,
-        False,
-        0,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
 
 
 def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

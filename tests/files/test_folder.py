@@ -9,12 +9,9 @@ import itertools
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import stat
 import subprocess
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.synchronize import Barrier
@@ -31,20 +28,10 @@ from group_offload.base.publish import boot
 from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, file_name
 
-from ..support.asserts import assert_at_rest
-from ..support.folders import GROUPS, assert_holds, headers_in, layout_of, names, put, set_up, weights
-from ..support.models import Model, make
+from ..support.folders import GROUPS, assert_holds, headers_in, names, put, set_up, weights
 from ..support.processes import fork, in_new_process, status_of
-from ..support.rigs import offload_to
 
 # ---------------------------------------------------------------- what a file says, and when it is used
-
-
-def test_metadata(tmp_path: Path) -> None:
-    file = put(Folder(tmp_path, "Model"), weights())
-    ((name, header),) = headers_in(tmp_path).items()
-    assert name == file.path.name == file_name("blocks_0") and header.tensors == layout_of(weights()).specs
-    assert (header.model_class, header.group_id) == ("Model", "blocks_0")
 
 
 def test_other_weights_are_told_by_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,35 +321,6 @@ def test_two_processes_set_up_at_once(locks: str, tmp_path: Path) -> None:
     assert said.count("Another process is setting a model up") == (locks == "with")
 
 
-def hold_the_lock(path: str) -> None:
-    def hold() -> None:
-        with Folder(Path(path)).locked():
-            os.write(writer, b"x")
-            time.sleep(100)
-
-    reader, writer = os.pipe()
-    pid = fork(hold)
-    os.read(reader, 1)
-    got = threading.Event()
-
-    def wait() -> None:
-        with Folder(Path(path)).locked():
-            got.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert not got.wait(0.3)
-    os.kill(pid, signal.SIGKILL)
-    assert got.wait(60)
-    thread.join()
-    assert status_of(pid) == -signal.SIGKILL
-
-
-def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
-    in_new_process(hold_the_lock, tmp_path)
-    assert not names(tmp_path)  # the lock takes no file
-
-
 # ---------------------------------------------------------------- disks that say no
 
 
@@ -425,23 +383,3 @@ def test_real_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
         pytest.skip("needs unshare(1)")
     if "no mount" in in_new_process(mounted, tmp_path, under=unshare):
         pytest.skip("needs the right to mount")
-
-
-def limited(path: str) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-    model = make(Model)
-    with pytest.raises(GroupFileError, match=r"File too large.*The weights are still in RAM"):
-        offload_to(Path(path), model)
-    assert_at_rest(model, make(Model))
-    assert not [name for name in names(Path(path)) if name.endswith(".tmp")]
-    headers_in(Path(path))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    handle = offload_to(Path(path), model)
-    assert_at_rest(model, make(Model))
-    handle.remove()
-
-
-def test_limit_of_file_size(tmp_path: Path) -> None:
-    """A real fault of the system in the middle of a write."""
-    in_new_process(limited, tmp_path)

@@ -108,16 +108,6 @@ def test_it_is_found_again_and_verified(tmp_path: Path) -> None:
     assert header.packed == first.packed
 
 
-def test_it_stands_beside_the_plain_file_of_its_group(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "Model")
-    plain = folder.find_or_write("blocks_0", LAYOUT, TENSORS, lambda num_bytes: None)
-    os.close(plain.fd)
-    assert packed(tmp_path).path != plain.path
-    again = folder.find_or_write("blocks_0", LAYOUT, TENSORS, lambda num_bytes: None)
-    os.close(again.fd)
-    assert again.path == plain.path and len(stamps(tmp_path)) == 2
-
-
 def test_other_weights_get_another_file(tmp_path: Path) -> None:
     first = packed(tmp_path)
     edited = [TENSORS[0].clone(), *TENSORS[1:]]
@@ -358,18 +348,7 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"version": "6"},
-        {"codec": "none"},
-        {"packed": "{}"},
-        {"packed": "["},
-        {"packed_from": "[1, 2]"},
-        {"packed_from": '["/model.safetensors", "1:2:3:4:5", 7]'},
-        {"content": "0" * 32},
-        {"tensors": '[["a","bfloat16",[1000000000],[1],0]]'},
-        {"model_class": "Other"},
-    ],
+    "values", [{"version": "6"}, {"packed": "["}, {"packed_from": "[1, 2]"}, {"content": "0" * 32}]
 )
 def test_wrong_headers(tmp_path: Path, values: dict[str, str]) -> None:
     """A later version's, or a damaged one: the file is left alone."""

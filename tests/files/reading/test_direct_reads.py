@@ -35,7 +35,7 @@ from ...support.tuning import tune
 
 @every_tier
 @every_device
-@pytest.mark.parametrize("widths", [WIDTHS, [3, 5, 300, 7], [1000]], ids=str)
+@pytest.mark.parametrize("widths", [WIDTHS, [3, 5, 300, 7]], ids=str)
 def test_direct_reads(
     widths: list[int], where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
 ) -> None:
@@ -194,7 +194,7 @@ def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: N
 
 @every_tier
 @every_device
-@pytest.mark.parametrize("size", [4096, 512, 1000])
+@pytest.mark.parametrize("size", [4096, 1000])
 def test_direct_reads_that_return_less(
     size: int, where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
 ) -> None:
