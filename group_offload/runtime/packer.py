@@ -133,7 +133,7 @@ class Packer:
                 part.may_pack = False
                 part.drop_packed()
                 if isinstance(part.blob, RamBlob):
-                    part.blob.store.lock_after_all(LockLimit(self._backend))
+                    part.blob.store.lock(LockLimit(self._backend))
         return taken
 
     def choose(self, groups: Sequence[Group], in_ram: Collection[Group]) -> None:
@@ -278,7 +278,7 @@ class Packer:
                     self._left_plain([part], GroupFileError(problem))
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
-                part.blob.store.lock_after_all(limit)
+                part.blob.store.lock(limit)
         limit.report()
 
     def _settle(self, proofs: dict[Part, Task[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Blobs in the file that weights are views of: a checkpoint, where nothing is copied or written, or a group file.
+"""Blobs in the file that weights are views of: a checkpoint, where nothing is copied or written, or a group file of ours.
 
 `from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Such weights
 stay the same tensors. The kernel copies the pages that are edited (see [Note: Edits at rest] in `pinned`), and a weight that
@@ -7,6 +7,7 @@ was edited leaves the file for RAM.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ from pathlib import Path
 import torch
 
 from ..base.layout import ALIGNMENT, BlobLayout, as_bytes, lay_out_at, span_bytes
-from ..base.mapping import forget_writes, mapping_at
+from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, written_pages
 from ..base.system import open_to_read
 from ..base.tuning import tuning
+from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
 from .checkpoint import FileSpan
+from .folder import Folder
 from .moves import Copy, Move, Read
 from .origin import Origin
 from .source import Contents, Piece, Proof, SourceFile, merged
@@ -319,3 +322,43 @@ def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
     return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def write_blob(
+    layout: BlobLayout,
+    tensors: Sequence[torch.Tensor],
+    folder: Folder,
+    group_id: str,
+    on_written: Callable[[int], None],
+) -> FileBlob:
+    """A blob in a group file, which is written unless the folder has it.
+
+    Raises:
+        GroupFileError: the file cannot be written, or mapped.
+    """
+    found = folder.find_or_write(group_id, layout, tensors, on_written)
+    size = found.stamp.st_size
+    start = size - layout.num_bytes
+    try:
+        source = Checkpoint(found.path, found.fd, start, size, found.stamp)
+        rest = layout.views_by_extent(lambda extent: _map(found.fd, start + extent.offset, extent.num_bytes))
+    except OSError as error:
+        raise GroupFileError(
+            f"Cannot map {found.path} ({size:,} bytes), which group {group_id!r} rests in: {error.strerror or error}. A "
+            f"limit of address space (ulimit -v) has to leave room for all weights twice."
+        ) from error
+    finally:
+        os.close(found.fd)
+    source.is_ours = True
+    pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
+    blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
+    blob.content = found.content
+    return blob
+
+
+def _map(fd: int, position: int, num_bytes: int) -> torch.Tensor:
+    """Bytes of the file in a mapping of their own: pages that were edited are freed once the weight is in RAM."""
+    if not num_bytes:
+        return flat_view(b"", 0, 0)
+    first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    return flat_view(map_file(fd, position + num_bytes - first, first), position - first, num_bytes)

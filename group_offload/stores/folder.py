@@ -169,11 +169,13 @@ class Folder:
         data: Callable[[], Iterable[torch.Tensor]],
         on_written: Callable[[int], None],
         replaced: Path | None = None,
+        written_at: int | None = None,
     ) -> ProvenFile:
         """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
 
         Args:
             replaced: The file that it takes the place of, if it shall.
+            written_at: The time of change that it gets if it is written, in seconds.
         """
 
         def is_right(fd: int) -> bool:
@@ -185,7 +187,7 @@ class Folder:
                 fd, stamp, _ = found
                 on_written(stamp.st_size - len(header))
                 return ProvenFile(path, fd, stamp, content)
-            written = self._write(path, group_id, header, data(), on_written, replaces=replaced is not None)
+            written = self._write(path, group_id, header, data(), on_written, replaced is not None, written_at)
             if written is not None:
                 return ProvenFile(path, *written, content)
             replaced = None
@@ -238,8 +240,8 @@ class Folder:
         header: bytes,
         data: Iterable[torch.Tensor],
         on_written: Callable[[int], None],
-        *,
         replaces: bool,
+        written_at: int | None,
     ) -> tuple[int, os.stat_result] | None:
         """Write a file: see `publish`.
 
@@ -259,7 +261,7 @@ class Folder:
 
         try:
             self._make()  # it may have been deleted: files in use stay open
-            written = publish(path, content(), replaces=replaces)
+            written = publish(path, content(), replaces=replaces, written_at=written_at)
         except OSError as error:
             remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(

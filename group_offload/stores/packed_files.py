@@ -8,8 +8,8 @@ both are for files that no other user can have written: see [Note: Files of othe
   its data, which has to be that of its bytes now. (That the data unpacks to the image was proven when it was packed.) All
   weights and the file are read for that.
 - *By facts.* Weights that are views of a file are what they were as long as that file is, byte for byte. So the header has
-  the facts of the file that was packed, and where the weights lie in it: nothing is read. The data is compared with its hash
-  when it is read.
+  the facts of the file that was packed, where the weights lie in it, and the time of change of the packed file itself: nothing
+  is read. The data is compared with its hash when it is read.
 
 A file that was found by its hashes, and was packed from another file (or from the same one before it was touched), is written
 again with the facts of this one, so that it is found by facts from then on.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
@@ -170,7 +171,7 @@ class PackedFiles:
         def is_right(header: PackedHeader, fd: int) -> bool:
             if header.packed_from is not None and header.packed_from.path == origin.path:
                 others.append(header.packed_from)
-            return header.packed_from == origin
+            return header.packed_from == origin and header.is_as_written
 
         found, _ = self._search(wanted, is_right)
         self.num_changed += found is None and any(each.facts != origin.facts for each in others)
@@ -268,9 +269,10 @@ class PackedFiles:
                 f"was thrown away. Keep other programs from changing it, and try again."
             )
         content = content_of([packed.data])
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin)
+        now = int(time.time()) // 2 * 2  # every file system keeps such times
+        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin, now)
         data = lambda: [packed.data]  # noqa: E731
-        written = self._folder.obtain(_id_of(group_id), header, content, data, lambda num_bytes: None, replaced)
+        written = self._folder.obtain(_id_of(group_id), header, content, data, lambda num_bytes: None, replaced, now)
         return PackedFile(group_id, written.path, written.fd, written.stamp, content, packed.layout)
 
     def _search(

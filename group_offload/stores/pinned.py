@@ -204,23 +204,17 @@ class Segment:
     def lock(self, limit: LockLimit | None) -> None:
         """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
 
+        Blobs may rest in it by now: then nothing but the memory itself can be locked.
+
         Args:
             limit: None for memory that is not to be locked, because packed bytes are sent in place of it.
         """
-        if self._pins and limit is not None:
+        if self._pins and not self.is_locked and limit is not None:
             self._lock = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._lock is not None or self._fall_back(limit)
-        if not self.is_locked:
-            self.pageable = PageableMemory(self.bytes)
-
-    def lock_after_all(self, limit: LockLimit) -> None:
-        """Page-lock memory that blobs rest in by now, if the device allows it."""
-        if self._pins and not self.is_locked:
-            self._lock = limit.lock(self.bytes, self._wait)
-            if self._lock is not None:
-                self.is_locked, self.pageable = True, None
-                for blob in self._blobs:
-                    blob.find_tier()
+            self.is_locked = self._lock is not None or (not self._num_open and self._fall_back(limit))
+        self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
+        for blob in self._blobs:
+            blob.find_tier()
 
     def unlock(self, limit: LockLimit) -> None:
         """Give up the lock, for memory that needs it more."""

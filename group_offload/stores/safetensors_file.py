@@ -28,12 +28,13 @@ from ..errors import GroupFileError
 from ..packing.layout import PackedLayout
 
 DATA_ALIGNMENT = 4096
-_VERSION, _PACKED_VERSION = "2", "5"
+_VERSION, _PACKED_VERSION = "2", "4"
 _PACKED_NAME = "packed"
 """The entry of a packed group file."""
 _CONTENT_KEY = "group_offload.content"
 _PACKED_KEY = "group_offload.packed"
 _FROM_KEY = "group_offload.packed_from"
+_TIME_KEY = "group_offload.written_at"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
 _CHUNK_BYTES = 16 << 20
@@ -63,6 +64,7 @@ def encode_header(
     content: str,
     packed: PackedLayout | None = None,
     packed_from: PackedFrom | None = None,
+    written_at: int = 0,
 ) -> bytes:
     """The bytes before the data section. Equal tensors of one group always give equal headers.
 
@@ -70,6 +72,7 @@ def encode_header(
         content: the hash of the data section, from `content_of`.
         packed: how the blob is packed in the data section, if it is.
         packed_from: what it was packed from, if that is in a file.
+        written_at: the time of change that a packed file is given, in seconds.
     """
     metadata = {
         "format": "pt",
@@ -86,7 +89,7 @@ def encode_header(
     if packed is None:
         entries |= _entries_of(layout)
     else:
-        metadata[_PACKED_KEY] = packed.to_json()
+        metadata[_PACKED_KEY], metadata[_TIME_KEY] = packed.to_json(), str(written_at)
         if packed_from is not None:
             metadata[_FROM_KEY] = json.dumps([packed_from.path, packed_from.facts, packed_from.place])
         entries[_PACKED_NAME] = _entry("U8", [packed.packed_bytes], 0, packed.packed_bytes)
@@ -186,6 +189,8 @@ class PackedHeader:
     """xxh3_128 of the data section, in hex."""
     packed: PackedLayout
     packed_from: PackedFrom | None
+    is_as_written: bool
+    """Whether the file has the time of change that it was given: nobody has written to it, and it is no copy."""
 
 
 def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: str) -> PackedHeader | None:
@@ -196,23 +201,24 @@ def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: 
     Raises:
         OSError: the file cannot be read.
     """
-    size, prefix = os.fstat(fd).st_size, bytearray(8)
+    stat, prefix = os.fstat(fd), bytearray(8)
     read_part(fd, memoryview(prefix), 0)
     num_bytes = 8 + int.from_bytes(prefix, "little")
-    if num_bytes > min(size, _MAX_HEADER_BYTES):
+    if num_bytes > min(stat.st_size, _MAX_HEADER_BYTES):
         return None
     raw = bytearray(num_bytes)
     read_part(fd, memoryview(raw), 0)
     try:
         metadata = json.loads(raw[8:])["__metadata__"]
         packed_from = PackedFrom(*json.loads(metadata[_FROM_KEY])) if _FROM_KEY in metadata else None
-        content, packed = metadata[_CONTENT_KEY], PackedLayout.from_json(metadata[_PACKED_KEY])
-        expected = encode_header(layout, group_id, model_class, content, packed, packed_from)
+        content, time = metadata[_CONTENT_KEY], int(metadata[_TIME_KEY])
+        packed = PackedLayout.from_json(metadata[_PACKED_KEY])
+        expected = encode_header(layout, group_id, model_class, content, packed, packed_from, time)
     except (GroupFileError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    if raw != expected or size != len(raw) + packed.packed_bytes:
+    if raw != expected or stat.st_size != len(raw) + packed.packed_bytes:
         return None
-    return PackedHeader(content, packed, packed_from)
+    return PackedHeader(content, packed, packed_from, stat.st_mtime_ns == time * 10**9)
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:

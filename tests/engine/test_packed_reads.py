@@ -482,7 +482,7 @@ def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> No
         end(device, model, resident, handle)
         gc.collect()
         counts.append(num_fds())
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])

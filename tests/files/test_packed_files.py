@@ -94,7 +94,7 @@ def test_a_packed_file_is_a_safetensors_file(tmp_path: Path) -> None:
     }
     with safe_open(found.path, "pt") as file:
         metadata = file.metadata()
-    assert metadata["group_offload.codec"] == "exponents" and metadata["group_offload.version"] == "5"
+    assert metadata["group_offload.codec"] == "exponents" and metadata["group_offload.version"] == "4"
     assert json.loads(metadata["group_offload.packed"])["version"] == 2
     assert found.start % 4096 == 0
     assert torch.equal(image_in(found), IMAGE)
@@ -320,6 +320,21 @@ def test_a_checkpoint_that_changes_while_it_is_packed(tmp_path: Path, checkpoint
 
 
 # ------------------------------------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize("how", ["copied", "written to"])
+def test_a_packed_file_that_somebody_changed_is_not_found_by_facts(how: str, tmp_path: Path, checkpoint: Path) -> None:
+    wanted = from_checkpoint(checkpoint)
+    first = packed(tmp_path, TENSORS[:1], wanted.origin)
+    if how == "copied":
+        shutil.copy(first.path, tmp_path / "copy")
+        os.replace(tmp_path / "copy", first.path)
+    else:
+        with first.path.open("r+b") as file:
+            file.seek(-3000, os.SEEK_END)
+            file.write(b"x")
+    assert find(tmp_path, wanted)[0] is None
+    assert (packed(tmp_path, TENSORS[:1], wanted.origin).path == first.path) == (how == "copied")
 
 
 def with_metadata(path: Path, **values: str) -> None:

@@ -28,9 +28,8 @@ from ...partition import GroupSpec, adapter_weights, partition
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import FileMap, FileSpan, MappedFile
-from ...stores.files import Checkpoint, FileBlob
+from ...stores.files import Checkpoint, FileBlob, write_blob
 from ...stores.folder import Folder
-from ...stores.group_file import write_blob
 from ...stores.origin import Origin, Place
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
