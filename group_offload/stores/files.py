@@ -163,6 +163,7 @@ class FileBlob(Contents):
     """
 
     detects_edits = True
+    generation = 0
     origin: Origin | None = None
     source: Checkpoint
 

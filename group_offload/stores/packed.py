@@ -48,7 +48,7 @@ class FileContents(Contents):
 
     source: _PackedSource
 
-    def __init__(self, file: PackedFile, generation: int) -> None:
+    def __init__(self, file: PackedFile) -> None:
         """
         Args:
             file: Its descriptor is the caller's to close.
@@ -61,7 +61,7 @@ class FileContents(Contents):
         except OSError as error:
             raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
         super().__init__(file.group_id, [Piece(0, file.start, file.packed.packed_bytes)], source)
-        self.content, self.generation = file.content, generation
+        self.content = file.content
         source.blobs.add(self)
 
     @property
@@ -108,7 +108,7 @@ class PackedImage:
     ) -> None:
         """
         Args:
-            generation: The blob's, when it was packed.
+            generation: That of the blob that the packed bytes are good for.
             memory: Page-locked, flat uint8. None: the packed bytes are read each time that they are sent.
             lock: None if the driver allocated the memory, or `contents` holds the lock.
             contents: The packed file, if the packed bytes are taken from it for as long as the image is used.
@@ -118,7 +118,7 @@ class PackedImage:
         self.contents = contents
         self.is_read = memory is None
         """Whether the packed bytes are read from a file each time that they are sent."""
-        self._generation = generation
+        self.generation = generation
         self._memory, self._lock = memory, lock
         self._strips = [None] * len(layout.placed) if memory is None else layout.cut(memory)
         self._is_verified = is_verified
@@ -128,11 +128,6 @@ class PackedImage:
     @property
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
-
-    @property
-    def generation(self) -> int:
-        """The generation of the blob that the packed bytes are good for."""
-        return self._generation if self.contents is None else self.contents.generation
 
     @property
     def is_lost(self) -> bool:
@@ -301,7 +296,7 @@ def lock_image(
     """
     with ExitStack() as stack:
         stack.callback(os.close, file.fd)
-        contents = FileContents(file, generation)
+        contents = FileContents(file)
         if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
             contents.source.release()
             stack.pop_all()
@@ -346,7 +341,7 @@ def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> Packe
         GroupFileError: the file cannot be mapped.
     """
     try:
-        contents = FileContents(file, generation)
+        contents = FileContents(file)
     finally:
         os.close(file.fd)
     contents.source.avoid_readahead()

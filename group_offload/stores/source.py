@@ -80,8 +80,6 @@ class Contents:
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
     is_proven = False
     """Whether all bytes were compared with that hash since the file was opened."""
-    generation = 0
-    """A number that goes up when bytes that are on their way to the device must not be used any more."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], source: SourceFile) -> None:
         """
