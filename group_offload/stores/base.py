@@ -175,11 +175,6 @@ class PlacedImage(NamedTuple):
         return self.image.num_bytes
 
 
-def belongs_to_checkpoints(blob: Blob) -> bool:
-    """Whether edited tensors have the bytes of their checkpoints again. They return there when the blob is made again."""
-    return blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
-
-
 def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int) -> list[Move]:
     """How the weights at rest get to byte `at` of a slot: for a blob that does not hold their edits.
 

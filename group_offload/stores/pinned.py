@@ -36,7 +36,7 @@ from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.tuning import tuning
 from ..errors import StateError
-from .base import Tier, belongs_to_checkpoints, moves_of_rest
+from .base import Tier, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
 from .origin import Origin
 
@@ -312,7 +312,8 @@ class Segment:
             forget_writes(private.data_ptr() + start, end - start)
         for blob in blobs:
             blob.generation += 1
-            blob.is_outdated |= belongs_to_checkpoints(blob)
+            # What has the bytes of its checkpoint again returns there when the blob is made again.
+            blob.is_outdated |= blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
         return bool(edited)
 
     def _fall_back(self, limit: LockLimit) -> bool:
