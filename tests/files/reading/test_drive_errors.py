@@ -19,16 +19,7 @@ from group_offload.runtime.copies import jobs, reader
 from group_offload.runtime.measure import drive
 from group_offload.runtime.measure.recorder import Recorder
 
-from ...support.reading import (
-    SMALL_CHUNK,
-    Preadv,
-    Rig,
-    assert_tells,
-    every_device,
-    every_tier,
-    has_direct_reads,
-    within,
-)
+from ...support.reading import SMALL_CHUNK, Preadv, Rig, assert_tells, every_rig, has_direct_reads, within
 from ...support.speeds import KNOWN_SPEEDS
 from ...support.tuning import tune
 
@@ -112,8 +103,7 @@ def test_reads_that_return_less(size: int, rig: Rig, preadv: Preadv) -> None:
     assert preadv.num_faults
 
 
-@every_tier
-@every_device
+@every_rig
 def test_a_slow_drive(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
     def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
         time.sleep(0.004)

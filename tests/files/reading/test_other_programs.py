@@ -10,11 +10,10 @@ import pytest
 
 from group_offload import GroupFileError
 
-from ...support.reading import Preadv, Rig, assert_tells, every_device, every_tier
+from ...support.reading import Preadv, Rig, assert_tells, every_rig
 
 
-@every_tier
-@every_device
+@every_rig
 @pytest.mark.parametrize("direct", [False, True], ids=["page cache", "direct"])
 def test_a_truncated_file_comes_back(
     direct: bool, where: str, tier: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -40,8 +39,7 @@ def test_a_truncated_file_comes_back(
         rig.check_at_rest()
 
 
-@every_tier
-@every_device
+@every_rig
 def test_a_file_that_is_cut_off_while_it_is_read(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
     """After it was looked at, and before it is read: the read says that it ends."""
     with Rig(where, tier, tmp_path) as rig:
@@ -56,8 +54,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(where: str, tier: str, tmp_path
         rig.check(3)
 
 
-@every_tier
-@every_device
+@every_rig
 @pytest.mark.parametrize("what", ["deleted", "replaced", "replaced by a folder", "folder gone"])
 def test_a_file_that_goes_under_a_running_model(what: str, where: str, tier: str, tmp_path: Path) -> None:
     """What was opened is read on, whatever has its name."""

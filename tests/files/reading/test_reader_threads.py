@@ -17,11 +17,10 @@ from group_offload import apply_group_offloading
 from group_offload.runtime.copies import reader
 
 from ...support.on_device import from_file, raise_interrupt
-from ...support.reading import Preadv, Rig, Slow, every_device, every_tier
+from ...support.reading import Preadv, Rig, Slow, every_device, every_rig
 
 
-@every_tier
-@every_device
+@every_rig
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_in_the_middle_of_a_forward(
     error: type[BaseException], where: str, tier: str, tmp_path: Path, preadv: Preadv
