@@ -39,19 +39,17 @@ def test_a_truncated_file_comes_back(
         rig.check_at_rest()
 
 
-@every_rig
-def test_a_file_that_is_cut_off_while_it_is_read(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
+def test_a_file_that_is_cut_off_while_it_is_read(rig: Rig, preadv: Preadv) -> None:
     """After it was looked at, and before it is read: the read says that it ends."""
-    with Rig(where, tier, tmp_path) as rig:
-        rig.check()
-        rig.settle()
-        preadv.arm(5, 10**6, lambda *args: 0)
-        with pytest.raises(GroupFileError) as caught:
-            rig.check(2)
-        assert_tells(caught.value, rig, "ends there")
-        del caught
-        preadv.arm(-1, -1)
-        rig.check(3)
+    rig.check()
+    rig.settle()
+    preadv.arm(5, 10**6, lambda *args: 0)
+    with pytest.raises(GroupFileError) as caught:
+        rig.check(2)
+    assert_tells(caught.value, rig, "ends there")
+    del caught
+    preadv.arm(-1, -1)
+    rig.check(3)
 
 
 @every_rig

@@ -17,38 +17,34 @@ from group_offload import apply_group_offloading
 from group_offload.runtime.copies import reader
 
 from ...support.on_device import from_file, raise_interrupt
-from ...support.reading import Preadv, Rig, Slow, every_device, every_rig
+from ...support.reading import Preadv, Rig, Slow, every_device
 
 
-@every_rig
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_exception_in_the_middle_of_a_forward(
-    error: type[BaseException], where: str, tier: str, tmp_path: Path, preadv: Preadv
-) -> None:
+def test_an_exception_in_the_middle_of_a_forward(error: type[BaseException], rig: Rig, preadv: Preadv) -> None:
     """While the next blocks are read."""
-    with Rig(where, tier, tmp_path) as rig:
 
-        @contextmanager
-        def raises(position: int) -> Iterator[None]:
-            if position == 1:
-                raise error
-            yield
+    @contextmanager
+    def raises(position: int) -> Iterator[None]:
+        if position == 1:
+            raise error
+        yield
 
-        def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
-            time.sleep(0.002)
-            count: int = real(fd, buffers, position)
-            return count
+    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
+        time.sleep(0.002)
+        count: int = real(fd, buffers, position)
+        return count
 
-        rig.check(2)
-        usual = rig.model.on_block
-        preadv.arm(0, 10**9, slowly)
-        for _ in range(3):
-            rig.model.on_block = raises
-            with pytest.raises(error):
-                rig.forward()
-            rig.model.on_block = usual
-            rig.check()
-        rig.check_at_rest()
+    rig.check(2)
+    usual = rig.model.on_block
+    preadv.arm(0, 10**9, slowly)
+    for _ in range(3):
+        rig.model.on_block = raises
+        with pytest.raises(error):
+            rig.forward()
+        rig.model.on_block = usual
+        rig.check()
+    rig.check_at_rest()
 
 
 def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: Preadv) -> None:
