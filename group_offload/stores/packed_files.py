@@ -39,7 +39,7 @@ from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, check, hash_of, pack
 from ..packing.layout import PackedLayout
-from .folder import Folder
+from .folder import Folder, ProvenFile
 from .safetensors_file import (
     PackedFrom,
     PackedHeader,
@@ -91,16 +91,10 @@ def _is_there(origin: PackedFrom) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFile:
-    """A packed group file that is proven to be the right one."""
+class PackedFile(ProvenFile):
+    """A packed group file that is proven to be the right one. Its `content` is the hash of the packed image."""
 
     group_id: str
-    path: Path
-    fd: int
-    """A descriptor that the caller closes."""
-    stamp: os.stat_result
-    content: str
-    """xxh3_128 of the packed image, in hex."""
     packed: PackedLayout
 
     @property
@@ -228,7 +222,8 @@ class PackedFiles:
         return Task(partial(self._find_or_read, wanted)) if found is None else done(found)
 
     def _find_or_read(self, wanted: Wanted) -> PackedFile | _Draft:
-        image = _image_of(wanted.layout, wanted.tensors)
+        with torch.no_grad():
+            image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
         plain = hash_of(image)
 
         def is_right(header: PackedHeader, fd: int) -> bool:
@@ -273,7 +268,7 @@ class PackedFiles:
         header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin, now)
         data = lambda: [packed.data]  # noqa: E731
         written = self._folder.obtain(_id_of(group_id), header, content, data, lambda num_bytes: None, replaced, now)
-        return PackedFile(group_id, written.path, written.fd, written.stamp, content, packed.layout)
+        return PackedFile(written.path, written.fd, written.stamp, content, group_id, packed.layout)
 
     def _search(
         self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]
@@ -288,7 +283,7 @@ class PackedFiles:
         if found is None:
             return None, None
         fd, stamp, header = found
-        return PackedFile(wanted.group_id, path, fd, stamp, header.content, header.packed), header.packed_from
+        return PackedFile(path, fd, stamp, header.content, wanted.group_id, header.packed), header.packed_from
 
 
 def _id_of(group_id: str) -> str:
@@ -300,12 +295,3 @@ def _begin_last(tasks: Sequence[Task[Any]]) -> None:
     """Begin the last task, which is on the list by now: an interrupt has to find it there."""
     if not tasks[-1].is_done:
         tasks[-1].begin_apart()
-
-
-def _image_of(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    image, end = torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu"), 0
-    with torch.no_grad():
-        for piece in data_pieces(layout, tensors):
-            image[end : end + piece.numel()] = piece
-            end += piece.numel()
-    return image

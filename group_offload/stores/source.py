@@ -156,7 +156,7 @@ class SourceFile:
         return self.bytes.numel()
 
     def release(self) -> None:
-        """Unlock and close the file."""
+        """Unlock the file, and close it once no thread reads it any more."""
         self.unlock()
         self._kept = None
         _held.discard(self)
