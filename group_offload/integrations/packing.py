@@ -77,8 +77,7 @@ def pack_model(
     on_done = on_start(total)
     files = Folder(folder, type(model).__name__)
     groups: list[PackedGroup] = []
-    with files.locked():
-        files.prepare(total)
+    with files.locked(total):
         packed_files = PackedFiles(files)
         found_or_packed = packed_files.find_or_pack(
             (wanted_of(group_id, part.blob) for group_id, part in parts),

@@ -238,9 +238,8 @@ class Packer:
             stack.enter_context(torch.no_grad())
             files: Iterator[PackedFile | None] | None = None
             if self._folder is not None:
-                stack.enter_context(self._folder.locked())
                 try:
-                    self._folder.prepare(int(total * _USUAL_RATIO))
+                    stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
                 files = self._files_of(parts, self._folder)

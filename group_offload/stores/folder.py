@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -61,7 +61,7 @@ class ProvenFile:
 class Folder:
     """A folder of group files, as one model uses it.
 
-    Order of calls, under `locked`: `prepare`, then `find_or_write` for each group. See [Note: Files of a folder].
+    Order of calls: `find_or_write` for each group, under `locked`. See [Note: Files of a folder].
     """
 
     def __init__(self, path: Path, model_class: str = "") -> None:
@@ -83,15 +83,39 @@ class Folder:
         return False
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold this around setting a model up. A process that sets up the same model meanwhile waits, and finds its files.
+    def locked(self, num_bytes: int) -> Iterator[None]:
+        """Hold this around setting a model up, whose files take `num_bytes` in all. The folder is made if it is not there.
 
-        Not reentrant. Where there are no locks, or if another process keeps them for too long, it goes on without. Both may
-        write the same files then, which is a waste and no harm.
+        A process that sets up the same model meanwhile waits, and finds its files. Not reentrant. Where there are no locks, or
+        if another process keeps them for too long, it goes on without. Both may write the same files then, which is a waste
+        and no harm. The temporary files of processes that died are removed.
+
+        Raises:
+            GroupFileError: the folder cannot be made or written to, or has too little room. One that cannot be written to is
+                accepted if its files may be all that are needed.
         """
-        with suppress(OSError):  # `prepare` raises an error that says what is wrong
-            self._enter()
-        with folder_lock(self.path):
+        with ExitStack() as stack:
+            try:
+                self._enter()
+                stack.enter_context(folder_lock(self.path))
+                present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
+                free = self._free_bytes(may_be_full=present >= max(num_bytes, 1))
+            except ForeignFileError as error:
+                raise GroupFileError(
+                    f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
+                    f"weights were left where they are."
+                ) from error
+            except OSError as error:
+                raise GroupFileError(
+                    f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
+                    f"write to as offload_to_disk_path."
+                ) from error
+            if num_bytes > free + present:  # files that are present may turn out to be ours
+                raise GroupFileError(
+                    f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
+                    f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were "
+                    f"left where they are."
+                )
             yield
         if self._of_others:
             logger.warning(
@@ -102,45 +126,23 @@ class Folder:
             )
             self._of_others.clear()
 
-    def prepare(self, num_bytes: int) -> None:
-        """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
+    def _free_bytes(self, *, may_be_full: bool) -> int:
+        """The bytes that can be written to the folder, which is tidied up.
 
-        A folder that cannot be written to is accepted if its files may be all that are needed. The temporary files of
-        processes that died are removed.
-
-        Raises:
-            GroupFileError: the folder cannot be made or written to, or has too little room.
+        Args:
+            may_be_full: Whether none need to be.
         """
         try:
-            self._enter()
-            present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
-            try:
-                self._write_probe()
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or present < max(num_bytes, 1):
-                    raise
-                logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
-                self.owners.check_folder(self.path)
-                return
-            self.owners.check_folder(self.path)
-            self._tidy()
-            free = shutil.disk_usage(self.path).free
-        except ForeignFileError as error:
-            raise GroupFileError(
-                f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
-                f"weights were left where they are."
-            ) from error
+            self._write_probe()
         except OSError as error:
-            raise GroupFileError(
-                f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
-                f"write to as offload_to_disk_path."
-            ) from error
-        if num_bytes > free + present:  # files that are present may turn out to be ours
-            raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
-                f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left "
-                f"where they are."
-            )
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not may_be_full:
+                raise
+            logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
+            self.owners.check_folder(self.path)
+            return 0
+        self.owners.check_folder(self.path)
+        self._tidy()
+        return shutil.disk_usage(self.path).free
 
     def find_or_write(
         self,

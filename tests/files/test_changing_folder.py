@@ -205,8 +205,8 @@ def test_temporary_files_that_a_set_up_does_not_remove(
 
 def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(tmp_path)
-    with pytest.raises(GroupFileError, match="Free some room"):
-        folder.prepare(1 << 60)
+    with pytest.raises(GroupFileError, match="Free some room"), folder.locked(1 << 60):
+        pass
 
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

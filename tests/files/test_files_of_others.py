@@ -46,8 +46,8 @@ def checkpoint(path: Path, tensor: torch.Tensor) -> PackedFrom:
 
 def packed(path: Path, tensor: torch.Tensor, origin: PackedFrom) -> PackedFile:
     folder = Folder(path, "Model")
-    folder.prepare(0)
-    (found,) = PackedFiles(folder).find_or_pack([Wanted("blocks_0", LAYOUT, [tensor], origin)])
+    with folder.locked(0):
+        (found,) = PackedFiles(folder).find_or_pack([Wanted("blocks_0", LAYOUT, [tensor], origin)])
     assert found is not None
     return found
 

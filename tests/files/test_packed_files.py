@@ -51,8 +51,7 @@ def find_or_pack(folder: Folder, wanted: Wanted) -> PackedFile | None:
 def packed(path: Path, tensors: list[torch.Tensor] = TENSORS, origin: PackedFrom | None = None) -> PackedFile:
     """What a set-up does."""
     folder = Folder(path, "Model")
-    with folder.locked():
-        folder.prepare(1000)
+    with folder.locked(1000):
         found = find_or_pack(folder, Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
         assert found is not None
         os.close(found.fd)

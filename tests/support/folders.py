@@ -39,8 +39,7 @@ def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0")
 def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
     """What the engine does for a model of two groups."""
     folder = Folder(path, model_class)
-    with folder.locked():
-        folder.prepare(1000)
+    with folder.locked(1000):
         return [put(folder, weights(seed, group), group) for group in GROUPS]
 
 

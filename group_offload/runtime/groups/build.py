@@ -184,8 +184,7 @@ def _rest_in_files(
     casts: Mapping[int, torch.dtype],
 ) -> None:
     num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
-    with folder.locked(), progress_bar(num_bytes, "Writing group files") as advance:
-        folder.prepare(num_bytes)
+    with folder.locked(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
         for plan in plans:
             if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                 kept = len(plan.parts)
