@@ -241,9 +241,12 @@ class PackedFiles:
         try:
             memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
             found.read(memory)
-            with suppress(GroupFileError):
+            try:
                 return self._write(wanted, Packed(found.packed, memory), found.path)
-            is_of_use = True
+            except GroupFileError:
+                is_of_use = wanted.origin is not None and _is_there(wanted.origin)
+                if not is_of_use:
+                    raise
             return found
         finally:
             if not is_of_use:
