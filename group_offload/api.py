@@ -54,7 +54,8 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             Files are read instead of being page-locked in the page cache.
         offload_to_disk_path: Folder for group files. All weights then rest in files, and RAM holds no weights at rest. Views
             of a file stay in that file; the folder gets one safetensors file for each group of other weights. A file there
-            whose content is exactly that of the weights is used again; no other file is touched.
+            whose content is exactly that of the weights is used again; no other file is touched. Weights that are edited or
+            added later stay in RAM.
         block_modules: Names of children that are cut into blocks themselves. Block level only. Default: the module class's
             `_group_offload_block_modules`.
         exclude_kwargs: Names of the forward's keyword arguments that are not moved to the device. Default: the module

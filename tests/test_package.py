@@ -216,7 +216,7 @@ def test_activations_know_nothing_of_weights() -> None:
 
 def test_the_reader_of_imports_reads_imports() -> None:
     known = modules()
-    assert {"config", "runtime.gates", "stores.group_file"} <= imports_of(
+    assert {"config", "runtime.gates", "stores.folder"} <= imports_of(
         "runtime.engine", known["runtime.engine"], set(known)
     )
     assert "errors" in imports_of("api", known["api"], set(known))

@@ -43,10 +43,18 @@ _FEW_DESCRIPTORS = 512
 _turns = [threading.Lock() for _ in range(64)]
 """Guard the positions of open files, where a read cannot say its position. Descriptors of one file have the same lock."""
 
+
+class _OwnedFile(io.FileIO):
+    """A file that is closed as it goes, without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 own_descriptor: Callable[[int], Any] = next(
-    (getattr(select, name).fromfd for name in ("epoll", "kqueue") if hasattr(select, name)), io.FileIO
+    (getattr(select, name).fromfd for name in ("epoll", "kqueue") if hasattr(select, name)), _OwnedFile
 )
-"""An object written in C that closes a descriptor as it goes. The first two take descriptors of any kind, and do not warn."""
+"""An object that closes a descriptor as it goes. The first two are written in C, and take descriptors of any kind."""
 
 
 def on_fork(*, before: Callable[[], None] | None = None, after_in_child: Callable[[], None] | None = None) -> None:
@@ -201,7 +209,7 @@ def open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def lock(fd: int, *, is_shared: bool = False) -> None:
+def lock(fd: int) -> None:
     """Lock a file or folder with flock(2), unless that has to wait.
 
     Raises:
@@ -210,7 +218,7 @@ def lock(fd: int, *, is_shared: bool = False) -> None:
     """
     if fcntl is None:
         raise missing()
-    fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(fd: int) -> None:

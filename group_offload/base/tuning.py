@@ -105,8 +105,6 @@ class Tuning:
     """How long forwards that share passes let others go first that came before them, or may come along."""
     backward_patience_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
-    file_patience_seconds: float = 10.0
-    """How long to wait for the lock on a group file. Its holder may be giving it its name."""
     setup_patience_seconds: float = 600.0
     """How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
     seconds_until_said: float = 1.0

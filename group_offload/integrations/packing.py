@@ -13,8 +13,7 @@ import torch
 from ..api import handle_of
 from ..runtime.packer import wanted_of
 from ..stores.folder import Folder
-from ..stores.manifest import ManifestEntry
-from ..stores.packed_files import PackedFile, PackedFiles, give_up_outdated, may_overlap
+from ..stores.packed_files import PackedFiles, may_overlap
 from .opening import errors_of_loading, from_pretrained
 
 
@@ -35,8 +34,6 @@ class PackedModel:
     groups: tuple[PackedGroup, ...]
     num_changed: int
     """The groups that had been packed before their checkpoint changed."""
-    num_outdated: int
-    """The manifests that were given up, because their checkpoint has changed."""
 
 
 def pack_model(
@@ -80,10 +77,7 @@ def pack_model(
     on_done = on_start(total)
     files = Folder(folder, type(model).__name__)
     groups: list[PackedGroup] = []
-    entries: list[ManifestEntry] = []
-    found: list[PackedFile | None] = []
-    with files.locked():
-        files.prepare(total)
+    with files.locked(total):
         packed_files = PackedFiles(files)
         found_or_packed = packed_files.find_or_pack(
             (wanted_of(group_id, part.blob) for group_id, part in parts),
@@ -92,20 +86,12 @@ def pack_model(
         )
         try:
             for (group_id, part), one in zip(parts, found_or_packed, strict=True):
-                found.append(one)
+                if one is not None:
+                    os.close(one.fd)
                 part.blob.check()
                 size = part.blob.layout.num_bytes
                 on_done(size)
                 groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
-                if one is not None:
-                    entries.append(one.entry)
-            files.publish_manifest(entries)
-            files.keep_manifest()
-            num_outdated = give_up_outdated(files, entries)
         finally:
             found_or_packed.close()
-            for one in found:
-                if one is not None:
-                    os.close(one.fd)  # until now: another process could delete the files before the manifest names them
-    files.report()
-    return PackedModel(tuple(groups), packed_files.num_changed, num_outdated)
+    return PackedModel(tuple(groups), packed_files.num_changed)

@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import index
+from typing import Any
 
 import torch
 
 from ..base.layout import ALIGNMENT
-from ..base.strict_json import as_size, as_text, parse
 from ..errors import GroupFileError
 
 VERSION = 2
@@ -270,36 +271,29 @@ class PackedLayout:
             PackedError: `text` is not what `to_json` of this version gives. The message does not name the file.
         """
         try:
-            found = parse(text.encode())
-            if not isinstance(found, dict):
-                raise PackedError("its layout is not an object")
-            if found.get("version") != VERSION:
+            found = json.loads(text)
+            if found["version"] != VERSION:
                 raise PackedError(f"another version packed it: this one reads version {VERSION}")
-            strips = tuple(map(_strip_of, _list_of(found.get("strips"), "strips")))
+            strips = tuple(map(_strip_of, found["strips"]))
             if not strips:
                 raise PackedError("its layout lists no strips")
-            sizes = [as_size(found.get(name)) for name in ("plain_bytes", "packed_bytes")]
-            return cls(sizes[0], sizes[1], strips, as_text(found.get("hash")))
+            layout = cls(index(found["plain_bytes"]), index(found["packed_bytes"]), strips, found["hash"])
         except PackedError:
             raise
-        except (GroupFileError, ValueError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise PackedError(f"its layout cannot be read: {error}") from error
+        if layout.to_json() != text:
+            raise PackedError("its layout is not written as this version writes it")
+        return layout
 
 
-def _strip_of(found: object) -> Strip:
-    num_escapes, listed = _list_of(found, "strips", 2)
+def _strip_of(found: Any) -> Strip:
+    num_escapes, listed = found
     spans, end = [], 0
-    for item in _list_of(listed, "spans"):
-        num_bytes, bits, exponents = _list_of(item, "spans", 3)
-        spans.append(Span(end, as_size(num_bytes), as_size(bits), tuple(bytes.fromhex(as_text(exponents)))))
-        end += spans[-1].num_bytes
-    return Strip(tuple(spans), as_size(num_escapes))
-
-
-def _list_of(found: object, what: str, length: int | None = None) -> list[object]:
-    if not isinstance(found, list) or len(found) != (len(found) if length is None else length):
-        raise PackedError(f"its layout lists something else than {what}")
-    return found
+    for num_bytes, bits, exponents in listed:
+        spans.append(Span(end, index(num_bytes), index(bits), tuple(bytes.fromhex(exponents))))
+        end += num_bytes
+    return Strip(tuple(spans), index(num_escapes))
 
 
 def packed_size(spans: Sequence[Span], num_escapes: int) -> int:

@@ -33,7 +33,7 @@ from ..base.layout import lay_out, memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
-from ..base.publish import publish_anew
+from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
 from ..base.system import advise, name_of_drive, open_to_read
 from ..errors import DeviceError
@@ -217,7 +217,7 @@ def record(speeds: MachineSpeeds) -> bool:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(publish_anew(path, text.encode()))
+        publish(path, [text.encode()])
     except OSError:
         return False
     return True

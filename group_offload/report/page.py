@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.publish import check_path, publish_anew
+from ..base.publish import check_path, publish
 from ..base.text import html_table, printable
 from ..base.timeline import COMPUTE, COPIES, READS, Slice, side_by_side
 from ..errors import GroupFileError
@@ -49,7 +49,7 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
         if found.exists() and not found.is_file():
             found.write_bytes(content)
         else:
-            os.close(publish_anew(found.resolve() if found.is_symlink() else found, content))
+            publish(found.resolve() if found.is_symlink() else found, [content])
     except (OSError, RuntimeError) as error:  # links in a circle
         raise GroupFileError(f"Cannot write {found}: {getattr(error, 'strerror', None) or error}.") from error
     return found

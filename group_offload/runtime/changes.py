@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter, not_
@@ -127,7 +127,7 @@ class Watch:
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
         self._forms = Forms([view for part in self._parts for view in part.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
-        self.expect_tensors()
+        self._addresses = [address for group in self._groups for address in group.rest_addresses]
 
     def has_same_modules(self, top: nn.Module) -> bool:
         """
@@ -166,10 +166,6 @@ class Watch:
             layer.unmerge()
         return bool(switched_off)
 
-    def expect_tensors(self) -> None:
-        """Note the present addresses at rest as the expected ones."""
-        self._addresses = [address for group in self._groups for address in group.rest_addresses]
-
 
 class Changes:
     """Finds and commits changes of a module between passes. An engine owns it, and uses it under its lock.
@@ -178,13 +174,8 @@ class Changes:
     weights that are at rest; `invalidate` before the module is cut again.
     """
 
-    def __init__(self, transfer: Transfer, publish: Callable[[], None]) -> None:
-        """
-        Args:
-            publish: Function that is called once edited weights of group files rest in other files.
-        """
+    def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._publish = publish
         self._groups: tuple[Group, ...] = ()
         self._groups_of: Mapping[nn.Module, Sequence[Group]] = {}
         self._seen: weakref.WeakKeyDictionary[nn.Module, Seen] = weakref.WeakKeyDictionary()
@@ -256,7 +247,7 @@ class Changes:
             The groups that calls under `top` can need; None if the module has to be cut into groups again.
 
         Raises:
-            GroupFileError: A file was changed by another program, or a new one cannot be written. No weight is lost.
+            GroupFileError: A file was changed by another program. No weight is lost.
         """
         if not self._is_known:
             return None
@@ -271,24 +262,13 @@ class Changes:
                 return None
             if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
                 return None
-            watch.expect_tensors()
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
         self._looks = begin_looks(mapping for store in late for mapping in store.rest_mappings())
-        was_edited = True
-        try:
-            looks = look_at_all(mapping for store in now for mapping in store.rest_mappings())
-            found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in now]
-            was_edited = any(found)
-        finally:
-            if was_edited:  # also if one store raised: weights of the stores before it may rest in other files by now
-                for group in watch.scope:
-                    group.rebind_moved()
-                watch.expect_tensors()
-        if was_edited:
-            self._publish()
-            if any(group.is_outdated for group in watch.scope):
-                return None
+        looks = look_at_all(mapping for store in now for mapping in store.rest_mappings())
+        found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in now]
+        if any(found) and any(group.is_outdated for group in watch.scope):
+            return None
         return watch.scope
 
     def commit_late(self, groups: Sequence[Group]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +23,6 @@ from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp
 from ..stores.folder import Folder
-from ..stores.group_file import GroupFile
 from ..weights import TensorRef
 from . import turns
 from .backward import Backward
@@ -108,7 +106,7 @@ class Engine:
         self._probe = Probe(backend, self.recorder)
         self.memory = DeviceMemory(config, self.transfer, self._probe.stalls, self.counters)
         self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
-        self._changes = Changes(self.transfer, weakly(self._publish_manifest))
+        self._changes = Changes(self.transfer)
         self._lookahead = LookAhead(
             self.memory,
             self.transfer,
@@ -127,7 +125,6 @@ class Engine:
             self._files,
             self._probe.stopwatch,
             self._packer,
-            partial(weakly(self._publish_manifest), is_edit=False),
         )
         self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
             root,
@@ -214,8 +211,6 @@ class Engine:
             self._give_up_blobs()
             self._close_replaced({part for group in self.groups for part in group.parts})
             self.trained.give_back()
-            if self._folder is not None:
-                self._folder.keep_manifest()
             self._gates.uninstall()
             self._passes.is_removed = True
             if self._gates.sharing is not None:
@@ -431,8 +426,6 @@ class Engine:
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
         self.placer.place(moving, is_first=not before)
-        self._publish_manifest()
-        # Old files are closed only now: they have to exist until the manifest names the new ones.
         self._close_replaced({*parts})
         self.trained.guard(self._refs)
         for group in self.groups:
@@ -442,15 +435,8 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._replaced:
             if part not in in_use and not part.is_given_up:
-                part.close(forget=True)
+                part.close()
         self._replaced = {}
-
-    def _publish_manifest(self, *, is_edit: bool = True) -> None:
-        parts = [part for group in self.groups for part in group.parts]
-        entries = [part.blob.entry for part in parts if isinstance(part.blob, GroupFile)]
-        entries += [part.packed.entry for part in parts if part.packed is not None and part.packed.entry is not None]
-        if self._folder is not None:
-            self._folder.publish_manifest(entries, is_edit=is_edit)
 
     def _install_gates(self) -> None:
         self._changes.invalidate()

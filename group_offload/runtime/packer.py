@@ -20,7 +20,7 @@ from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
-from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, origin_of
+from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .feed import Feed
@@ -133,7 +133,7 @@ class Packer:
                 part.may_pack = False
                 part.drop_packed()
                 if isinstance(part.blob, RamBlob):
-                    part.blob.store.lock_after_all(LockLimit(self._backend))
+                    part.blob.store.lock(LockLimit(self._backend))
         return taken
 
     def choose(self, groups: Sequence[Group], in_ram: Collection[Group]) -> None:
@@ -228,7 +228,7 @@ class Packer:
         """
         for part in parts:
             if part in self._to_read and part.packed is not None and not part.packed.is_read:
-                _give_up(part)  # the RAM that it leaves has room for others
+                part.drop_packed()  # the RAM that it leaves has room for others
         parts = self._with_room(parts)
         if not parts:
             return
@@ -238,9 +238,8 @@ class Packer:
             stack.enter_context(torch.no_grad())
             files: Iterator[PackedFile | None] | None = None
             if self._folder is not None:
-                stack.enter_context(self._folder.locked())
                 try:
-                    self._folder.prepare(int(total * _USUAL_RATIO))
+                    stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
                 files = self._files_of(parts, self._folder)
@@ -256,7 +255,7 @@ class Packer:
             proofs: dict[Part, Task[str]] = {}
             stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
-                _give_up(part)
+                part.drop_packed()
                 try:
                     image = self._pack(part, feed, files, limit, proofs)
                 except GroupFileError as error:
@@ -274,11 +273,11 @@ class Packer:
                 proof.wait()
                 problem = proof.result()
                 if problem:
-                    _give_up(part)
+                    part.drop_packed()
                     self._left_plain([part], GroupFileError(problem))
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.packed is None and isinstance(part.blob, RamBlob):
-                part.blob.store.lock_after_all(limit)
+                part.blob.store.lock(limit)
         limit.report()
 
     def _settle(self, proofs: dict[Part, Task[str]]) -> None:
@@ -288,7 +287,7 @@ class Packer:
             proof.wait()
             packed = part.packed
             if packed is not None and packed.contents is not None and not packed.contents.is_proven:
-                _give_up(part)
+                part.drop_packed()
         self._in_place = [
             part
             for part in _parts_of(self._groups)
@@ -398,16 +397,8 @@ def wanted_of(group_id: str, blob: Blob) -> Wanted:
         GroupFileError: the file that the blob rests in is not the one that it was.
     """
     blob.check()
-    origin = origin_of(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
+    origin = packed_from(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
     return Wanted(group_id, blob.layout, blob.rest, origin)
-
-
-def _give_up(part: Part) -> None:
-    """Give up packed bytes that are out of date, or in the wrong place."""
-    packed = part.packed
-    part.drop_packed()
-    if packed is not None:
-        packed.leave(forget=True)
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -79,12 +79,7 @@ class Placer:
         files: CachedFiles,
         stopwatch: Stopwatch,
         packer: Packer,
-        publish: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            publish: Function that is called once weights were packed into other files than before.
-        """
         self._top = weakref.ref(root)
         self._name = type(root).__name__
         self._config = config
@@ -95,7 +90,6 @@ class Placer:
         self._files = files
         self._stopwatch = stopwatch
         self._packer = packer
-        self._publish = publish
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
         self._budgeter = Budgeter(speeds, packer, config.num_slots)
@@ -356,7 +350,6 @@ class Placer:
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
-        self._publish()
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""
@@ -370,7 +363,6 @@ class Placer:
             finally:
                 self.reside()  # berths may need another size
             self._files.look()
-            self._publish()
 
     def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
         """Evict what leaves the pass too little room, before it takes slots.

@@ -13,7 +13,7 @@ from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, Stage
 from .origin import Origin
-from .packed import PackedImage, RamImage
+from .packed import PackedImage
 
 
 class Tier(Enum):
@@ -54,7 +54,7 @@ class Store(Protocol):
             Whether there were edits.
 
         Raises:
-            GroupFileError: another program changed a file, or a new file cannot be written (no edit is lost).
+            GroupFileError: another program changed a file. No edit is lost.
         """
 
 
@@ -118,12 +118,8 @@ class Blob(Protocol):
             label: The name of the group that needs the blob, for errors and traces.
         """
 
-    def close(self, *, forget: bool) -> None:
-        """Give up the memory or the file.
-
-        Args:
-            forget: Whether the content is out of date, so that a later process has no use for it.
-        """
+    def close(self) -> None:
+        """Give up the memory or the file."""
 
 
 class PlacedBlob(NamedTuple):
@@ -165,7 +161,7 @@ class PlacedImage(NamedTuple):
     at: int
     """The byte of the slot that they begin at."""
     label: str
-    image: RamImage
+    image: PackedImage
 
     @property
     def tier(self) -> Tier:
@@ -177,11 +173,6 @@ class PlacedImage(NamedTuple):
     @property
     def sent_bytes(self) -> int:
         return self.image.num_bytes
-
-
-def belongs_to_checkpoints(blob: Blob) -> bool:
-    """Whether edited tensors have the bytes of their checkpoints again. They return there when the blob is made again."""
-    return blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
 
 
 def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int) -> list[Move]:

@@ -1,37 +1,197 @@
-"""Blobs whose bytes lie in files."""
+"""Blobs in the file that weights are views of: a checkpoint, where nothing is copied or written, or a group file of ours.
+
+`from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Such weights
+stay the same tensors. The kernel copies the pages that are edited (see [Note: Edits at rest] in `pinned`), and a weight that
+was edited leaves the file for RAM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from ..base.layout import BlobLayout
+from ..base.layout import ALIGNMENT, BlobLayout, as_bytes, lay_out_at, span_bytes
+from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
+from ..base.pagemap import NO_LOOKS, PAGE, Looks, written_pages
+from ..base.system import open_to_read
+from ..base.tuning import tuning
+from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
+from .checkpoint import FileSpan
+from .folder import Folder
 from .moves import Copy, Move, Read
 from .origin import Origin
-from .source import Piece, Proof, SourceFile
+from .source import Contents, Piece, Proof, SourceFile, merged
+
+_KEPT_ALIGNMENT = 64
+"""Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
+_MAX_GAP = 4096
+"""How many bytes between two tensors are copied along, at most, rather than left out."""
 
 
-class FileBlob:
+class Checkpoint(SourceFile):
+    """A file that weights are views of."""
+
+    is_ours = False
+    """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
+
+    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
+        """See `SourceFile`."""
+        super().__init__(path, fd, start, end, stamp)
+        mapping = mapping_at(self.bytes.data_ptr())
+        self._mapping = None if mapping is None else (mapping.path, mapping.identity)
+        self._pages: _Pages | None = None
+        """The memory of all blobs; None until it is needed."""
+
+    @classmethod
+    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+        """The file that tensors are views of.
+
+        Raises:
+            OSError: it cannot be opened, or its name leads to another one by now.
+        """
+        file = spans[0].file
+        # A name may have a newline, or look as if it had.
+        path = Path(file.path.replace("\\012", "\n"))
+        if not path.exists():
+            path = Path(file.path)
+        fd = open_to_read(path)
+        try:
+            start = min(span.position for span in spans)
+            end = max(span.position + span.num_bytes for span in spans)
+            found = cls(path, fd, start, end)
+        finally:
+            os.close(fd)
+        # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
+        if found._mapping is None or found._mapping[1] != file.identity:
+            found.release()
+            raise OSError(f"{path} is not what was mapped any more")
+        return found
+
+    def add(self, blob: FileBlob) -> None:
+        self.blobs.add(blob)
+        self._pages = None
+
+    def remove(self, blob: FileBlob) -> None:
+        """Forget a blob. The last one unlocks and closes the file."""
+        self.blobs.discard(blob)
+        self._pages = None
+        if not self.blobs:
+            self.release()
+
+    @property
+    def commits_late(self) -> bool:
+        return False
+
+    def rest_mappings(self) -> Sequence[tuple[int, int]]:
+        return [(start, end - start) for start, end in self._rest_pages(self._rest_blobs()).all]
+
+    def _rest_pages(self, blobs: Sequence[FileBlob]) -> _Pages:
+        # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
+        # of another `Checkpoint`: whoever forgets them loses that blob's edits.
+        if self._pages is None or self._pages.num_blobs != len(blobs):
+            self._pages = _Pages(blobs)
+        return self._pages
+
+    def _rest_blobs(self) -> list[FileBlob]:
+        return [blob for blob in self.blobs if isinstance(blob, FileBlob)]
+
+    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
+        """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
+        self.check()
+        blobs = self._rest_blobs()
+        pages = self._rest_pages(blobs)
+        for start, end in pages.all:
+            started = time.perf_counter()
+            written = written_pages(start, end - start, looks)
+            if written == []:
+                if time.perf_counter() - started > tuning().slow_scan_seconds:
+                    pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast
+                continue
+            # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
+            for low, high in [(0, end - start)] if written is None else written:
+                found = [blob for blob in blobs if blob.has_edits(start + low, start + high)]
+                if not found and written is not None:
+                    pages.forget(start + low, start + high)
+        return any(blob.is_outdated for blob in blobs)
+
+    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
+        mapping, before = mapping_at(self.bytes.data_ptr()), self._mapping
+        if mapping is None:
+            return False
+        self._mapping = mapping.path, mapping.identity
+        is_renamed = before != self._mapping  # or deleted
+        return is_renamed or _status_of(was) != _status_of(now)
+
+
+def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
+
+
+class _Pages:
+    """The memory that weights of some blobs rest in."""
+
+    def __init__(self, blobs: Sequence[FileBlob]) -> None:
+        self.num_blobs = len(blobs)
+        spans = merged(
+            [(start, start + num_bytes) for blob in blobs for start, _, num_bytes in blob.mapped if num_bytes]
+        )
+        # Blobs of one file mostly lie in one mapping, one after another: few scans serve all of them.
+        self.all = merged([(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in spans])
+        """The whole pages around the weights."""
+        self._own = [(-(-start // PAGE) * PAGE, end // PAGE * PAGE) for start, end in spans]
+        """The pages that hold nothing but these weights."""
+
+    def forget(self, start: int, end: int) -> None:
+        """Nothing was written to these pages. Pages that also hold other memory are left alone."""
+        for first, last in self._own:
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                forget_writes(low, high - low)
+
+
+class FileBlob(Contents):
     """A blob whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
 
     They take no RAM until they are read, and the kernel copies the pages that are edited.
     """
 
     detects_edits = True
-    is_outdated = False
-    origin: Origin | None = None
     generation = 0
-    layout: BlobLayout
-    rest: list[torch.Tensor]
-    source: SourceFile
-    pieces: Sequence[Piece]
+    origin: Origin | None = None
+    source: Checkpoint
 
-    def __init__(self, layout: BlobLayout) -> None:
+    def __init__(
+        self,
+        layout: BlobLayout,
+        pieces: Sequence[Piece],
+        tensors: Sequence[torch.Tensor],
+        positions: Sequence[int],
+        source: Checkpoint,
+    ) -> None:
+        """
+        Args:
+            pieces: The bytes of the file that are sent.
+            positions: The byte of the file that each tensor begins at.
+        """
+        super().__init__(layout.specs[0].fqn if layout.specs else "", pieces, source)
         self.layout = layout
-        self.content: str | None = None
-        """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
+        self.rest = list(tensors)
+        self.mapped = [
+            (tensor.data_ptr(), position, span_bytes(tensor))
+            for tensor, position in zip(tensors, positions, strict=True)
+        ]
+        """For each weight at rest: its address, its position in the file, and its bytes."""
+        ranges = [(start, start + num_bytes) for start, _, num_bytes in self.mapped if num_bytes]
+        self._first = min((start for start, _ in ranges), default=0)
+        self._last = max((end for _, end in ranges), default=0)
+        self.is_outdated = False
         self.is_verified = False
         """Whether each read is compared, by its hash, with what was written, or with what was read the first time."""
         self.tier = Tier.FILE
@@ -42,19 +202,34 @@ class FileBlob:
         self.is_read_packed = False
         """Whether these are read from a file of their own."""
         self._is_locked = False
-        self._asked: tuple[SourceFile, int] | None = None
-        """The file, and its `num_lockings`, when `_is_locked` was found out."""
+        self._num_lockings = -1
+        """The file's, when `_is_locked` was found out."""
+        self._is_open = True
+        source.add(self)
+
+    @classmethod
+    def of(
+        cls, fqns: Sequence[str], tensors: Sequence[torch.Tensor], spans: Sequence[FileSpan], source: Checkpoint
+    ) -> FileBlob:
+        """The blob of tensors that are views of a file."""
+        offsets, pieces, num_bytes = _arrange(spans)
+        layout = lay_out_at(fqns, tensors, offsets, num_bytes)
+        return cls(layout, pieces, tensors, [span.position for span in spans], source)
 
     @property
-    def name(self) -> str:
-        return self.layout.specs[0].fqn
+    def store(self) -> Checkpoint:
+        return self.source
+
+    @property
+    def where(self) -> str:
+        return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
     @property
     def is_locked(self) -> bool:
         """Whether the blob is page-locked in the page cache: then copies take it from there, and nothing is read."""
-        asked = self.source, self.source.num_lockings
-        if asked != self._asked:
-            self._is_locked, self._asked = self.source.is_locked(self.pieces), asked
+        if self.source.num_lockings != self._num_lockings:
+            self._num_lockings = self.source.num_lockings
+            self._is_locked = self.source.is_locked(self.pieces)
         return self._is_locked
 
     @property
@@ -80,16 +255,6 @@ class FileBlob:
     def check(self) -> None:
         self.source.check()
 
-    def prove(self) -> None:
-        """
-        Raises:
-            GroupFileError: the file does not hold the bytes any more whose hash is known.
-        """
-        proof = Proof(self)
-        for piece in self.pieces:
-            for chunk in self.source.chunks(piece.position, piece.num_bytes):
-                proof.update(chunk)
-
     def moves(self, at: int, label: str) -> list[Move]:
         if self.is_outdated:
             return moves_of_rest(self.layout, self.rest, at)
@@ -100,8 +265,101 @@ class FileBlob:
                 for piece in self.pieces
                 for offset, num_bytes, memory, start in source.locked_parts(piece)
             ]
-        proof = Proof(self) if self.is_verified or source.is_adrift else None
+        proof = Proof(self) if self.is_verified else None
         return [
             Read(at + piece.offset, piece.num_bytes, source, piece.position, self.is_direct, label, proof)
             for piece in self.pieces
         ]
+
+    def has_edits(self, start: int, end: int) -> bool:
+        """Whether weights at rest differ from the file between these addresses. If so the blob is outdated from now on.
+
+        Raises:
+            GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
+        """
+        if not self.is_outdated and start < self._last and self._first < end:
+            self.is_outdated = any(
+                self._differs(tensor, max(start, first) - first, min(end, first + num_bytes) - first, position)
+                for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True)
+            )
+            if self.is_outdated and self.is_verified and self.content is not None:
+                self.is_outdated = False
+                self.prove()
+                self.is_outdated = True
+        return self.is_outdated
+
+    def _differs(self, tensor: torch.Tensor, low: int, high: int, position: int) -> bool:
+        return low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high])
+
+    def write(self, index: int, value: torch.Tensor) -> bool:
+        with torch.inference_mode(False), torch.no_grad():
+            as_bytes(self.rest[index]).copy_(value)
+        self.is_outdated = True
+        return False
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.source.remove(self)
+
+
+def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
+    """Where each tensor goes in the blob, in as few pieces of the file as alignment allows, and the blob's size."""
+    offsets = [0] * len(spans)
+    pieces: list[Piece] = []
+    end = 0
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].position):
+        span = spans[index]
+        last = pieces[-1] if pieces else None
+        if (
+            last is None
+            or span.position - last.position - last.num_bytes > _MAX_GAP
+            or (span.position - last.position) % _KEPT_ALIGNMENT
+        ):
+            last = Piece(-(-end // ALIGNMENT) * ALIGNMENT, span.position, 0)
+            pieces.append(last)
+        offsets[index] = last.offset + span.position - last.position
+        size = max(last.num_bytes, span.position + span.num_bytes - last.position)
+        pieces[-1] = replace(last, num_bytes=size)
+        end = last.offset + size
+    return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def write_blob(
+    layout: BlobLayout,
+    tensors: Sequence[torch.Tensor],
+    folder: Folder,
+    group_id: str,
+    on_written: Callable[[int], None],
+) -> FileBlob:
+    """A blob in a group file, which is written unless the folder has it.
+
+    Raises:
+        GroupFileError: the file cannot be written, or mapped.
+    """
+    found = folder.find_or_write(group_id, layout, tensors, on_written)
+    size = found.stamp.st_size
+    start = size - layout.num_bytes
+    try:
+        source = Checkpoint(found.path, found.fd, start, size, found.stamp)
+        rest = layout.views_by_extent(lambda extent: _map(found.fd, start + extent.offset, extent.num_bytes))
+    except OSError as error:
+        raise GroupFileError(
+            f"Cannot map {found.path} ({size:,} bytes), which group {group_id!r} rests in: {error.strerror or error}. A "
+            f"limit of address space (ulimit -v) has to leave room for all weights twice."
+        ) from error
+    finally:
+        os.close(found.fd)
+    source.is_ours = True
+    pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
+    blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
+    blob.content = found.content
+    return blob
+
+
+def _map(fd: int, position: int, num_bytes: int) -> torch.Tensor:
+    """Bytes of the file in a mapping of their own: pages that were edited are freed once the weight is in RAM."""
+    if not num_bytes:
+        return flat_view(b"", 0, 0)
+    first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    return flat_view(map_file(fd, position + num_bytes - first, first), position - first, num_bytes)

@@ -1,4 +1,10 @@
-"""A folder of group files: which file a group of a model rests in, and which files have to be written."""
+"""A folder of group files: which file a group of a model rests in, and which files have to be written.
+
+[Note: Files of a folder]
+Files are written when a model is set up, and never changed or deleted: what changes later stays in RAM. A file that is found
+under the name of a group is used if it is right. Otherwise it is another model's, or damaged, or another program's. It is left
+alone, and the next name is tried.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +12,32 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from ..base.layout import BlobLayout
+from ..base.layout import BlobLayout, memory_of
 from ..base.ownership import ForeignFileError, Owners
-from ..base.publish import boot, folder_lock, mark_in_use, publish, temporary_name
-from ..base.system import NEW_FILE, forked_free, on_fork
+from ..base.publish import boot, folder_lock, publish, remove_if_dead, temporary_name
+from ..base.system import NEW_FILE
 from ..errors import GroupFileError
-from .manifest import Manifest, ManifestEntry, publish_manifest, tidy_manifests, tidy_temporary_files
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
 
+_MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_GROUP_FILE = re.compile(r"group_[0-9a-f]{16}\.safetensors")
+_TEMPORARY_FILE = re.compile(rf"\.(?:{_GROUP_FILE.pattern}|probe)\.[0-9]+\.([0-9a-f]{{8}})[0-9a-f]{{8}}\.tmp")
+"""The group of the expression is the boot of the machine that wrote the file."""
 
 logger = logging.getLogger("group_offload")
 
-_lock = forked_free(threading.RLock())
-_users: dict[Path, weakref.WeakSet[object]] = {}
-"""The blobs of this process that rest in each group file, and the folders whose model has each manifest."""
-_written_here: dict[Path, tuple[int, int]] = {}
-"""The files that this process wrote, with device and inode. It may delete them once their content is out of date."""
+T = TypeVar("T")
 
 
 def file_name(group_id: str) -> str:
@@ -42,23 +47,21 @@ def file_name(group_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProvenFile:
-    """A group file whose every byte was compared with, or written from, the weights that rest there."""
+    """A group file whose every byte was hashed, or written, and is what the weights are."""
 
     path: Path
     fd: int
+    """A descriptor that the caller closes."""
     stamp: os.stat_result
     """What `fstat` said about the file before it was compared, or once it was written."""
-    entry: ManifestEntry
+    content: str
+    """xxh3_128 of the data section, in hex."""
 
 
 class Folder:
     """A folder of group files, as one model uses it.
 
-    Order of calls, under `locked`: `prepare`, `find_or_write` for each group, `publish_manifest`, `report`. Later, for a
-    group whose weights changed: `find_or_write` and `discard`, and `publish_manifest` once all groups are written.
-
-    Set-ups only add files. A file that is found under the name of a group is used if every byte is right. Otherwise it belongs
-    to another model or to other weights. It is left alone, and the next name is tried.
+    Order of calls: `find_or_write` for each group, under `locked`. See [Note: Files of a folder].
     """
 
     def __init__(self, path: Path, model_class: str = "") -> None:
@@ -70,88 +73,76 @@ class Folder:
         self.model_class = model_class
         self.owners = Owners()
         """Whose files are used. See [Note: Files of others]."""
-        self._num_of_others = 0
-        self._num_in_the_way = 0
-        self._mine: set[Path] = set()
-        """The files of groups of the model. It gives some of them up when it is laid out again."""
-        self._is_set_up = False
-        """Whether the manifest of the set-up was published."""
-        self._is_edited = False
-        """Whether a manifest of edited weights was published. Later manifests are those of edited weights too."""
-        self._manifest: Path | None = None
-        """The manifest that the folder has for this model."""
-        self._manifest_lock: object = None
-        """See [Note: Manifests of edited weights]."""
+        self._of_others: set[Path] = set()
+        """The files of other users that were in the way."""
 
-    def report(self) -> None:
-        """Log the files that were in the way since the last call."""
-        if self._num_in_the_way > self._num_of_others:
-            logger.warning(
-                "%d files in %s have the names of groups but hold other weights (another model's, or older ones). They were "
-                "left alone, and other names were used.",
-                self._num_in_the_way - self._num_of_others,
-                self.path,
-            )
-        if self._num_of_others:
+    def has(self, path: Path) -> bool:
+        """Whether a file is a group file of the folder, by its name."""
+        with suppress(OSError):
+            return _GROUP_FILE.fullmatch(path.name) is not None and path.parent.samefile(self.path)
+        return False
+
+    @contextmanager
+    def locked(self, num_bytes: int) -> Iterator[None]:
+        """Hold this around setting a model up, whose files take `num_bytes` in all. The folder is made if it is not there.
+
+        A process that sets up the same model meanwhile waits, and finds its files. Not reentrant. Where there are no locks, or
+        if another process keeps them for too long, it goes on without. Both may write the same files then, which is a waste
+        and no harm. The temporary files of processes that died are removed.
+
+        Raises:
+            GroupFileError: the folder cannot be made or written to, or has too little room. One that cannot be written to is
+                accepted if its files may be all that are needed.
+        """
+        with ExitStack() as stack:
+            try:
+                self._enter()
+                stack.enter_context(folder_lock(self.path))
+                present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
+                free = self._free_bytes(may_be_full=present >= max(num_bytes, 1))
+            except ForeignFileError as error:
+                raise GroupFileError(
+                    f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
+                    f"weights were left where they are."
+                ) from error
+            except OSError as error:
+                raise GroupFileError(
+                    f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
+                    f"write to as offload_to_disk_path."
+                ) from error
+            if num_bytes > free + present:  # files that are present may turn out to be ours
+                raise GroupFileError(
+                    f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
+                    f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were "
+                    f"left where they are."
+                )
+            yield
+        if self._of_others:
             logger.warning(
                 "Didn't use %d files in %s: other users own them or can write to them. They were left alone, and other names "
                 "were used.",
-                self._num_of_others,
+                len(self._of_others),
                 self.path,
             )
-        self._num_in_the_way = self._num_of_others = 0
+            self._of_others.clear()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold this around setting a model up. A process that sets up the same model meanwhile waits, and finds its files.
+    def _free_bytes(self, *, may_be_full: bool) -> int:
+        """The bytes that can be written to the folder, which is tidied up.
 
-        Not reentrant. Where there are no locks, or if another process keeps them for too long, it goes on without. Both may
-        write the same files then, which is a waste and no harm.
-        """
-        with suppress(OSError):  # `prepare` raises an error that says what is wrong
-            self._enter()
-        with folder_lock(self.path):
-            yield
-
-    def prepare(self, num_bytes: int) -> None:
-        """Make the folder and check that files of `num_bytes` in all can be written, before any weight is touched.
-
-        A folder that cannot be written to is accepted if its files may be all that are needed. The temporary files of
-        processes that died are removed.
-
-        Raises:
-            GroupFileError: the folder cannot be made or written to, or has too little room.
+        Args:
+            may_be_full: Whether none need to be.
         """
         try:
-            self._enter()
-            present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
-            try:
-                self._write_probe()
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or present < max(num_bytes, 1):
-                    raise
-                logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
-                self.owners.check_folder(self.path)
-                return
-            self.owners.check_folder(self.path)
-            tidy_temporary_files(self.path, self.owners)
-            free = shutil.disk_usage(self.path).free
-        except ForeignFileError as error:
-            raise GroupFileError(
-                f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
-                f"weights were left where they are."
-            ) from error
+            self._write_probe()
         except OSError as error:
-            raise GroupFileError(
-                f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
-                f"write to as offload_to_disk_path."
-            ) from error
-        if num_bytes > free + present:  # files that are present may turn out to be ours
-            raise GroupFileError(
-                f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
-                f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were left "
-                f"where they are."
-            )
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not may_be_full:
+                raise
+            logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
+            self.owners.check_folder(self.path)
+            return 0
+        self.owners.check_folder(self.path)
+        self._tidy()
+        return shutil.disk_usage(self.path).free
 
     def find_or_write(
         self,
@@ -159,113 +150,147 @@ class Folder:
         layout: BlobLayout,
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
-        outdated: Path | None = None,
     ) -> ProvenFile:
         """A file that is proven to hold `tensors`, with a descriptor that the caller closes.
 
-        The file is marked as in use until the descriptor, and every mapping that was made with it, is gone.
-
-        Args:
-            outdated: the file of this group that holds other values. It is needed until the new one is durable.
+        A header has the hash of the data, so a file of other weights is recognized without reading its data. Where the header
+        is right the data is hashed all the same: a byte of it may not be.
 
         Raises:
             GroupFileError: the file cannot be written.
         """
         content = content_of(data_pieces(layout, tensors))
         header = encode_header(layout, group_id, self.model_class, content)
-        size = len(header) + layout.num_bytes
+        return self.obtain(group_id, header, content, lambda: data_pieces(layout, tensors), on_written)
 
-        def is_right(fd: int) -> bool:
-            return file_holds(fd, header, data_pieces(layout, tensors))
-
-        for path in self.names(group_id):
-            if path == outdated:
-                continue
-            found = self.open_if(path, is_right)
-            if found is not None:
-                on_written(layout.num_bytes)
-            elif not os.path.lexists(path):
-                found = self.write(path, group_id, header, size, data_pieces(layout, tensors), on_written)
-                if found is None:  # another process was quicker, or changed the file
-                    found = self.open_if(path, is_right)
-            if found is not None:
-                self._mine.add(path)
-                return ProvenFile(path, *found, ManifestEntry(group_id, path.name, content, size))
-            self.leave(path, group_id)
-        raise AssertionError("unreachable")
-
-    def names(self, group_id: str) -> Iterator[Path]:
-        """The names that a file of the group may have, the one to take first.
-
-        Raises:
-            GroupFileError: there are no more.
-        """
-        for attempt in range(1000):
-            yield self.path / file_name(group_id if attempt == 0 else f"{group_id}@{attempt}")
-        raise GroupFileError(
-            f"{self.path} holds 1000 files with the names of group {group_id!r}. Empty it, or pass another folder."
-        )
-
-    def leave(self, path: Path, group_id: str) -> None:
-        """Note that a file is not what the group rests in."""
-        logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
-        self._num_in_the_way += path not in self._mine
-
-    def publish_manifest(self, entries: Sequence[ManifestEntry], *, is_edit: bool = True) -> Path | None:
-        """Write down which files the model needs, once all of them are there.
-
-        The first call is that of the set-up. It also tidies up what models of the class left that were edited and have died.
-        Later calls are for edited weights, or for weights that were packed only then. They give up the manifest before, which
-        is deleted if this process wrote it and no other model of the process has it.
+    def obtain(
+        self,
+        group_id: str,
+        header: bytes,
+        content: str,
+        data: Callable[[], Iterable[torch.Tensor]],
+        on_written: Callable[[int], None],
+        replaced: Path | None = None,
+        written_at: int | None = None,
+    ) -> ProvenFile:
+        """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
 
         Args:
-            entries: the `ProvenFile.entry` of each file.
-            is_edit: whether a call after the first one is for edited weights.
+            replaced: The file that it takes the place of, if it shall.
+            written_at: The time of change that it gets if it is written, in seconds.
+        """
+
+        def is_right(fd: int) -> bool:
+            return file_holds(fd, header, content)
+
+        while True:
+            path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
+            if found is not None:
+                fd, stamp, _ = found
+                on_written(stamp.st_size - len(header))
+                return ProvenFile(path, fd, stamp, content)
+            written = self._write(path, group_id, header, data(), on_written, replaced is not None, written_at)
+            if written is not None:
+                return ProvenFile(path, *written, content)
+            replaced = None
+
+    def search(
+        self, group_id: str, is_right: Callable[[int], T | None]
+    ) -> tuple[Path, tuple[int, os.stat_result, T] | None]:
+        """Look for the file of a group.
+
+        Args:
+            is_right: A function that looks at the file behind a descriptor. Its result is false if it is another one.
 
         Returns:
-            The manifest of the model. None if it needs no file, or if it never had a manifest that could be written. (The log
-            says so, and the model works all the same.)
+            The path of the file that is right, a descriptor that the caller closes, what `fstat` said before it was looked at,
+            and what `is_right` returned. Or the first of the group's names that no file has, and None.
+
+        Raises:
+            GroupFileError: other files have all names.
         """
-        self._is_edited |= self._is_set_up and is_edit
-        manifest = Manifest(self.model_class, tuple(sorted(entries)), boot() if self._is_edited else "")
-        published = publish_manifest(self.path, manifest, self.owners) if entries else None
-        if not self._is_set_up:
-            tidy_manifests(self.path, self.model_class, self.owners)
-            self._is_set_up = True
-        if entries and published is None:
-            return self._manifest
-        before, path, lock = self._manifest, None, None
-        if published is not None:
-            path, lock = published.path, published.lock
-            add_user(path, self)
-            if published.stamp is not None and (published.is_new or path in _written_here):
-                _note_written(path, published.stamp)
-        self._manifest, self._manifest_lock = path, lock
-        if before is not None and before != path:
-            self._give_up(before)
-        return path
+        for attempt in range(_MOST_NAMES):
+            path = self.path / file_name(f"{group_id}@{attempt}" if attempt else group_id)
+            try:
+                fd = self.owners.open(path)
+            except FileNotFoundError:
+                return path, None
+            except OSError as error:
+                if isinstance(error, ForeignFileError):
+                    self._of_others.add(path)
+                continue
+            found = None
+            try:
+                stamp = os.fstat(fd)
+                found = is_right(fd)
+                if found:
+                    return path, (fd, stamp, found)
+            except OSError as error:  # a drive that fails: the file is not one to rely on
+                logger.info("%s cannot be read: %s.", path, error)
+            finally:
+                if not found:
+                    os.close(fd)
+            logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
+        raise GroupFileError(
+            f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
+        )
 
-    def discard(self, path: Path) -> None:
-        """Delete the file of a group that rests in another one by now, if this process wrote it and no other blob rests there.
+    def _write(
+        self,
+        path: Path,
+        group_id: str,
+        header: bytes,
+        data: Iterable[torch.Tensor],
+        on_written: Callable[[int], None],
+        replaces: bool,
+        written_at: int | None,
+    ) -> tuple[int, os.stat_result] | None:
+        """Write a file: see `publish`.
 
-        It does not wait for the new manifest, which comes when all groups are written: else an edit of all groups would need
-        room for the model twice. A manifest of a set-up that names the file is deleted first. A process that is killed before
-        the new manifest is there then leaves files that no manifest names, which the next set-up uses, and no
-        manifest of a file that is gone.
+        Returns:
+            A descriptor that the caller closes, and what `fstat` says. None if another file took the name, or if another
+            program changed the file as soon as it had it.
+
+        Raises:
+            GroupFileError: it cannot be written.
         """
-        if self._manifest is not None and self._manifest_lock is None and _may_delete(path):
-            self._give_up(self._manifest)
-        delete_if_unused(path)
 
-    def keep_manifest(self) -> None:
-        """The model is not offloaded any more. Its manifest stays, as its files do."""
-        if self._manifest is not None:
-            never_delete(self._manifest)
-            remove_user(self._manifest, self)
+        def content() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for piece in data:
+                yield memory_of(piece)
+                on_written(piece.numel())
 
-    def _give_up(self, manifest: Path) -> None:
-        remove_user(manifest, self)
-        delete_if_unused(manifest)
+        try:
+            self._make()  # it may have been deleted: files in use stay open
+            written = publish(path, content(), replaces=replaces, written_at=written_at)
+        except OSError as error:
+            remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
+            raise GroupFileError(
+                f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
+                f"offload_to_disk_path. The weights are still in RAM."
+            ) from error
+        return None if written is None else self._opened_as_written(path, written)
+
+    def _opened_as_written(self, path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
+        try:
+            fd = self.owners.open(path)
+        except ForeignFileError as error:
+            raise GroupFileError(f"Cannot use {path}, which was just written: {error}. Pass another folder.") from error
+        except OSError:
+            return None
+        is_same = False
+        try:
+            # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
+            # stamp of another content would make a change by another program count as what was written here.
+            stamp = os.fstat(fd)
+            is_same = os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written)
+            return (fd, stamp) if is_same else None
+        except OSError:  # a drive that fails
+            return None
+        finally:
+            if not is_same:
+                os.close(fd)
 
     def _enter(self) -> None:
         """Make the folder. Where every user can replace files, a folder in it is used that belongs to this user alone."""
@@ -288,107 +313,22 @@ class Folder:
         os.close(fd)
         probe.unlink(missing_ok=True)
 
-    def open_if(self, path: Path, is_right: Callable[[int], bool]) -> tuple[int, os.stat_result] | None:
-        """A descriptor of the file if it is the right one, and what `fstat` said before it was compared.
-
-        Args:
-            is_right: A function that compares the file behind a descriptor. A header has the hash of the data, so a file of
-                other weights is recognised without reading its data. Where the header is right the data is compared all the
-                same: a byte of it may not be.
-        """
-        try:
-            fd = self.owners.open(path)
-        except OSError as error:
-            self._num_of_others += isinstance(error, ForeignFileError)
-            return None
-        try:
-            mark_in_use(fd)
-            stamp = os.fstat(fd)
-            if is_right(fd):
-                return fd, stamp
-        except OSError:  # a drive that fails: the file is not one to rely on
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        return None
-
-    def write(
-        self,
-        path: Path,
-        group_id: str,
-        header: bytes,
-        num_bytes: int,
-        data: Iterable[torch.Tensor],
-        on_written: Callable[[int], None],
-    ) -> tuple[int, os.stat_result] | None:
-        """Write a file of `num_bytes`: see `publish`.
-
-        Raises:
-            GroupFileError: it cannot be written.
-        """
-        try:
-            self._make()  # it may have been deleted: files in use stay open
-            written = publish(path, header, data, on_written)
-        except OSError as error:
-            remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
-            raise GroupFileError(
-                f"Cannot write group {group_id!r} ({num_bytes:,} bytes) to {path}: {error.strerror}. "
-                f"{remedy} another folder as offload_to_disk_path. The weights are still in RAM."
-            ) from error
-        if written is not None:
-            _note_written(path, written[1])
-        return written
+    def _tidy(self) -> None:
+        """Remove the files that processes were writing, on this boot of the machine, when they died."""
+        for path in self.path.glob(".*.tmp"):
+            found = _TEMPORARY_FILE.fullmatch(path.name)
+            if found is not None and found[1] == boot():
+                remove_if_dead(path, self.owners)
 
 
-def _note_written(path: Path, stamp: os.stat_result) -> None:
-    with _lock:
-        _written_here[path] = stamp.st_dev, stamp.st_ino
-
-
-def add_user(path: Path, user: object) -> None:
-    """Remember that a blob rests in the file, or that a model has the manifest, until it leaves or is collected."""
-    with _lock:
-        _users.setdefault(path, weakref.WeakSet()).add(user)
-
-
-def remove_user(path: Path, user: object) -> None:
-    """End what `add_user` began. The file stays."""
-    with _lock:
-        users = _users.get(path, weakref.WeakSet())
-        users.discard(user)
-        for each in [path, *_users] if not users else ():
-            if not _users.get(each, True):
-                del _users[each]
-
-
-def delete_if_unused(path: Path) -> None:
-    """Delete a file whose content is out of date, if this process wrote it and has no other user for it."""
-    with _lock:
-        if not _may_delete(path):
-            return
-        mine = _written_here.pop(path)
-    with suppress(OSError):
-        found = path.lstat()
-        if (found.st_dev, found.st_ino) == mine:  # another program may have put a file of its own there
-            path.unlink()
-
-
-def never_delete(path: Path) -> None:
-    """Leave the file for whoever comes next, whatever happens."""
-    with _lock:
-        _written_here.pop(path, None)
-
-
-def _may_delete(path: Path) -> bool:
-    return path in _written_here and not _users.get(path)
+def _content_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
 
 
 def _size_of(file: Path) -> int:
     try:
         return file.lstat().st_size
-    except FileNotFoundError:  # its process has just deleted the file
+    except FileNotFoundError:  # somebody has just deleted the file
         return 0
 
 
@@ -396,7 +336,3 @@ def _why_not(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError) and os.path.lexists(path) and not path.is_dir():
         return "it is a link that leads nowhere" if path.is_symlink() and not path.exists() else "it is not a folder"
     return str(error.strerror)
-
-
-# A file that the parent wrote is the parent's to delete.
-on_fork(after_in_child=_written_here.clear)

@@ -1,9 +1,11 @@
-"""The place in a checkpoint that edited weights come from, and return to once they have its bytes again (a LoRA unfused)."""
+"""The place in a file that edited weights come from, and return to once they have its bytes again (a LoRA unfused)."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,7 @@ import torch
 
 from ..base.layout import BlobLayout, as_bytes, span_bytes
 from ..base.mapping import flat_view, map_file
-from ..base.publish import opened_to_read
+from ..base.system import open_to_read
 from .source import SourceFile
 
 
@@ -20,6 +22,8 @@ class Place(NamedTuple):
     """Bytes of a checkpoint."""
 
     path: Path
+    content: tuple[int, int, int, int]
+    """That of its `SourceFile`: another file under the same name is not trusted."""
     position: int
     num_bytes: int
 
@@ -39,22 +43,21 @@ class Origin:
             start = min(place.position for place in mine.values())
             start -= start % mmap.ALLOCATIONGRANULARITY
             end = max(place.position + place.num_bytes for place in mine.values())
-            try:
-                with opened_to_read(path) as fd:
+            with ExitStack() as stack:
+                try:
+                    stack.callback(os.close, fd := open_to_read(path))
                     source = SourceFile(path, fd, start, end)
-                    try:
-                        # The largest first: a LoRA is not for norms, and one difference is enough.
-                        for index, place in sorted(mine.items(), key=lambda item: -item[1].num_bytes):
-                            if place.num_bytes != span_bytes(rest[index]):
-                                return None
-                            if not source.holds(place.position, as_bytes(rest[index])):
-                                return None
-                        mapping = map_file(fd, end - start, start)
-                        source.check()
-                    finally:
-                        source.release()
-            except OSError:  # GroupFileError too: it is gone, or somebody changes it
-                return None
+                    stack.callback(source.release)
+                    # The largest first: a LoRA is not for norms, and one difference is enough.
+                    for index, place in sorted(mine.items(), key=lambda item: -item[1].num_bytes):
+                        if place.content != source.content or place.num_bytes != span_bytes(rest[index]):
+                            return None
+                        if not source.holds(place.position, as_bytes(rest[index])):
+                            return None
+                    mapping = map_file(fd, end - start, start)
+                    source.check()
+                except OSError:  # GroupFileError too: it is gone, or somebody changes it
+                    return None
             with torch.inference_mode(False), torch.no_grad():
                 for index, place in mine.items():
                     spec = layout.specs[index]

@@ -21,11 +21,9 @@ as they rest.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
 
 import torch
 
@@ -40,16 +38,17 @@ from ..errors import GroupFileError
 from ..packing.codec import pack
 from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
-from .folder import add_user, delete_if_unused, never_delete, remove_user
 from .moves import Copy, Move, Read, Unpack
 from .packed_files import PackedFile
-from .source import Piece, Proof, SourceFile
+from .source import Contents, Piece, Proof, SourceFile
 
 
-class FileContents:
-    """A packed group file, as its reads and checks see it: see `Contents` in `source`."""
+class FileContents(Contents):
+    """A packed group file, as its reads and checks see it."""
 
-    def __init__(self, file: PackedFile, generation: int) -> None:
+    source: _PackedSource
+
+    def __init__(self, file: PackedFile) -> None:
         """
         Args:
             file: Its descriptor is the caller's to close.
@@ -57,28 +56,18 @@ class FileContents:
         Raises:
             GroupFileError: the file cannot be mapped.
         """
-        self.name = file.entry.group_id
-        self.content: str | None = file.entry.content
-        self.generation = generation
-        self.pieces: Sequence[Piece] = [Piece(0, file.start, file.packed.packed_bytes)]
         try:
-            self.source = _PackedSource(file.path, file.fd, file.start, file.entry.num_bytes, file.stamp)
+            source = _PackedSource(file.path, file.fd, file.start, file.stamp.st_size, file.stamp)
         except OSError as error:
             raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
-        self.source.blobs.add(self)
-        self.is_proven = False
-        """Whether the bytes were compared with their hash since the file was opened."""
+        super().__init__(file.group_id, [Piece(0, file.start, file.packed.packed_bytes)], source)
+        self.content = file.content
+        source.blobs.add(self)
 
     @property
     def position(self) -> int:
         """Where the image begins in the file."""
         return self.pieces[0].position
-
-    def prove(self) -> None:
-        """See `Contents.prove`."""
-        proof = _ImageProof(self)
-        for chunk in self.source.chunks(self.position, self.pieces[0].num_bytes):
-            proof.update(chunk)
 
     def escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         """How many escapes come before a tile of the strip that begins at byte `place` of the image.
@@ -89,19 +78,6 @@ class FileContents:
         entry, at = bytearray(ENTRY_BYTES), place + strip.tiles_at + tile * ENTRY_BYTES
         self.source.read_straight(memoryview(entry), self.position + at)
         return escapes_of(int.from_bytes(entry, "little"), strip)
-
-
-class _ImageProof(Proof):
-    """Notes that an image is proven."""
-
-    def __init__(self, contents: FileContents) -> None:
-        super().__init__(contents)
-        self._of = contents
-
-    def update(self, data: memoryview) -> bool:
-        is_whole = super().update(data)
-        self._of.is_proven |= is_whole
-        return is_whole
 
 
 class _PackedSource(SourceFile):
@@ -117,40 +93,41 @@ class _PackedSource(SourceFile):
         )
 
 
-class PackedImage(ABC):
-    """The packed bytes of a blob. See [Note: Packed weights at rest]."""
-
-    is_read: bool
-    """Whether the packed bytes are read from a file each time that they are sent."""
+class PackedImage:
+    """The packed bytes of a blob: in page-locked RAM, or read from their file. See [Note: Packed weights at rest]."""
 
     def __init__(
-        self, layout: PackedLayout, generation: int, file: PackedFile | None, contents: FileContents | None
+        self,
+        layout: PackedLayout,
+        generation: int,
+        memory: torch.Tensor | None,
+        lock: PageLock | None = None,
+        contents: FileContents | None = None,
+        *,
+        is_verified: bool = False,
     ) -> None:
         """
         Args:
-            generation: The blob's, when it was packed.
-            file: The packed file, if there is one.
-            contents: The same, if the packed bytes are taken from it for as long as the image is used.
+            generation: That of the blob that the packed bytes are good for.
+            memory: Page-locked, flat uint8. None: the packed bytes are read each time that they are sent.
+            lock: None if the driver allocated the memory, or `contents` holds the lock.
+            contents: The packed file, if the packed bytes are taken from it for as long as the image is used.
+            is_verified: Whether each read is compared with what was packed.
         """
         self.layout = layout
         self.contents = contents
-        self._generation = generation
+        self.is_read = memory is None
+        """Whether the packed bytes are read from a file each time that they are sent."""
+        self.generation = generation
+        self._memory, self._lock = memory, lock
+        self._strips = [None] * len(layout.placed) if memory is None else layout.cut(memory)
+        self._is_verified = is_verified
         self._needed: dict[tuple[int, int, int], Runs] = {}
         """What `_needed_for` has found. Each pass asks for the same parts."""
-        self.entry = None if file is None else file.entry
-        """What the manifest says of the packed file."""
-        self._path = None if file is None else file.path
-        if self._path is not None:
-            add_user(self._path, self)
 
     @property
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
-
-    @property
-    def generation(self) -> int:
-        """The generation of the blob that the packed bytes are good for."""
-        return self._generation if self.contents is None else self.contents.generation
 
     @property
     def is_lost(self) -> bool:
@@ -170,20 +147,35 @@ class PackedImage(ABC):
         """What the packed bytes take of page-locked RAM."""
         return 0 if self.is_read else self.num_bytes
 
-    @abstractmethod
     def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
         """How the blob gets to byte `at` of a slot, strip by strip: see `Blob.moves`.
 
         Args:
             on_device: The packed bytes in memory of the device, if they are there.
         """
-
-    def _unpacks(
-        self, at: int, label: str, packed: Iterable[torch.Tensor | None], *, is_on_device: bool = False
-    ) -> Iterator[Unpack]:
-        for number, ((strip, start, _), mine) in enumerate(zip(self.layout.placed, packed, strict=False)):
-            needed_for = partial(self._needed_for, number)
-            yield Unpack(at + start, strip.plain_bytes, strip, mine, label, needed_for, is_on_device)
+        packed = self._strips if on_device is None else self.layout.cut(on_device)
+        unpacks = [
+            Unpack(
+                at + start,
+                strip.plain_bytes,
+                strip,
+                mine,
+                label,
+                partial(self._needed_for, number),
+                on_device is not None,
+            )
+            for number, ((strip, start, _), mine) in enumerate(zip(self.layout.placed, packed, strict=True))
+        ]
+        if on_device is not None or self._memory is not None:
+            return [*unpacks]
+        contents = self.contents
+        assert contents is not None
+        proof = Proof(contents) if self._is_verified or not contents.is_proven else None
+        # Past the page cache: packed bytes that there is RAM for are in RAM.
+        return [
+            Read(0, strip.packed_bytes, contents.source, contents.position + place, True, label, proof, unpack)
+            for (strip, _, place), unpack in zip(self.layout.placed, unpacks, strict=True)
+        ]
 
     def _needed_for(self, number: int, start: int, end: int) -> Runs:
         """The packed bytes that bytes `start` to `end` of a strip are unpacked from, by the number of the strip.
@@ -198,112 +190,24 @@ class PackedImage(ABC):
             found = self._needed[number, start, end] = strip.needed(start, end, escapes_before)
         return found
 
-    @abstractmethod
     def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         """How many escapes come before a tile of the strip that begins at byte `place` of the image."""
-
-    def close(self) -> None:
-        """Give up the memory, or the file."""
-        if self._path is not None:
-            remove_user(self._path, self)
-
-    def leave(self, *, forget: bool) -> None:
-        """Let the packed file be, once this was closed, for whoever comes next.
-
-        Args:
-            forget: Whether the weights are out of date. Then the packed file goes with the group file that it was made from:
-                else each edit would leave one. That of a checkpoint stays.
-        """
-        if self._path is None or self.entry is None:
-            return
-        source = self.entry.packed_from
-        if not forget:
-            never_delete(self._path)
-        elif source is not None and not os.path.lexists(source.path):
-            delete_if_unused(self._path)
-
-
-class RamImage(PackedImage):
-    """Packed bytes in page-locked RAM."""
-
-    is_read = False
-
-    def __init__(
-        self,
-        layout: PackedLayout,
-        memory: torch.Tensor,
-        lock: PageLock | None,
-        generation: int,
-        file: PackedFile | None = None,
-        contents: FileContents | None = None,
-    ) -> None:
-        """
-        Args:
-            memory: Page-locked, flat uint8.
-            lock: None if the driver allocated the memory, or `contents` holds the lock.
-            contents: The file whose page cache the memory is, if it is that.
-        """
-        super().__init__(layout, generation, file, contents)
-        self._memory = memory
-        self._lock = lock
-        self._strips = layout.cut(memory)
-
-    def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
-        if on_device is not None:
-            return [*self._unpacks(at, label, self.layout.cut(on_device), is_on_device=True)]
-        return [*self._unpacks(at, label, self._strips)]
-
-    def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         if self.contents is not None:  # a page of a file that was cut off must not be touched
             return self.contents.escapes_before(tile, strip, place)
+        assert self._memory is not None
         return escapes_of(int(tile_table(self._memory[place:], strip)[tile]), strip)
 
     def copy(self, at: int) -> Copy:
-        """How the packed bytes get to byte `at` of a slot."""
+        """How packed bytes in page-locked RAM get to byte `at` of a slot."""
+        assert self._memory is not None
         return Copy(at, self.num_bytes, self._memory, 0)
 
     def close(self) -> None:
-        """Give the memory back, on another thread, once no copy reads it."""
-        super().close()
-        memory: list[object] = [self._lock, self._strips, self._memory, self.contents]
-        self._lock, self._strips, self._memory, self.contents = None, [], flat_view(b"", 0, 0), None
-        release_later(memory)
-
-
-class FileImage(PackedImage):
-    """Packed bytes in a packed group file. The file is closed with the last read that is on its way."""
-
-    is_read = True
-
-    def __init__(self, file: PackedFile, generation: int, *, is_verified: bool) -> None:
-        """
-        Args:
-            file: Its descriptor is the caller's to close.
-            is_verified: Whether each read is compared with what was packed.
-
-        Raises:
-            GroupFileError: the file cannot be mapped.
-        """
-        self._contents = FileContents(file, generation)
-        super().__init__(file.packed, generation, file, self._contents)
-        self._contents.source.avoid_readahead()
-        self._is_verified = is_verified
-
-    def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
-        """See `PackedImage.moves`. The bytes do not stay on the device."""
-        contents, source = self._contents, self._contents.source
-        is_checked = self._is_verified or source.is_adrift or not contents.is_proven
-        proof = _ImageProof(contents) if is_checked else None
-        # Past the page cache: packed bytes that there is RAM for are in RAM.
-        return [
-            Read(0, strip.packed_bytes, source, contents.position + place, True, label, proof, unpack)
-            for (strip, _, place), unpack in zip(
-                self.layout.placed, self._unpacks(at, label, repeat(None)), strict=True
-            )
-        ]
-
-    def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
-        return self._contents.escapes_before(tile, strip, place)
+        """Give the memory back, on another thread, once no copy reads it. A file is closed with the last read of it."""
+        if self._memory is not None:
+            memory: list[object] = [self._lock, self._strips, self._memory, self.contents]
+            self._lock, self._strips, self._memory, self.contents = None, [], flat_view(b"", 0, 0), None
+            release_later(memory)
 
 
 def is_packable(layout: BlobLayout) -> bool:
@@ -345,12 +249,12 @@ class LockedMemory:
         by_driver = self._limit.allocate(memory.numel())
         return None if by_driver is None else (by_driver, None)
 
-    def image(self, layout: PackedLayout, generation: int, file: PackedFile | None = None) -> PackedImage | None:
+    def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not page-locked."""
         if self._found is None:
             return None
         memory, lock = self._found
-        return RamImage(layout, memory[: layout.packed_bytes], lock, generation, file)
+        return PackedImage(layout, generation, memory[: layout.packed_bytes], lock)
 
 
 def pack_image(
@@ -377,7 +281,7 @@ def pack_image(
 
 def lock_image(
     file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
-) -> tuple[RamImage, Task[str]] | None:
+) -> tuple[PackedImage, Task[str]] | None:
     """Page-lock what was packed before where it lies in the page cache. The descriptor is closed, unless this returns None.
 
     Args:
@@ -392,13 +296,13 @@ def lock_image(
     """
     with ExitStack() as stack:
         stack.callback(os.close, file.fd)
-        contents = FileContents(file, generation)
+        contents = FileContents(file)
         if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
             contents.source.release()
             stack.pop_all()
             return None
     ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])
-    image = RamImage(file.packed, memory[start : start + num_bytes], None, generation, file, contents)
+    image = PackedImage(file.packed, generation, memory[start : start + num_bytes], contents=contents)
     return image, on_pool(_prove, contents)
 
 
@@ -424,16 +328,21 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
         file.read(memory.begin(file.packed.packed_bytes)())
     finally:
         os.close(file.fd)
-    return memory.image(file.packed, generation, file)
+    return memory.image(file.packed, generation)
 
 
-def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> FileImage:
+def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> PackedImage:
     """What was packed before, to be read from its file each time. Nothing is read now, and the descriptor is closed.
+
+    Args:
+        is_verified: Whether each read is compared with what was packed.
 
     Raises:
         GroupFileError: the file cannot be mapped.
     """
     try:
-        return FileImage(file, generation, is_verified=is_verified)
+        contents = FileContents(file)
     finally:
         os.close(file.fd)
+    contents.source.avoid_readahead()
+    return PackedImage(file.packed, generation, None, contents=contents, is_verified=is_verified)

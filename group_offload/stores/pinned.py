@@ -36,7 +36,7 @@ from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.tuning import tuning
 from ..errors import StateError
-from .base import Tier, belongs_to_checkpoints, moves_of_rest
+from .base import Tier, moves_of_rest
 from .moves import Copy, Move, PageableMemory, Read
 from .origin import Origin
 
@@ -204,23 +204,17 @@ class Segment:
     def lock(self, limit: LockLimit | None) -> None:
         """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
 
+        Blobs may rest in it by now: then nothing but the memory itself can be locked.
+
         Args:
             limit: None for memory that is not to be locked, because packed bytes are sent in place of it.
         """
-        if self._pins and limit is not None:
+        if self._pins and not self.is_locked and limit is not None:
             self._lock = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._lock is not None or self._fall_back(limit)
-        if not self.is_locked:
-            self.pageable = PageableMemory(self.bytes)
-
-    def lock_after_all(self, limit: LockLimit) -> None:
-        """Page-lock memory that blobs rest in by now, if the device allows it."""
-        if self._pins and not self.is_locked:
-            self._lock = limit.lock(self.bytes, self._wait)
-            if self._lock is not None:
-                self.is_locked, self.pageable = True, None
-                for blob in self._blobs:
-                    blob.find_tier()
+            self.is_locked = self._lock is not None or (not self._num_open and self._fall_back(limit))
+        self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
+        for blob in self._blobs:
+            blob.find_tier()
 
     def unlock(self, limit: LockLimit) -> None:
         """Give up the lock, for memory that needs it more."""
@@ -318,7 +312,8 @@ class Segment:
             forget_writes(private.data_ptr() + start, end - start)
         for blob in blobs:
             blob.generation += 1
-            blob.is_outdated |= belongs_to_checkpoints(blob)
+            # What has the bytes of its checkpoint again returns there when the blob is made again.
+            blob.is_outdated |= blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
         return bool(edited)
 
     def _fall_back(self, limit: LockLimit) -> bool:
@@ -405,7 +400,7 @@ class RamBlob:
             return None
         return self.sent_bytes
 
-    def close(self, *, forget: bool) -> None:
+    def close(self) -> None:
         if self._is_open:
             self._is_open = False
             self.store.remove(self)

@@ -20,9 +20,8 @@ descriptor does not protect the bytes: a file that lost its name is checked as s
 - If only `st_ctime_ns` differs, the file was renamed, linked, deleted, or given another mode or owner, or a program changed
   its bytes and then put `st_mtime_ns` back. If the hash of the bytes is known they are hashed once. If it is not, another
   name, number of links, mode or owner has to explain the difference.
-- A process may not hold descriptors for hundreds of files. A file without one is checked by its name, also by the name
-  that it has now, or through its mapping if the process has the privilege. A file that cannot be reached in any of these
-  ways is *adrift*: its bytes are hashed whenever they are needed, and lost if their hash is not known.
+- A process may not hold descriptors for hundreds of files. A file without one is opened by its name whenever it is read, and
+  is lost if its name leads to it no more.
 
 Only shared, read-only mappings are ever registered with a driver: drivers refuse a writable mapping of a file, and the call
 was seen to hang on a private one. Files are not read through a mapping: touching a page past the end of a file that was
@@ -31,7 +30,6 @@ cut off would end the process (SIGBUS), where `preadv` and `process_vm_readv` re
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -42,21 +40,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import xxhash
 
 from ..base.device import Backend
-from ..base.mapping import cached_bytes, mapping_at, page_cache_of, populate, read_mapped
+from ..base.mapping import cached_bytes, page_cache_of, populate
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
-from ..base.reading import BLOCK, read_around, read_part, refuses_direct, warn_no_direct_io
-from ..base.system import TO_READ, advise, forked_free, open_to_read
+from ..base.reading import BLOCK, open_direct, read_around, read_part, refuses_direct, warn_no_direct_io
+from ..base.system import advise, forked_free, max_descriptors, open_to_read, own_descriptor
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from .descriptors import KeptDescriptors
 
 logger = logging.getLogger("group_offload")
 
@@ -76,27 +73,34 @@ class Piece:
     num_bytes: int
 
 
-class Contents(Protocol):
-    """The bytes of a blob that lie in pieces of a file, as the file sees them."""
+class Contents:
+    """The bytes of a blob that lie in pieces of a file."""
 
-    content: str | None
+    content: str | None = None
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
-    generation: int
-    """A number that goes up when bytes that are on their way to the device must not be used any more."""
-    pieces: Sequence[Piece]
+    is_proven = False
+    """Whether all bytes were compared with that hash since the file was opened."""
 
-    @property
-    def source(self) -> SourceFile: ...
-
-    @property
-    def name(self) -> str:
-        """The name of the blob's first weight, for messages."""
+    def __init__(self, name: str, pieces: Sequence[Piece], source: SourceFile) -> None:
+        """
+        Args:
+            name: The name of the blob's first weight, or of its group, for messages.
+        """
+        self.name, self.pieces, self.source = name, pieces, source
 
     def prove(self) -> None:
         """
         Raises:
             GroupFileError: the file does not hold the bytes any more whose hash is known.
         """
+        proof = Proof(self)
+        for piece in self.pieces:
+            for chunk in self.source.chunks(piece.position, piece.num_bytes):
+                proof.update(chunk)
+
+
+_held: weakref.WeakSet[SourceFile] = weakref.WeakSet()
+"""The files whose descriptor stays open."""
 
 
 class SourceFile:
@@ -132,13 +136,16 @@ class SourceFile:
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
         """The blobs whose bytes lie in this file."""
-        self.is_adrift = False
-        """Whether the file cannot be reached to check it, so that bytes that are read have to be hashed."""
         self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
-        self._fds = KeptDescriptors(fd)
-        self._close_fds = weakref.finalize(self, self._fds.close)
-        self._close_fds.atexit = False
+        self._kept: Any = None
+        """A descriptor that stays open between reads. The last user closes it. None: the process cannot spare one."""
+        if len(_held) < min(tuning().max_kept_open, max_descriptors() // 4):
+            with suppress(OSError):  # the process has no descriptor left
+                self._kept = own_descriptor(os.dup(fd))
+                _held.add(self)
+        self._has_no_direct = False
+        """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
         """The page-locked ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
         self.num_lockings = 0
@@ -149,9 +156,10 @@ class SourceFile:
         return self.bytes.numel()
 
     def release(self) -> None:
-        """Unlock and close the file."""
+        """Unlock the file, and close it once no thread reads it any more."""
         self.unlock()
-        self._close_fds()
+        self._kept = None
+        _held.discard(self)
 
     def unlock(self) -> None:
         self._unlock_all_but(())
@@ -177,9 +185,8 @@ class SourceFile:
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
-            with suppress(OSError), self._open() as fd:
-                if fd is not None:  # in long runs, not page by page
-                    advise(fd, self.start + start, end - start, "WILLNEED")
+            with suppress(OSError), self._open() as fd:  # in long runs, not page by page
+                advise(fd, self.start + start, end - start, "WILLNEED")
             parts: list[tuple[torch.Tensor, PageLock]] = []
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
@@ -242,15 +249,15 @@ class SourceFile:
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache drop the pages of `pieces` now."""
         with suppress(OSError), self._open() as fd:
-            for piece in () if fd is None else pieces:
-                assert fd is not None
+            for piece in pieces:
                 advise(fd, piece.position, piece.num_bytes, "DONTNEED")
 
     def avoid_readahead(self) -> None:
         """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""
-        if self._fds.fd is not None:
+        kept = self._kept
+        if kept is not None:
             with suppress(OSError):
-                advise(self._fds.fd, 0, 0, "RANDOM")
+                advise(kept.fileno(), 0, 0, "RANDOM")
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
@@ -292,9 +299,6 @@ class SourceFile:
         """
         inset = position % BLOCK
         with self._readable() as fd:
-            if fd is None:
-                self._fill(fd, area[inset : inset + num_bytes], position)
-                return False
             done = None
             if direct and not self.is_cached(position, num_bytes):
                 done = self._read_direct(fd, area, position, inset + num_bytes)
@@ -350,8 +354,6 @@ class SourceFile:
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
         with self._open() as fd:
-            if fd is not None and _identity_of(self._look_at(fd)) != _identity_of(self._stamp):
-                raise self._without_name()
             for start in range(0, num_bytes, _CHUNK_BYTES):
                 chunk = buffer[: num_bytes - start]
                 self._fill(fd, chunk, position + start)
@@ -362,37 +364,28 @@ class SourceFile:
         Raises:
             GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
-        fd = self._fds.fd
-        now = self._stat_of(self.path) if fd is None else self._look_at(fd)
-        self.is_adrift &= now is None
-        if now is None and not self.is_adrift:
-            with self._open() as fd:
-                now = None if fd is None else self._look_at(fd)
-        if now is not None:
-            self._compare(now)
+        kept = self._kept
+        if kept is not None:
+            self._compare(self._look_at(kept.fileno()))
             return
-        if not all(blob.content for blob in self.blobs):
-            raise self._without_name()
-        if not self.is_adrift:
-            self.is_adrift = True
-            for blob in self.blobs:
-                blob.generation += 1  # bytes that are on their way are read without a hash
-        for blob in self.blobs:
-            blob.prove()
-
-    def has_name(self, path: Path) -> bool:
-        """Whether `path` leads to this file, unchanged."""
-        return self.stat_at(path) is not None
+        try:
+            now = os.lstat(self.path)
+        except OSError as error:
+            raise self._out_of_reach(error) from error
+        self._compare(now)
 
     @property
     def content(self) -> tuple[int, int, int, int]:
         """What differs if the content does, from file to file of this host: see `_content_of`."""
         return _content_of(self._stamp)
 
-    def stat_at(self, path: Path) -> os.stat_result | None:
-        """The status of `path` if it leads to this file, unchanged."""
-        now = self._stat_of(path)
-        return now if now is not None and _content_of(now) == _content_of(self._stamp) else None
+    def named_stat(self) -> os.stat_result | None:
+        """The status of the file, if its name still leads to it, unchanged."""
+        with suppress(OSError):
+            now = os.lstat(self.path)
+            if _content_of(now) == _content_of(self._stamp):
+                return now
+        return None
 
     def lost(self, position: int, what: str) -> GroupFileError:
         return GroupFileError(
@@ -409,84 +402,55 @@ class SourceFile:
 
     def _read_direct(self, fd: int, area: memoryview, position: int, num_needed: int) -> int | None:
         """How many bytes of `area` were filled; None if the file cannot be read directly."""
-        found = self._fds.direct(fd)
-        if found is None:
+        direct_fd = None if self._has_no_direct else open_direct(fd)
+        if direct_fd is None:
+            self._has_no_direct = True
             return None
-        direct_fd, is_kept = found
         try:
             return read_around(direct_fd, area[: -(-num_needed // BLOCK) * BLOCK], position)
         except OSError as error:
             if refuses_direct(error):
                 warn_no_direct_io(error.errno or 0)
-                self._fds.has_no_direct = True
+                self._has_no_direct = True
                 return None
             raise self.lost(position, str(error.strerror)) from error
         finally:
-            if not is_kept:
-                os.close(direct_fd)
+            os.close(direct_fd)
 
-    def _fill(self, fd: int | None, target: memoryview, position: int) -> None:
-        if fd is not None:
-            if (done := self._pread(fd, target, position)) < len(target):
-                raise self.lost(position + done, "it ends there")
-            return
-        try:
-            read_mapped(self.bytes.data_ptr() + self.offset_of(position), target)
-        except OSError as error:
-            what = "it was cut off" if error.errno == errno.EFAULT else str(error.strerror)
-            raise self.lost(position, f"it has no name any more, and {what}") from error
+    def _fill(self, fd: int, target: memoryview, position: int) -> None:
+        if (done := self._pread(fd, target, position)) < len(target):
+            raise self.lost(position + done, "it ends there")
 
     @contextmanager
-    def _readable(self) -> Iterator[int | None]:
-        """A descriptor of the unchanged file; None if the file is adrift."""
+    def _readable(self) -> Iterator[int]:
+        """A descriptor of the unchanged file."""
         with self._open() as fd:
-            if fd is not None:
-                self._compare(self._look_at(fd))
-            elif not self.is_adrift:
-                raise self._without_name()
+            self._compare(self._look_at(fd))
             yield fd
 
     @contextmanager
-    def _open(self) -> Iterator[int | None]:
-        """A descriptor of the file; None if the file cannot be reached."""
-        if self._fds.fd is not None:
-            yield self._fds.fd
+    def _open(self) -> Iterator[int]:
+        """A descriptor of the file, whether it was changed or not."""
+        kept = self._kept
+        if kept is not None:
+            yield kept.fileno()
             return
-        fd = None if self.is_adrift else self._open_anew()
         try:
+            fd = open_to_read(self.path)
+        except OSError as error:
+            raise self._out_of_reach(error) from error
+        try:
+            if _identity_of(self._look_at(fd)) != _identity_of(self._stamp):
+                raise self.lost(self.start, "another file took its place")
             yield fd
         finally:
-            if fd is not None:
-                os.close(fd)
-
-    def _open_anew(self) -> int | None:
-        if self._stat_of(self.path) is None:  # renamed, perhaps
-            mapping = mapping_at(self.bytes.data_ptr())
-            if mapping is None:
-                return None
-            if self._stat_of(Path(mapping.path)) is None:
-                with suppress(OSError):
-                    return os.open(f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}", TO_READ)
-                return None
-            self.path = Path(mapping.path)
-        try:
-            return open_to_read(self.path)
-        except OSError as error:
-            raise self.lost(self.start, f"opening it failed: {error.strerror}") from error
+            os.close(fd)
 
     def _look_at(self, fd: int) -> os.stat_result:
         try:
             return os.fstat(fd)
         except OSError as error:  # a network file system whose server has gone
             raise self.lost(self.start, str(error.strerror)) from error
-
-    def _stat_of(self, path: Path) -> os.stat_result | None:
-        """The status of `path` if it is this file and no link."""
-        with suppress(OSError):
-            now = os.lstat(path)
-            if _identity_of(now) == _identity_of(self._stamp):
-                return now
-        return None
 
     def _compare(self, now: os.stat_result) -> None:
         was = self._stamp
@@ -520,16 +484,11 @@ class SourceFile:
         """Whether there is a reason for another `st_ctime_ns` that leaves the bytes alone."""
         return False
 
-    def _without_name(self) -> GroupFileError:
-        try:
-            os.lstat(self.path)
-            why = "another file has its name"
-        except OSError as error:
-            why = str(error.strerror)
+    def _out_of_reach(self, error: OSError) -> GroupFileError:
         return self.lost(
             self.start,
-            f"{why}. This process has not descriptors enough to hold all files of weights (ulimit -n), so it cannot be told "
-            f"whether it was changed",
+            f"{error.strerror}. This process has not descriptors enough to hold all files of weights (ulimit -n), so it opens "
+            f"this one by its name",
         )
 
 
@@ -561,11 +520,8 @@ class Proof:
         self._hash = xxhash.xxh3_128()
         self._num_left = sum(piece.num_bytes for piece in contents.pieces)
 
-    def update(self, data: memoryview) -> bool:
+    def update(self, data: memoryview) -> None:
         """Take in the next bytes. The hash of the first whole reading becomes the one that is known.
-
-        Returns:
-            Whether these were the last ones, so that all of them are proven.
 
         Raises:
             GroupFileError: these were the last bytes, and all of them together have another hash than the known one.
@@ -573,14 +529,14 @@ class Proof:
         self._hash.update(data)
         self._num_left -= len(data)
         if self._num_left:
-            return False
-        found, known = self._hash.hexdigest(), self._contents.content
-        if known is None:
-            self._contents.content = found
-        elif known != found:
-            raise self._contents.source.lost(
-                self._contents.pieces[0].position,
-                f"the content of {self._contents.name!r} and what lies beside it was not what it should be (XXH3 "
-                f"{found}, not {known}): the drive, or memory, fails, or another program changed it",
+            return
+        found, contents = self._hash.hexdigest(), self._contents
+        if contents.content is None:
+            contents.content = found
+        elif contents.content != found:
+            raise contents.source.lost(
+                contents.pieces[0].position,
+                f"the content of {contents.name!r} and what lies beside it was not what it should be (XXH3 "
+                f"{found}, not {contents.content}): the drive, or memory, fails, or another program changed it",
             )
-        return True
+        contents.is_proven = True

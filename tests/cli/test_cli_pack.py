@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from group_offload.integrations.packing import pack_model
 from group_offload.packing.codec import unpack
 
-from ..support.folders import assert_whole, headers_in
+from ..support.folders import headers_in
 from ..support.terminal import Terminal
 
 
@@ -48,7 +48,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
 
 
 def packed_files(folder: Path) -> dict[str, int]:
-    assert_whole(folder)
     names = [name for name, header in headers_in(folder).items() if header.packed is not None]
     return {name: (folder / name).stat().st_mtime_ns for name in names}
 
@@ -60,9 +59,9 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
         if header.packed is not None:
             with safe_open(folder / name, "pt") as file:
                 data = file.get_tensor("packed")
-            out = torch.empty(header.layout.num_bytes, dtype=torch.uint8)
+            out = torch.empty(header.packed.plain_bytes, dtype=torch.uint8)
             unpack(data.clone(), header.packed, out)
-            weights |= dict(zip((spec.fqn for spec in header.layout.specs), header.layout.views(out), strict=True))
+            weights |= {spec.fqn: spec.view(out, 0) for spec in header.tensors}
     return weights
 
 
@@ -106,10 +105,10 @@ def test_a_run_that_was_ended_goes_on(run: Terminal, tmp_path: Path, checkpoint:
     with pytest.raises(KeyboardInterrupt):
         pack_model(FluxTransformer2DModel, checkpoint, folder, dtype=torch.bfloat16, on_start=lambda total: on_done)
     before = packed_files(folder)
-    assert len(before) >= 2 and not list(folder.glob("manifest_*"))
+    assert len(before) >= 2
     run("pack", checkpoint, folder)
     after = packed_files(folder)
-    assert before.items() < after.items() and list(folder.glob("manifest_*"))
+    assert before.items() < after.items()
 
 
 def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> None:

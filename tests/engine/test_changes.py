@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +17,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from group_offload import GroupFileError, OffloadHandle, StateError, apply_group_offloading
+from group_offload import OffloadHandle, StateError, apply_group_offloading
+from group_offload.runtime.groups import build
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 
 class Block(Block):
@@ -381,28 +381,27 @@ def test_a_lora_that_is_loaded_and_fused_at_once(tier: str, level: str, refreshe
 # ---------------------------------------------------------------- edits that cannot be taken up
 
 
-def fail_to_write(patch: pytest.MonkeyPatch, after: int) -> None:
-    """After so many group files there is no room for another one."""
-    original, count = os.open, 0
+def fail_to_take_memory(patch: pytest.MonkeyPatch, after: int) -> None:
+    """After so many segments there is no RAM for another one."""
+    original, count = build.Segment, 0
 
-    def failing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def failing(*args: Any, **options: Any) -> Any:
         nonlocal count
-        if flags & os.O_CREAT and Path(path).name.startswith(".group_"):
-            count += 1
-            if count > after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(path, flags, *args, **options)
+        count += 1
+        if count > after:
+            raise MemoryError
+        return original(*args, **options)
 
-    patch.setattr(os, "open", failing)
+    patch.setattr(build, "Segment", failing)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(("level", "after"), [("block_level", 1), ("leaf_level", 0), ("leaf_level", 2)])
 @pytest.mark.parametrize("then", ["forward", "refresh", "remove", "another failure", "a new module"])
-def test_edits_after_one_that_could_not_be_written(
+def test_edits_after_one_that_there_was_no_ram_for(
     level: str, after: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was taken up before it rests elsewhere by then: edits of that count too."""
+    tune(monkeypatch, segment_bytes=1)  # one for each group
     model, reference = make(Model), make(Model)
     handle = offload_to(tmp_path, model, level)
     assert_same(run(model, inputs()), run(reference, inputs()))
@@ -415,8 +414,8 @@ def test_edits_after_one_that_could_not_be_written(
     for _ in range(2 if then == "another failure" else 1):
         edit_all()
         with monkeypatch.context() as patch:
-            fail_to_write(patch, after)
-            with pytest.raises(GroupFileError):
+            fail_to_take_memory(patch, after)
+            with pytest.raises(MemoryError):
                 run(model, inputs())
         assert_at_rest(model, reference)
     edit_all()

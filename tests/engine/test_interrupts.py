@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import os
 import random
@@ -22,16 +23,17 @@ from group_offload import GroupFileError, ModuleError, StateError, apply_group_o
 from group_offload.base import publish
 from group_offload.base.device import AcceleratorBackend, Backend
 from group_offload.base.page_lock import PageLock
+from group_offload.base.pagemap import can_detect_writes
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
-from group_offload.runtime.groups import group, part, tensors, wrapped
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
-from group_offload.stores.checkpoint import CheckpointBlob
+from group_offload.stores.base import Tier
+from group_offload.stores.files import FileBlob
 
 from .. import interrupts
-from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
+from ..interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
@@ -354,39 +356,46 @@ def _locked_for_a_moment(folder: Path) -> None:
         pass
 
 
-def test_an_interrupt_while_weights_move_to_a_new_file(tmp_path: Path) -> None:
-    """Wherever it strikes: none stays bound to the old file, where nobody would see the next edit."""
-
-    def places_of(strike: Strike) -> list[tuple[Place, int]]:
-        return [
-            (place, at)
-            for place, number in strike.places.items()
-            if place[0].co_filename in [module.__file__ for module in (group, part, tensors, wrapped)]
-            for at in sorted({1, number})
-        ]
-
-    def edit(both: tuple[nn.Module, ...]) -> None:
-        for model in both:
-            for parameter in model.parameters():
-                parameter.data.mul_(0.75)
-
+def test_an_interrupt_while_edited_weights_of_files_move_to_ram(tmp_path: Path) -> None:
+    """At any line: no edit is lost, nor is the next one. Files keep their bytes, and the weights return to them."""
     model, reference = make(Model, 1), make(Model, 1)
     handle = offload_to(tmp_path, model)
-    check(model, reference, inputs())
-    edit((model, reference))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    originals = copy.deepcopy(reference.state_dict())
+
+    def scale(both: tuple[nn.Module, ...]) -> None:
+        for each in both:
+            for parameter in each.blocks[0].parameters():
+                parameter.data.mul_(0.75)
+
+    def tiers() -> set[Tier]:
+        return {part.blob.tier for group in engine_of(handle).groups for part in group.parts}
+
+    def restore() -> None:
+        for each in (model, reference):
+            each.load_state_dict(originals)
+            each.extra = nn.Identity()  # on the CPU edits in RAM cannot be told
+        check(model, reference, inputs())
+        assert tiers() == {Tier.FILE} or not can_detect_writes()
+
+    restore()
+    scale((model, reference))
     counting = Strike()
     with counting:
         handle.refresh()
-    places = places_of(counting)
-    assert len(places) > 50
-    for place, at in places:
-        edit((model, reference))
-        strike = Strike(at, place=place)
-        with suppress(KeyboardInterrupt), strike:
+    assert Tier.RAM in tiers() and len(counting.places) > 200
+    seed = random.SystemRandom().randrange(1 << 30)
+    for place, at in Places(most=150, seed=seed).choose(counting.places):
+        restore()
+        scale((model, reference))
+        with suppress(KeyboardInterrupt), Strike(at, place=place) as strike:
             contained(handle.refresh)
-        edit((model, reference))
-        assert_same(run(model, inputs()), run(reference, inputs()))
         assert_at_rest(model, reference)
+        scale((model, reference))
+        check(model, reference, inputs())
+        assert Tier.RAM in tiers(), (seed, strike.where)
+    restore()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     handle.remove()
     assert_at_rest(model, reference)
 
@@ -405,7 +414,7 @@ def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: p
             run(model, inputs(0, 3, 64))
     check(model, reference, inputs(0, 3, 64))
     (old,) = before - {part.blob for each in engine_of(handle).groups for part in each.parts}
-    assert isinstance(old, CheckpointBlob) and old not in old.store.blobs
+    assert isinstance(old, FileBlob) and old not in old.store.blobs
     for both in (model, reference):
         both.blocks[2].up.weight.data.mul_(0.75)
     check(model, reference, inputs(0, 3, 64))

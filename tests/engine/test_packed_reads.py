@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
-from group_offload.base.ownership import Owners
 from group_offload.base.release import wait_for_releases
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
@@ -27,18 +26,16 @@ from group_offload.runtime import packer
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
-from group_offload.stores.descriptors import KeptDescriptors
+from group_offload.stores.files import FileBlob
 from group_offload.stores.folder import Folder
-from group_offload.stores.manifest import Manifest, facts_of, manifests_in
-from group_offload.stores.packed import FileImage, RamImage
 
 from ..support.asserts import assert_at_rest
-from ..support.folders import assert_whole
+from ..support.folders import headers_in
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
-from ..support.others import HOW, give_away
 from ..support.packed_files import DAMAGES, flip, packed_names
+from ..support.reading import num_fds
 from ..support.reads import many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -144,9 +141,9 @@ def test_what_ram_has_room_for_is_in_ram(
     tune(monkeypatch, locked_share=0.5)
     monkeypatch.setattr(packer, "available_ram", lambda: int(0.7 * size))
     model, handle = offloaded("folder", resident, tmp_path)
-    kinds = [type(group.parts[0].packed) for group in groups_of(handle)]
-    assert {*kinds} == {RamImage, FileImage} and 3 <= kinds.count(RamImage) <= 5
-    assert max(len(run) for run in "".join(kind.__name__[0] for kind in kinds).split("R")) <= 2
+    are_read = [group.parts[0].packed.is_read for group in groups_of(handle)]
+    assert True in are_read and 3 <= are_read.count(False) <= 5
+    assert max(len(run) for run in "".join("FR"[not is_read] for is_read in are_read).split("R")) <= 2
     stats = handle.stats()
     assert 0 < stats.packed_bytes == sum(group.packed_ram_bytes for group in groups_of(handle))
     check(device, model, resident, 3)
@@ -319,7 +316,7 @@ def test_a_plan_learns_what_ram_could_not_be_had(
 def test_the_next_set_up_reads_and_packs_nothing(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the manifest proves is not read, as with weights that are views of a checkpoint."""
+    """What the facts of a file prove is not read, as with weights that are views of a checkpoint."""
     resident = routed([2400] * 4)
     model, handle = offloaded("checkpoint", resident, tmp_path)
     check(device, model, resident)
@@ -368,7 +365,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
 ) -> None:
     """Weights that run are not lost for it: they are used as they are."""
     resident = routed([2400] * 3)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    model: Any = copy.deepcopy(resident)
     handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     taken: list[Any] = []
@@ -389,7 +386,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
         for each in (model, resident):
             with torch.no_grad():
                 for block in each.blocks:
-                    block.up.weight.mul_(2)
+                    block.down.bias.mul_(2)  # the rest of the group stays in its file
     caplog.clear()
     check(device, model, resident, 3)
     assert caplog.text.count("not packed, and used as they are: The folder is full.") == 1
@@ -424,20 +421,25 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_what_is_packed_later_is_in_the_manifest(
+def test_what_is_packed_later_is_found_by_the_next_set_up(
     source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a set-up: the next one finds it, and a set-up that does not pack does not remove it."""
     resident = routed([2400] * 3)
-    _pack_now(monkeypatch)
-    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
-    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+    with monkeypatch.context() as patch:
+        _pack_now(patch)
+        model: Any = (
+            copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
+        )
+        handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
+        check(device, model, resident, 2)
+        end(device, model, resident, handle)
+    files = packed_names(tmp_path)
+    assert len(files) == 3
+    monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: pytest.fail("it was packed again"))
+    model, handle = offloaded(source, resident, tmp_path)
     check(device, model, resident, 2)
+    assert packed_names(tmp_path) == files
     end(device, model, resident, handle)
-    named = [entry for each in manifests_in(tmp_path / "groups", Owners()).values() for entry in each.entries]
-    assert sorted(tmp_path / "groups" / entry.file for entry in named if entry.packed_from) == packed_names(tmp_path)
-    assert len(packed_names(tmp_path)) == 3
-    assert not any(each.edited_in for each in manifests_in(tmp_path / "groups", Owners()).values())
 
 
 def _scale(factor: float, *models: Any) -> None:
@@ -448,10 +450,10 @@ def _scale(factor: float, *models: Any) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_edits_leave_no_packed_files(
+def test_edits_do_not_fill_the_folder(
     source: str, share: float, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A packed file of edited weights goes with the group file that it was made from. That of a checkpoint stays."""
+    """What was edited is packed in RAM. What is left of its group in the file is packed into one more file, once."""
     tune(monkeypatch, locked_share=share)
     resident = routed([2400] * 2)
     model, handle = offloaded(source, resident, tmp_path)
@@ -460,39 +462,15 @@ def test_edits_leave_no_packed_files(
         _scale(1.5, model, resident)
         check(device, model, resident, 2)
         counts.append(len(packed_names(tmp_path)))
-    assert len({*counts}) == 1
-    if source == "checkpoint":
-        for twin in (model, resident):  # what is in the checkpoint again rests there again
-            with torch.no_grad():
-                twin.blocks[1].up.weight.copy_(routed([2400] * 2).blocks[1].up.weight)
-        check(device, model, resident, 3)
-        assert len(packed_names(tmp_path)) <= counts[0] and {*first} <= {*packed_names(tmp_path)}
+    assert len({*counts}) == 1 and counts[0] <= len(first) + 1
+    for twin in (model, resident):  # what is in the file again rests there again
+        with torch.no_grad():
+            twin.blocks[1].up.weight.copy_(routed([2400] * 2).blocks[1].up.weight)
+    check(device, model, resident, 3)
+    assert all(isinstance(part.blob, FileBlob) for group in groups_of(handle) for part in group.parts)
+    assert len(packed_names(tmp_path)) <= counts[0] + 1 and {*first} <= {*packed_names(tmp_path)}
     end(device, model, resident, handle)
-    assert_whole(tmp_path / "groups")
-
-
-@pytest.mark.parametrize("are_together", [True, False])
-def test_edits_of_a_model_leave_the_packed_files_of_another(
-    are_together: bool, device: SimulatedDevice, tmp_path: Path
-) -> None:
-    """Both have one packed file, and a group file each that it was made from."""
-    resident = routed([2400] * 2)
-    one, handle = offloaded("folder", resident, tmp_path)
-    _scale(2, one, resident)
-    check(device, one, resident, 2)
-    if not are_together:
-        end(device, one, resident, handle)
-    two, other_handle = offloaded("folder", resident, tmp_path)
-    check(device, two, resident)
-    before, edited = packed_names(tmp_path), copy.deepcopy(resident)
-    _scale(3, one if are_together else two, edited)
-    check(device, one if are_together else two, edited, 2)
-    assert {*before} < {*packed_names(tmp_path)}
-    if are_together:
-        check(device, two, resident)
-        one.alive.clear()
-        handle.remove()
-    end(device, two, resident if are_together else edited, other_handle)
+    headers_in(tmp_path / "groups")
 
 
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
@@ -503,47 +481,12 @@ def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> No
         check(device, model, resident, 2)
         end(device, model, resident, handle)
         gc.collect()
-        counts.append(KeptDescriptors.num_open())
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
-def test_another_users_manifest_leads_to_other_weights(
-    verifies: bool, how: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says that the files that were packed from one checkpoint are those of another one."""
-    other = routed([2400] * 4)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(2)
-    (tmp_path / "other").mkdir()
-    model, handle = offloaded("checkpoint", other, tmp_path / "other")
-    end(device, model, other, handle)
-    groups = tmp_path / "other" / "groups"
-    resident, path = routed([2400] * 4), tmp_path / "model.safetensors"
-    model = from_file(resident, path)
-    theirs = [*groups.iterdir()]
-    for file in groups.glob("manifest_*"):
-        manifest = Manifest.decode(file.read_bytes())
-        entries = tuple(
-            replace(entry, packed_from=replace(entry.packed_from, path=str(path), source=facts_of(path.stat())))
-            for entry in manifest.entries
-            if entry.packed_from is not None
-        )
-        assert len(entries) == 4
-        file.write_bytes(replace(manifest, entries=entries).encode())
-        give_away(how, monkeypatch, file)
-    handle = offload(model, pack=True, offload_to_disk_path=groups, verify_files=verifies)
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
-    assert all(file.exists() for file in theirs)
+        counts.append(num_fds())
+    assert counts[1] <= counts[0]
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_an_edited_group_is_read_as_it_is_and_packed_again(
-    source: str, device: SimulatedDevice, tmp_path: Path
-) -> None:
+def test_an_edited_group_is_packed_again_in_ram(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)
     model, handle = offloaded(source, resident, tmp_path)
     check(device, model, resident, 2)
@@ -558,7 +501,8 @@ def test_an_edited_group_is_read_as_it_is_and_packed_again(
         before = settled(handle)
         check(device, model, resident)
         blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
-        assert all(group.packed_bytes and group.tier == "file" for group in blocks)
+        assert all(group.packed_bytes for group in blocks)
+        assert ["RAM" in group.where for group in blocks] == [index <= number for index in range(4)]
         assert gained(handle, before, "bytes_unpacked") > 0.95 * sum(group.num_bytes for group in blocks)
     end(device, model, resident, handle)
 
@@ -571,7 +515,7 @@ def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedD
     check(device, model, resident, 2)
     group = groups_of(handle)[2]
     image = group.parts[0].packed
-    assert isinstance(image, FileImage)
+    assert image.is_read
     do, message = DAMAGES[damage]
     engine_of(handle)._lookahead.abandon()  # else the group may be read already
     do(image.contents.source.path)
@@ -591,30 +535,12 @@ def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedD
     end(device, model, resident, handle)
 
 
-def test_damage_from_before_the_set_up_is_found_by_the_first_read(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that the manifest knows of the file is as it was."""
+def test_damage_from_before_the_set_up_is_found_by_the_first_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    """The file has the size and the time of change that it had."""
     resident = routed([2400] * 3)
     model, handle = offloaded("checkpoint", resident, tmp_path)
     end(device, model, resident, handle)
-    file = packed_names(tmp_path)[1]
-    flip(file)
-    facts = packed_files.facts_of
-    monkeypatch.setattr(packed_files, "facts_of", lambda found: "" if found.st_size == 0 else facts(found))
-    by_facts = packed_files.PackedFiles.find
-
-    def found_anyway(self: Any, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            entries = {entry.packed_from.file for entry in self._known.values() if entry.file == file.name}
-            patch.setattr(
-                packed_files,
-                "facts_of",
-                lambda stat: next(iter(entries)) if stat.st_ino == file.stat().st_ino else facts(stat),
-            )
-            return by_facts(self, *args)
-
-    monkeypatch.setattr(packed_files.PackedFiles, "find", found_anyway)
+    flip(packed_names(tmp_path)[1])
     model, handle = offloaded("checkpoint", resident, tmp_path)
     assert len(groups_of(handle)) == 3
     with pytest.raises(GroupFileError, match="was not what it should be"):
@@ -669,7 +595,7 @@ def test_with_verify_files_each_read_is_compared(verifies: bool, device: Simulat
     check(device, model, resident, 2)
     images = [part.packed for group in groups_of(handle) for part in group.parts]
     for image in images:
-        assert isinstance(image, FileImage) and image.contents.is_proven
+        assert image.is_read and image.contents.is_proven
         assert all((move.proof is not None) is verifies for move in image.moves(0, "", None))
     end(device, model, resident, handle)
 

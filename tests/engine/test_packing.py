@@ -410,13 +410,13 @@ def test_packed_files_are_found_the_next_time(
         assert len(packs) == num_packs
         check(device, model, resident, 2)
         assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
-        if number == 1:  # what is edited is packed into another file
+        if number == 1:  # what is edited stays in RAM
             for twin in (model, resident):
                 with torch.no_grad():
                     twin.blocks[1].up.weight.mul_(2)
             check(device, model, resident, 2)
-            num_packs = 5 if source == "folder" else 6  # the rest of the group is apart from the edited tensor then
-            assert len(packs) == num_packs
+            assert len(packs) == 5  # the rest of the group is apart from the edited tensor then
+            num_packs = 5 if source == "checkpoint" else 6  # the whole group, edited, is new to the folder
             if source == "checkpoint":
                 resident = routed([2400] * 4)  # the checkpoint is what it was
         model.alive.clear()

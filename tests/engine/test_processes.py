@@ -13,7 +13,7 @@ import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base.pagemap import can_detect_writes
-from group_offload.stores import checkpoint
+from group_offload.stores import files
 
 from ..support.files import as_root, flip_a_bit, loaded
 from ..support.models import Model, inputs, make
@@ -97,7 +97,7 @@ def test_edits_beside_weights_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     others = [found["zz"], found["a"]]
     apply_group_offloading(model, "cpu", offload_device="disk")
     tune(monkeypatch, slow_scan_seconds=-1.0)
-    scan = checkpoint.written_pages
+    scan = files.written_pages
 
     def written_pages(*args: Any) -> Any:
         pages = scan(*args)
@@ -105,7 +105,7 @@ def test_edits_beside_weights_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
             other.add_(1)
         return pages
 
-    monkeypatch.setattr(checkpoint, "written_pages", written_pages)
+    monkeypatch.setattr(files, "written_pages", written_pages)
     check(model, reference, inputs(), passes=1)
     assert all(int(other.min()) == int(other.max()) > 0 for other in others)
 

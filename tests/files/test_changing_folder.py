@@ -10,37 +10,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
 
 from group_offload import GroupFileError
-from group_offload.base import publish as publish_module
 from group_offload.base import tuning as tuning_module
-from group_offload.base.ownership import Owners
 from group_offload.base.publish import boot
-from group_offload.base.system import open_to_read
-from group_offload.stores.folder import Folder, ProvenFile, file_name
-from group_offload.stores.manifest import Manifest, publish_manifest
+from group_offload.stores.folder import Folder
 
-from ..support.asserts import assert_at_rest
-from ..support.folders import (
-    GROUPS,
-    assert_holds,
-    assert_whole,
-    edit,
-    manifest_in,
-    manifests,
-    names,
-    put,
-    set_up,
-    weights,
-)
+from ..support.folders import assert_holds, headers_in, names, put, set_up, weights
 from ..support.models import Model, make
 from ..support.processes import fork, in_new_process, status_of
 from ..support.rigs import offload_to
@@ -54,7 +36,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(
         monkeypatch,
         seconds_until_said=0.05,
-        file_patience_seconds=0.2,
         setup_patience_seconds=0.3,
     )
 
@@ -62,17 +43,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- locks that others keep
 
 
-NAME = b"a\x1b[31m[/b]"
-"""Of the process: anybody may call himself anything."""
-
-
 @contextmanager
-def held_by_another(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[int]:
-    """Another process has the lock, for as long as it likes. Gives its number."""
-    code = f"""
-import ctypes, fcntl, os, sys
-ctypes.CDLL(None).prctl(15, {NAME!r})  # PR_SET_NAME
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), {how})
+def held_by_another(path: Path) -> Iterator[None]:
+    """Another process has the lock, for as long as it likes."""
+    code = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
 print("x", flush=True)
 sys.stdin.read()
 """
@@ -80,33 +56,29 @@ sys.stdin.read()
         assert process.stdout is not None
         assert process.stdout.read(1) == b"x"
         try:
-            yield process.pid
+            yield
         finally:
             process.kill()
 
 
-def test_a_group_file_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said who does; the next name is used."""
+def test_a_group_file_that_somebody_keeps_locked(tmp_path: Path) -> None:
+    """Nobody waits for such a lock."""
     first = put(Folder(tmp_path), weights())
-    with held_by_another(first.path) as pid:
-        second = put(Folder(tmp_path), weights())
-    assert second.path.name == file_name("blocks_0@1")
-    assert f"Process {pid}" in caplog.text and str(first.path) in caplog.text
-    assert "a\\x1b[31m[/b]" in caplog.text and "\x1b" not in caplog.text
-    assert put(Folder(tmp_path), weights()).path == first.path
+    with held_by_another(first.path):
+        assert put(Folder(tmp_path), weights()).path == first.path
 
 
 def test_a_folder_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A set-up goes on without the lock."""
-    with held_by_another(tmp_path) as pid:
+    with held_by_another(tmp_path):
         assert_holds(set_up(tmp_path))
         waiting, going_on = (record.getMessage() for record in caplog.records)
-        assert waiting.startswith(f"Waiting for Process {pid} (") and "Going on without" in going_on
+        assert waiting.startswith("Another process is setting a model up in") and "going on without" in going_on
 
 
 def stopped_writer(path: str) -> None:
     """A writer is stopped at every step, and another process sets the same model up all the same."""
-    tuning_module.tune(file_patience_seconds=0.2, setup_patience_seconds=0.2)
+    tuning_module.tune(setup_patience_seconds=0.2)
     for step in itertools.count(1):
         folder = Path(path) / str(step)
         pid = fork(lambda folder=folder, step=step: (stop_at(step), set_up(folder)))
@@ -118,7 +90,7 @@ def stopped_writer(path: str) -> None:
         os.kill(pid, signal.SIGCONT)
         assert status_of(pid) == 0, step
         assert_holds(set_up(folder))
-        assert_whole(folder)
+        headers_in(folder)
         assert not [name for name in names(folder) if name.endswith(".tmp")]
     print(f"{step - 1} steps")
 
@@ -134,7 +106,7 @@ def stop_at(step: int) -> None:
 
         return call
 
-    for name in ("write", "fsync", "link", "replace", "unlink"):
+    for name in ("write", "fsync", "replace", "unlink"):
         setattr(os, name, stopping(getattr(os, name)))
 
 
@@ -166,10 +138,10 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, step: int, victims: list[Path]) -
     return lambda: bool(was_reached)
 
 
-@pytest.mark.parametrize("goes", ["all", "manifest", "temporary", "foreign"])
+@pytest.mark.parametrize("goes", ["all", "temporary", "foreign"])
 def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any step of a set-up: they are not there, which is no error."""
-    patterns = {"all": "*", "manifest": "manifest_*", "temporary": ".probe*", "foreign": "for*"}
+    patterns = {"all": "*", "temporary": ".probe*", "foreign": "for*"}
     for step in itertools.count(1):
         folder = tmp_path / str(step)
         set_up(folder)
@@ -187,135 +159,54 @@ def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------- what the dead leave
 
 
-def killed(path: str, when: str, num_kills: str) -> None:
+def killed(path: str) -> None:
     """One model is set up by processes that die one after the other. How much is there after each of them?"""
     torch.set_num_threads(1)
     folder = Path(path)
-    for number in range(int(num_kills)):
-        assert status_of(fork(lambda number=number: die(folder, when, number))) == -signal.SIGKILL
+    for _ in range(6):
+        assert status_of(fork(lambda: die(folder))) == -signal.SIGKILL
         print(sum(file.stat().st_size for file in folder.iterdir()))
     handle = offload_to(folder, make(Model))
-    (manifest,) = manifests(folder)
-    assert names(folder) == {manifest.name, *(entry.file for entry in manifest_in(manifest).entries)}
-    assert_whole(folder)
+    assert names(folder) == {group.where for group in handle.groups}
+    headers_in(folder)
     handle.remove()
 
 
-def die(folder: Path, when: str, number: int) -> None:
-    def kill(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if when == "first fsync":
-        os.fsync = kill  # type: ignore[assignment]
-    model = make(Model)
-    handle = offload_to(folder, model)
-    assert_at_rest(model, make(Model))
-    for block in model.blocks[: 1 + number % 2]:
-        block.up.weight.data.add_(1 + number)
-        handle.refresh()
-    kill()
+def die(folder: Path) -> None:
+    os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+    offload_to(folder, make(Model))
 
 
-@pytest.mark.parametrize("when", ["first fsync", "after an edit"])
-def test_kills_do_not_fill_the_drive(when: str, tmp_path: Path) -> None:
-    sizes = [*map(int, in_new_process(killed, tmp_path / "groups", when, 12).split())]
-    assert max(sizes) == max(sizes[:2])
+def test_kills_do_not_fill_the_drive(tmp_path: Path) -> None:
+    sizes = [*map(int, in_new_process(killed, tmp_path / "groups").split())]
+    assert max(sizes) == sizes[0]
 
 
-def edited(path: Path) -> tuple[Folder, list[ProvenFile], Path]:
-    """What the engine does if the second group is edited."""
-    view = Folder(path, "Model")
-    files = [put(view, weights(0, group), group) for group in GROUPS]
-    view.publish_manifest([file.entry for file in files])
-    second, files = edit(view, files, 1)
-    assert second is not None
-    return view, files, second
-
-
-def test_an_edited_model_that_lives_keeps_its_manifest(tmp_path: Path) -> None:
-    """Until it goes: then the next set-up of its class, and no other one, removes what it needed alone."""
-    view, files, manifest = edited(tmp_path)
-    assert manifest_in(manifest).edited_in == boot()
-    set_up(tmp_path)
-    assert manifest.exists() and files[1].path.exists()
-    del view
-    set_up(tmp_path, model_class="Other")
-    assert manifest.exists()
-    before = files[0].path.stat().st_ino
-    assert_holds(set_up(tmp_path))
-    assert not manifest.exists() and not files[1].path.exists()
-    assert files[0].path.stat().st_ino == before, "what both need was written anew"
-    assert_whole(tmp_path)
-
-
-def test_weights_that_rested_elsewhere_until_they_were_edited(tmp_path: Path) -> None:
-    """A checkpoint: the first file in the folder is that of an edit, and goes with its process."""
-    view = Folder(tmp_path, "Model")
-    assert view.publish_manifest([]) is None
-    manifest = view.publish_manifest([put(view, weights()).entry])
-    assert manifest is not None and manifest_in(manifest).edited_in == boot()
-    set_up(tmp_path, seed=1)
-    assert manifest.exists()
-    del view
-    files = set_up(tmp_path, seed=1)
-    assert names(tmp_path) == {*(file.path.name for file in files), manifests(tmp_path)[0].name}
-    assert_whole(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "of", ["another boot", "a set-up", "an unknown process", "a user of the file", "another program"]
-)
-def test_what_a_set_up_does_not_remove(of: str, tmp_path: Path) -> None:
-    view, files, manifest = edited(tmp_path)
-    del view
-    used, kept = None, {manifest.name, files[1].path.name}
-    found = manifest_in(manifest)
-    if of in ("another boot", "a set-up"):
-        manifest.write_bytes(Manifest(found.model_class, found.entries, "00000000" if "boot" in of else "").encode())
-    elif of == "an unknown process":
-        (tmp_path / "manifest_Model_0000000000000000.json").write_bytes(b"{}")  # who knows what that needs
-    elif of == "a user of the file":
-        used = open_to_read(files[1].path)
-        fcntl.flock(used, fcntl.LOCK_SH)
-        kept = {files[1].path.name}
-    else:
-        files[1].path.write_bytes(b"precious")
-        kept = {files[1].path.name}
-    temporary = tmp_path / ".probe.1.00000000.tmp"
-    temporary.write_bytes(b"")  # of another boot, or another machine
-    set_up(tmp_path)
-    assert kept | {temporary.name} <= names(tmp_path)
-    if used is not None:
-        os.close(used)
-
-
-def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*args: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuses)
-    _, files, manifest = edited(tmp_path)
-    temporary = tmp_path / publish_module.temporary_name("probe")
+@pytest.mark.parametrize("of", ["another boot", "a process that lives", "a file system without locks"])
+def test_temporary_files_that_a_set_up_does_not_remove(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / f".probe.1.{'00000000' if of == 'another boot' else boot()}00000000.tmp"
     temporary.write_bytes(b"")
-    set_up(tmp_path)
-    assert manifest.exists() and files[1].path.exists() and temporary.exists()
+    with ExitStack() as stack:
+        if of == "a process that lives":
+            stack.enter_context(held_by_another(temporary))
+        if of == "a file system without locks":
 
+            def refuses(*args: Any) -> None:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-def test_a_set_up_of_edited_weights_keeps_them(tmp_path: Path) -> None:
-    """Whoever sets up what another one came to by an edit: its manifest stays for whoever comes next."""
-    view, _, manifest = edited(tmp_path)
-    found = manifest_in(manifest)
-    assert publish_manifest(tmp_path, Manifest(found.model_class, found.entries), Owners()) is not None
-    assert not manifest_in(manifest).edited_in
-    del view
+            stack.enter_context(monkeypatch.context()).setattr(fcntl, "flock", refuses)
+        set_up(tmp_path)
+        assert temporary.exists()
     set_up(tmp_path)
-    assert manifest.exists()
+    assert temporary.exists() == (of == "another boot")
 
 
 def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(tmp_path)
-    with pytest.raises(GroupFileError, match="Free some room"):
-        folder.prepare(1 << 60)
+    with pytest.raises(GroupFileError, match="Free some room"), folder.locked(1 << 60):
+        pass
 
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -326,34 +217,3 @@ def test_a_full_drive_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # ---------------------------------------------------------------- names
-
-
-def test_parameters_with_names_of_the_format(tmp_path: Path) -> None:
-    """A model may call its weights and modules as it likes: files are whole all the same, and found again."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name in ("__metadata__", "__padding_1", "__tensor_0", "half\ud800"):
-                self.register_parameter(name, nn.Parameter(torch.randn(3)))
-            self.add_module("module\udfff", nn.Linear(3, 3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for parameter in self.parameters(recurse=False):
-                x = x + parameter
-            return self._modules["module\udfff"](x)  # type: ignore[misc]
-
-    before: set[str] = set()
-    for level in ("leaf_level", "leaf_level", "block_level"):
-        model, reference = make(Odd), make(Odd)
-        handle = offload_to(tmp_path, model, level)
-        with torch.no_grad():
-            x = torch.randn(2, 3)
-            assert torch.equal(model(x), reference(x))
-        assert_whole(tmp_path)
-        assert before in (set(), names(tmp_path)) or level == "block_level"
-        before = names(tmp_path)
-        handle.remove()
-        assert_at_rest(model, reference)
-    for path in tmp_path.glob("group_*"):
-        load_file(path)

@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import os
-import pickle
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +27,12 @@ from torch import nn
 from transformers import T5EncoderModel
 
 from group_offload import ConfigError, GroupFileError, OffloadHandle, apply_group_offloading
-from group_offload.stores.checkpoint import Checkpoint, CheckpointBlob, FileMap
+from group_offload.stores.checkpoint import FileMap
+from group_offload.stores.files import Checkpoint, FileBlob
 
 from ..support import tiny_models as tiny
 from ..support.asserts import named_tensors, same_bits
-from ..support.models import DIM, Model, NormedModel, RoutedModel, inputs
+from ..support.models import DIM, Model, RoutedModel, inputs
 from ..support.on_device import from_file
 from ..support.processes import run_python
 from ..support.rigs import LEVELS
@@ -209,32 +209,17 @@ def loaded_by_hand(resident: nn.Module, path: Path, *, shift: int) -> nn.Module:
 
 
 @every_level
-@pytest.mark.parametrize("shift", [0, 2, 4, 6, 8, 12, 14])
+@pytest.mark.parametrize("shift", [0, 2, 8, 14, 1, 9])
 def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_path: Path) -> None:
+    """At odd places, where no dtype may lie, a loader may make of them what it likes: the weights stay right."""
     resident = nn.Module.to(RoutedModel([24, 40, 8]), torch.bfloat16).eval()
-    path = tmp_path / "model.safetensors"
-    model = loaded_by_hand(resident, path, shift=shift)
-    assert {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
-    before = tree(tmp_path)
-    handle = offload(model, level)
-    assert {group.tier for group in handle.groups if group.num_bytes} == {"file"}
-    x = torch.randn(2, DIM, dtype=torch.bfloat16)
-    expected = Where(None).call(resident, x)
-    for _ in range(3):
-        assert torch.equal(where.call(model, x), expected)
-    handle.remove()
-    assert_at_rest(model, resident)
-    assert tree(tmp_path) == before
-
-
-@every_level
-@pytest.mark.parametrize("shift", [1, 3, 9])
-def test_data_at_odd_places(shift: int, level: str, where: Where, tmp_path: Path) -> None:
-    """Where no dtype may lie. Whatever a loader makes of it, the weights stay right."""
-    resident = nn.Module.to(RoutedModel([24, 40, 8]), torch.bfloat16).eval()
-    model = loaded_by_hand(resident, tmp_path / "model.safetensors", shift=shift)
-    (tmp_path / "groups").mkdir()
-    handle = offload(model, level, offload_to_disk_path=tmp_path / "groups")
+    (tmp_path / "model").mkdir()
+    model = loaded_by_hand(resident, tmp_path / "model" / "model.safetensors", shift=shift)
+    before = tree(tmp_path / "model")
+    handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if shift % 2 else {}))
+    if not shift % 2:
+        assert {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
+        assert {group.tier for group in handle.groups if group.num_bytes} == {"file"}
     x = torch.randn(2, DIM, dtype=torch.bfloat16)
     expected = Where(None).call(resident, x)
     for _ in range(3):
@@ -242,6 +227,7 @@ def test_data_at_odd_places(shift: int, level: str, where: Where, tmp_path: Path
     assert_at_rest(model, resident)
     handle.remove()
     assert_at_rest(model, resident)
+    assert tree(tmp_path / "model") == before
 
 
 class Odd(nn.Module):
@@ -264,12 +250,11 @@ class Odd(nn.Module):
 
 
 @every_level
-@pytest.mark.parametrize("shift", [0, 8])
-def test_odd_tensors(shift: int, level: str, where: Where, tmp_path: Path) -> None:
+def test_odd_tensors(level: str, where: Where, tmp_path: Path) -> None:
     resident = Odd().eval()
     path = tmp_path / "model.safetensors"
     state = dict(sorted(resident.state_dict().items(), key=lambda item: -item[1].dtype.itemsize))
-    write_by_hand(path, state, shift=shift)
+    write_by_hand(path, state, shift=8)
     model = Odd().eval()
     model.load_state_dict(load_file(path), assign=True)
     model.table = resident.table.clone()
@@ -339,20 +324,8 @@ def edit_in_place(model: Any) -> None:
         model.blocks[1].up.weight[2:4] *= 2
 
 
-def edit_through_data(model: Any) -> None:
-    model.blocks[1].up.weight.data.mul_(2)
-
-
-def edit_by_new_data(model: Any) -> None:
-    model.shift.data = model.shift.data * 3
-
-
 def replace_a_parameter(model: Any) -> None:
     model.blocks[2].down.weight = nn.Parameter(torch.ones_like(model.blocks[2].down.weight))
-
-
-def tie(model: Any) -> None:
-    model.blocks[2].up.weight = model.blocks[0].up.weight
 
 
 def add_a_module(model: Any) -> None:
@@ -361,32 +334,18 @@ def add_a_module(model: Any) -> None:
     nn.init.ones_(model.blocks[1].extra.bias)
 
 
-def load_others(model: Any) -> None:
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-
-
 def transpose(model: Any) -> None:
     """Not contiguous any more."""
     weight = model.blocks[0].up.weight
     weight.data = weight.data.t().contiguous().t()
 
 
-EDITS = [
-    edit_in_place,
-    edit_through_data,
-    edit_by_new_data,
-    replace_a_parameter,
-    tie,
-    add_a_module,
-    load_others,
-    transpose,
-]
-
-
 @pytest.mark.parametrize(
     ("level", "with_folder"), [("block_level", False), ("leaf_level", True)], ids=["", "with a folder"]
 )
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(
+    "edit", [edit_in_place, replace_a_parameter, add_a_module, transpose], ids=lambda edit: edit.__name__
+)
 def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, where: Where, tmp_path: Path) -> None:
     """Right in the next pass, in state_dict() and after remove(); the file never changes."""
     resident = RoutedModel([16] * 3).eval()
@@ -406,19 +365,6 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, where
     handle.remove()
     assert_at_rest(model, resident)
     assert path.read_bytes() == content
-
-
-@pytest.mark.parametrize("with_folder", [False, True], ids=["", "with a folder"])
-def test_buffers_that_a_forward_changes(with_folder: bool, where: Where, tmp_path: Path) -> None:
-    resident = NormedModel().train()
-    model = from_file(resident, tmp_path / "model.safetensors")
-    handle = offload(model, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
-    for number in range(4):
-        x = torch.randn(3, DIM)
-        assert torch.equal(where.call(model, x), Where(None).call(resident, x)), number
-        assert_at_rest(model, resident)
-    handle.remove()
-    assert_at_rest(model, resident)
 
 
 @pytest.mark.parametrize(
@@ -472,25 +418,7 @@ def test_what_is_saved(where: Where, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- several models, copies
 
 
-def test_two_models_of_one_file(where: Where, tmp_path: Path) -> None:
-    resident = RoutedModel([16] * 3).eval()
-    models = [from_file(resident, tmp_path / "model.safetensors") for _ in range(2)]
-    handles = [offload(model) for model in models]
-    edited = aligned(resident)
-    for twin in (models[0], edited):
-        edit_through_data(twin)
-    x = torch.randn(2, DIM)
-    for _ in range(2):
-        assert torch.equal(where.call(models[0], x), Where(None).call(edited, x))
-        assert torch.equal(where.call(models[1], x), Where(None).call(resident, x))
-    handles[0].remove()
-    assert torch.equal(where.call(models[1], x), Where(None).call(resident, x))
-    handles[1].remove()
-    assert_at_rest(models[0], edited)
-    assert_at_rest(models[1], resident)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 def test_copies(how: str, where: Where, tmp_path: Path) -> None:
     """A copy is a resident model of its own: it neither needs the file nor shares memory with the first."""
     torch.manual_seed(0)
@@ -501,8 +429,6 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
     assert torch.equal(where.call(model, x), Where(None).call(resident, x))
     if how == "deepcopy":
         twin = copy.deepcopy(model)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
     else:
         file = io.BytesIO()
         torch.save(model, file)
@@ -522,30 +448,6 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- what happens to the file
-
-
-@every_level
-@pytest.mark.parametrize("what", ["deleted", "replaced"])
-def test_a_checkpoint_that_goes(what: str, level: str, where: Where, tmp_path: Path) -> None:
-    resident = RoutedModel([16] * 3).eval()
-    path = tmp_path / "model.safetensors"
-    model = from_file(resident, path)
-    handle = offload(model, level)
-    x = torch.randn(2, DIM)
-    assert torch.equal(where.call(model, x), Where(None).call(resident, x))
-    if what == "deleted":
-        path.unlink()
-    else:  # as an updater does
-        save_file({name: value + 1 for name, value in resident.state_dict().items()}, tmp_path / "new")
-        os.replace(tmp_path / "new", path)
-    for number in range(4):
-        if number == 2:
-            for twin in (model, resident):
-                edit_through_data(twin)
-        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
-        assert_at_rest(model, resident)
-    handle.remove()
-    assert_at_rest(model, resident)
 
 
 @pytest.mark.parametrize(("level", "verifies"), [("block_level", True), ("leaf_level", True), ("block_level", False)])
@@ -630,11 +532,11 @@ def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> No
     model = from_file(Model(1, 64), tmp_path / "model.safetensors")
     weights = [model.blocks[0].up.weight.detach(), model.gain.detach()]
     spans = [span for span in map(FileMap().find, weights) if span is not None]
-    checkpoint = Checkpoint(spans)
-    blobs = [CheckpointBlob([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
+    checkpoint = Checkpoint.of(spans)
+    blobs = [FileBlob.of([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
     assert not checkpoint.commit_edits(lambda: None)
     del blobs[0]
     weights[0].fill_(1.0)
     assert not checkpoint.commit_edits(lambda: None)
     assert weights[0].eq(1.0).all()
-    blobs[0].close(forget=False)
+    blobs[0].close()

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.stores import folder as folders
 
 from ..support.asserts import assert_at_rest, assert_same
-from ..support.files import as_root, loaded
+from ..support.files import loaded
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import check, offload_to, pair, run
@@ -113,7 +114,7 @@ HARMLESS = {
     "folder moved": [move_the_folder],
     "mounted over": [mount_over],
 }
-LOSES_THE_NAME = {"rm", "mv", "symlink"}
+LOSES_THE_NAME = {"rm", "mv", "symlink", "rename", "folder moved", "mounted over"}
 
 
 def outcome(step: Any) -> str:
@@ -124,8 +125,8 @@ def outcome(step: Any) -> str:
     return "right"
 
 
-def go_through(tier: str, root: Path, *, many: bool, verifies: bool, may_lose: bool = False, with_mounts: bool) -> None:
-    """Every case, in this process. `may_lose`: where nobody knows whether the file is what it was, that is told."""
+def go_through(tier: str, root: Path, *, many: bool, verifies: bool, with_mounts: bool) -> None:
+    """Every case, in this process. `many`: more files than descriptors. What loses its name may be lost then."""
     cases: dict[str, list[Any]] = {**HARMFUL, **HARMLESS}
     for number, (name, steps) in enumerate(cases.items()):
         if name == "mounted over" and not with_mounts:
@@ -141,10 +142,13 @@ def go_through(tier: str, root: Path, *, many: bool, verifies: bool, may_lose: b
             for path in paths:
                 rename(path.with_name(f"renamed-{path.name}"))
             found |= {outcome(forward)}
-        found |= {outcome(handle.remove)}
+        for twin in (model, reference):
+            first = next(iter(twin.parameters()))
+            first.data = torch.ones_like(first)  # its group is made again, from the file
+        found |= {outcome(forward), outcome(handle.remove)}
         if name in HARMFUL:
             assert found == {"told"}, (name, found)
-        elif may_lose and name in LOSES_THE_NAME:
+        elif many and name in LOSES_THE_NAME:
             assert found <= {"right", "told"}
         else:
             assert found == {"right"}, (name, found)
@@ -157,16 +161,13 @@ import ctypes, resource
 import tests.files.test_file_identity as t
 from safetensors.torch import load_file, save_file
 from tests.support.files import loaded
-tier, root, verifies, limit, user = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "True", *map(int, sys.argv[4:])
+tier, root, verifies, limit = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
 import torch._dynamo
 os.fsync = os.fstat
 libc = ctypes.CDLL(None)
-with_mounts = user == 0 and libc.unshare(0x20000) == 0 and not os.system("mount --make-rprivate / 2> /dev/null")
+with_mounts = os.geteuid() == 0 and libc.unshare(0x20000) == 0 and not os.system("mount --make-rprivate / 2> /dev/null")
 if limit:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-if user:
-    os.setgroups([]); os.setgid(user); os.setuid(user)
-    libc.prctl(4, 1)  # PR_SET_DUMPABLE: may look into its own /proc, as if it had been started so
 """
 
 
@@ -175,7 +176,7 @@ if user:
 def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS."""
     code = "t.go_through(tier, root, many=False, verifies=verifies, with_mounts=with_mounts)"
-    done = run_python(_CASES + code, tier, place, verifies, 0, 0)
+    done = run_python(_CASES + code, tier, place, verifies, 0)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
 
 
@@ -190,22 +191,11 @@ def test_a_mode_that_is_set_once_more(verifies: bool, place: Path) -> None:
     assert {outcome(forward), outcome(handle.remove)} == {"right" if verifies else "told"}
 
 
-_ROOT, _NOBODY = 0, 65534
-
-
-@as_root
-@pytest.mark.parametrize(
-    ("tier", "verifies", "user"),
-    [("groups", False, _ROOT), ("checkpoint", False, _NOBODY), ("checkpoint", True, _ROOT)],
-    ids=["groups-root", "checkpoint-nobody", "checkpoint-verified-root"],
-)
-def test_more_files_than_descriptors(tier: str, verifies: bool, user: int, place: Path) -> None:
-    """The same. Of checkpoints whose content nobody knows what lost its name is lost, if a user may not ask the kernel."""
-    code = """
-t.go_through(tier, root, many=True, verifies=verifies, with_mounts=with_mounts,
-    may_lose=tier == "checkpoint" and user and not verifies)
-"""
-    done = run_python(_CASES + code, tier, place, verifies, 64, user)
+@pytest.mark.parametrize("tier", ["groups", "checkpoint"])
+def test_more_files_than_descriptors(tier: str, place: Path) -> None:
+    """The same. A file that is not held, and has lost its name, is told of."""
+    code = "t.go_through(tier, root, many=True, verifies=False, with_mounts=with_mounts)"
+    done = run_python(_CASES + code, tier, place, False, 64)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
 
 
@@ -319,39 +309,6 @@ def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
             check(model, reference, inputs())
 
 
-@as_root
-def test_another_file_system_with_equal_numbers(tmp_path: Path) -> None:
-    """The name leads to a file with the inode number of the one that was loaded, on another device."""
-    done = run_python(
-        _CASES
-        + """
-if not with_mounts:
-    sys.exit()
-def mounted(seed):
-    assert not os.system(f"mount -t tmpfs tmpfs '{root}'")
-    found = loaded(root, seed=seed)
-    return *found, (root / "0.safetensors").stat()
-model, reference, first = mounted(0)
-_, _, second = mounted(1)
-assert first.st_ino == second.st_ino and first.st_dev != second.st_dev
-for options in ({"offload_device": "disk"}, {}):
-    try:
-        apply_group_offloading(model, "cpu", **options)
-    except ConfigError as error:
-        assert options and "0.safetensors" in str(error)
-    else:
-        assert not options
-    assert_same(run(model, inputs()), run(reference, inputs()))
-""",
-        "",
-        tmp_path,
-        False,
-        0,
-        0,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-
-
 def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last byte is compared, the file changes, and only then weights come to rest in it."""
     offload_to(tmp_path, make(Model)).remove()
@@ -369,12 +326,9 @@ def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: p
         run(model, inputs())
 
 
-@pytest.mark.parametrize("when", ["link", "unlink"])
-def test_a_file_that_changes_as_soon_as_it_has_its_name(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its stamp is taken. It is not taken for what was written, and another file is used."""
-    real, changed = getattr(os, when), []
+    real, changed = os.replace, []
 
     def then_changed(*args: Any) -> None:
         real(*args)
@@ -383,7 +337,7 @@ def test_a_file_that_changes_as_soon_as_it_has_its_name(
                 changed.append(path)
                 change(path)
 
-    monkeypatch.setattr(os, when, then_changed)
+    monkeypatch.setattr(os, "replace", then_changed)
     model, reference = pair()
     handle = offload_to(tmp_path, model)
     assert changed and changed[0].name not in {group.where for group in handle.groups}

@@ -24,7 +24,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from group_offload import (
-    GroupFileError,
     ModuleError,
     apply_group_offloading,
     enable_group_offload,
@@ -316,7 +315,10 @@ def _fresh_compiler() -> Iterator[None]:
     ],
 )
 def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeated: bool, tmp_path: Path) -> None:
-    """LoRAs of several ranks and scales: nothing is compiled again, and nothing is cut into groups again."""
+    """LoRAs of several ranks and scales: nothing is compiled again, and nothing is cut into groups again.
+
+    But for once: the first swap takes an adapter that was offloaded to group files to RAM.
+    """
     twins = Twins(tier, level, tmp_path)
     if order != "offloaded first":
         for handle in twins.handles.values():
@@ -345,11 +347,13 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
     twins.check()
     compiled = graphs[twins.offloaded].frame_count
     assert compiled > 0 and not counters["graph_break"]
-    before, bytes_before = twins.handle.stats(), bytes_in(twins.folder)
+    before = twins.handle.stats()
+    bytes_before = bytes_in(twins.folder)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(1, 5):
             twins.do(load(lora(seed, rank=[2, 4, 8][seed % 3]), "one", hotswap=True))
             twins.check()
+            before = twins.handle.stats() if seed == 1 else before
     assert graphs[twins.offloaded].frame_count == compiled
     after = twins.handle.stats()
     assert (after.rebuilds, after.host_bytes, after.pinned_bytes) == (
@@ -361,7 +365,7 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
 
 
 def bytes_in(folder: Path) -> tuple[int, int]:
-    sizes = [file.stat().st_size for file in folder.glob("*") if not file.name.startswith("manifest")]
+    sizes = [file.stat().st_size for file in folder.glob("*")]
     return len(sizes), sum(sizes)
 
 
@@ -404,7 +408,7 @@ def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path)
 
 
 def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
-    """The folder holds the model, and one fused copy at most. The next start finds the model, and removes the copy."""
+    """The folder holds the model, and no fused copy."""
     twins = Twins("files", "block_level", tmp_path)
     for handle in twins.handles.values():
         handle.remove()
@@ -415,7 +419,7 @@ def test_fusions_in_one_process_after_another(tmp_path: Path) -> None:
             lambda rounds=rounds: [*swap_many(Twins("files", "block_level", tmp_path), "fuse and unfuse", rounds)]
         )
         assert status_of(pid) == 0
-        assert model[1] < bytes_in(twins.folder)[1] < 2 * model[1]
+        assert bytes_in(twins.folder) == model
     twins.start()
     assert {file.name: file.stat().st_mtime_ns for file in twins.folder.iterdir()} == before
     twins.check()
@@ -440,12 +444,10 @@ def test_weights_return_to_their_checkpoint(tier: str, tmp_path: Path) -> None:
             twins.check()
             twins.do(lambda pipe: pipe.unload_lora_weights())
         twins.check()
-        if (
-            tier == "checkpoint"
-        ):  # a CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does
-            twins.do(load(lora(seed), "two"))
-            twins.do(lambda pipe: pipe.unload_lora_weights())
-            twins.check()
+        # A CPU has no streams, so nothing tells of edits of its RAM: the next change of the model does.
+        twins.do(load(lora(seed), "two"))
+        twins.do(lambda pipe: pipe.unload_lora_weights())
+        twins.check()
         assert [group.where for group in twins.handle.groups] == rests_in
         assert {*twins.folder.glob("*.safetensors")} == files
         twins.check_weights()
@@ -592,31 +594,24 @@ def test_a_swap_that_breaks_off(
     twins.check()
 
 
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_full_disk_while_a_lora_is_loaded(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says so. The pipeline stays offloaded, and is right once there is room, and without the LoRA."""
+def test_a_full_disk_while_a_lora_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters, and weights that they are fused into, take none of its room."""
     twins = Twins("files", "block_level", tmp_path)
     twins.check()
-    original, count = os.open, 0
+    original = os.open
 
     def has_no_room(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        nonlocal count
         if flags & os.O_CREAT and Path(path).name.startswith(".group_"):
-            count += 1
-            if count > after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(path, flags, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", has_no_room)
-        twins.resident.load_lora_weights(lora(1), adapter_name="one")
-        with pytest.raises(GroupFileError, match="Free some room"):
-            twins.offloaded.load_lora_weights(lora(1), adapter_name="one")
-        assert _is_group_offload_enabled(twins.offloaded.transformer)
-        with pytest.raises(GroupFileError, match="Free some room"):
-            forward(twins.offloaded)
-        twins.check_weights()
-    twins.check()
+        twins.do(load(lora(1), "one"))
+        twins.check()
+        twins.do(lambda pipe: pipe.fuse_lora())
+        twins.check()
+    twins.do(lambda pipe: pipe.unfuse_lora())
     twins.do(lambda pipe: pipe.unload_lora_weights())
     twins.check()
 

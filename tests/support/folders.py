@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from group_offload import GroupFileError
-from group_offload.base.layout import BlobLayout, lay_out
-from group_offload.base.ownership import Owners
-from group_offload.base.publish import remove_unused
+from group_offload.base.layout import BlobLayout, TensorSpec, lay_out
+from group_offload.packing.layout import PackedLayout
 from group_offload.stores.folder import Folder, ProvenFile
-from group_offload.stores.manifest import Manifest
-from group_offload.stores.safetensors_file import GroupHeader, check_group_header, content_of_file, read_header
+from group_offload.stores.safetensors_file import content_of_file
 
 GROUPS = ("blocks_0", "blocks_1")
 
@@ -30,9 +29,9 @@ def layout_of(named: dict[str, torch.Tensor]) -> BlobLayout:
     return lay_out(list(named), list(named.values()))
 
 
-def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0", **options: Any) -> ProvenFile:
+def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0") -> ProvenFile:
     """Find or write the file of a group, and close it."""
-    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None, **options)
+    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None)
     os.close(found.fd)
     return found
 
@@ -40,11 +39,8 @@ def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0",
 def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
     """What the engine does for a model of two groups."""
     folder = Folder(path, model_class)
-    with folder.locked():
-        folder.prepare(1000)
-        files = [put(folder, weights(seed, group), group) for group in GROUPS]
-        folder.publish_manifest([file.entry for file in files])
-    return files
+    with folder.locked(1000):
+        return [put(folder, weights(seed, group), group) for group in GROUPS]
 
 
 def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
@@ -54,61 +50,33 @@ def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
             assert torch.equal(loaded[name], value)
 
 
-def headers_in(path: Path) -> dict[str, GroupHeader]:
-    """The headers of the group files of a folder. All of them are whole.
+@dataclass(frozen=True)
+class Header:
+    """What a group file says about itself."""
 
-    Raises:
-        GroupFileError: one is damaged.
-    """
+    group_id: str
+    model_class: str
+    tensors: tuple[TensorSpec, ...]
+    packed: PackedLayout | None
+
+
+def headers_in(path: Path) -> dict[str, Header]:
+    """The headers of the group files of a folder. All of them are safetensors files, and whole."""
     found = {}
     for file in sorted(path.glob("group_*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            metadata = {key.removeprefix("group_offload."): value for key, value in opened.metadata().items()}
         with open(file, "rb") as opened:
-            raw = read_header(opened.fileno())
-            header = check_group_header(raw, file.stat().st_size)
-            if content_of_file(opened.fileno(), len(raw.raw), lambda num_bytes: None) != header.content:
-                raise GroupFileError(f"the data of {file.name} is not what was written")
-            found[file.name] = header
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            assert content_of_file(opened.fileno(), start) == metadata["content"], f"the data of {file.name} is damaged"
+        tensors = tuple(
+            TensorSpec(fqn, getattr(torch, dtype), tuple(shape), tuple(stride), offset)
+            for fqn, dtype, shape, stride, offset in json.loads(metadata["tensors"])
+        )
+        packed = PackedLayout.from_json(metadata["packed"]) if "packed" in metadata else None
+        found[file.name] = Header(metadata["group"], metadata["model_class"], tensors, packed)
     return found
-
-
-def assert_whole(path: Path) -> None:
-    """All group files are whole, and so are those that manifests name, but for abandoned ones."""
-    found = headers_in(path)
-    for file in manifests(path):
-        with open(file, "rb") as opened:
-            manifest = Manifest.read(opened.fileno())
-            for entry in () if manifest.is_abandoned(opened.fileno()) else manifest.entries:
-                header = found[entry.file]
-                assert (header.group_id, header.content) == (entry.group_id, entry.content)
-
-
-def delete_unused(path: Path) -> None:
-    """Delete the files that no manifest needs and that are in no use."""
-    needed: set[str] = set()
-    for file in manifests(path):
-        with open(file, "rb") as opened:
-            manifest = Manifest.read(opened.fileno())
-            if not manifest.is_abandoned(opened.fileno()):
-                needed |= {file.name, *(entry.file for entry in manifest.entries)}
-    for name in names(path) - needed:
-        remove_unused(path / name, Owners())
 
 
 def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
-
-
-def manifests(path: Path) -> list[Path]:
-    return sorted(path.glob("manifest_*"))
-
-
-def edit(folder: Folder, before: list[ProvenFile], seed: int) -> tuple[Path | None, list[ProvenFile]]:
-    """What the engine does when the second group changes."""
-    new = put(folder, weights(seed, GROUPS[1]), GROUPS[1], outdated=before[1].path)
-    folder.discard(before[1].path)
-    files = [before[0], new]
-    return folder.publish_manifest([file.entry for file in files]), files
-
-
-def manifest_in(path: Path) -> Manifest:
-    return Manifest.decode(path.read_bytes())

@@ -36,6 +36,8 @@ DEVICES = ("cpu", "simulated")
 
 every_tier = pytest.mark.parametrize("tier", TIERS)
 every_device = pytest.mark.parametrize("where", DEVICES)
+RIGS = [("cpu", "checkpoint"), ("simulated", "checkpoint"), ("simulated", "folder")]
+every_rig = pytest.mark.parametrize(("where", "tier"), RIGS)
 
 
 class Rig:

@@ -300,7 +300,7 @@ def test_a_place_that_nothing_can_be_kept_in(
         record_file().parent.mkdir()
         os.mkfifo(record_file())
     else:
-        monkeypatch.setattr(speeds, "publish_anew", refuse(errno.EROFS))
+        monkeypatch.setattr(speeds, "publish", refuse(errno.EROFS))
     write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)

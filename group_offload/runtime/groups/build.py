@@ -27,9 +27,9 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights, partition
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
-from ...stores.checkpoint import Checkpoint, CheckpointBlob, FileMap, FileSpan, MappedFile
+from ...stores.checkpoint import FileMap, FileSpan, MappedFile
+from ...stores.files import Checkpoint, FileBlob, write_blob
 from ...stores.folder import Folder
-from ...stores.group_file import GroupFile
 from ...stores.origin import Origin, Place
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
@@ -96,7 +96,7 @@ def build_groups(
             )  # weights that are edited later go to RAM
             if is_promised:
                 _refuse_what_is_in_no_file(plans, views, adapter_weights(root))
-            _adopt(views, homes, made, lambda checkpoint: False, is_promised=is_promised)
+            _adopt(views, homes, made, lambda checkpoint: False, folder, is_promised=is_promised)
         else:
             tables = _only(views, lambda plan: plan.spec.is_table)
             _adopt(tables, homes, made, lambda checkpoint: False)
@@ -108,11 +108,11 @@ def build_groups(
         for in_turn in _in_turn(plans):
             for plan in plans:
                 plan.fresh = in_turn[plan.spec]
-            if folder is not None:
+            if folder is not None and not before:  # what changes later stays in RAM
                 _rest_in_files(plans, folder, homes, made, casts)
             _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs, host=host)
         for part in made:
-            if not isinstance(part.blob, CheckpointBlob):
+            if not isinstance(part.blob, FileBlob):
                 places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
                 part.blob.origin = Origin(places) if places else None
         # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
@@ -124,7 +124,7 @@ def build_groups(
     except BaseException:
         with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
             for part in made:
-                undo.callback(part.close, forget=True)
+                undo.callback(part.close)
                 undo.callback(materialise, part)
         raise
 
@@ -144,8 +144,12 @@ def _origins_of(parts: Iterable[Part]) -> dict[int, Place]:
     found: dict[int, Place] = {}
     for part in parts:
         blob = part.blob
-        if isinstance(blob, CheckpointBlob):
-            places = {i: Place(blob.source.path, *place) for i, (_, *place) in enumerate(blob.mapped)}
+        if isinstance(blob, FileBlob):
+            places = {
+                i: Place(blob.source.path, blob.source.content, *place)
+                for i, (_, *place) in enumerate(blob.mapped)
+                if place[1]
+            }
         else:
             places = dict(blob.origin.places) if blob.origin is not None else {}
         found |= {id(part.refs[index].tensor): place for index, place in places.items()}
@@ -180,20 +184,18 @@ def _rest_in_files(
     casts: Mapping[int, torch.dtype],
 ) -> None:
     num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
-    with folder.locked(), progress_bar(num_bytes, "Writing group files") as advance:
-        folder.prepare(num_bytes)
+    with folder.locked(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
         for plan in plans:
             if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                 kept = len(plan.parts)
                 blob_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
                 _cast(plan.fresh, casts)
                 tensors = [ref.tensor.detach() for ref in plan.fresh]
-                blob = GroupFile(_lay_out(plan.fresh), tensors, folder, blob_id, advance)
+                blob = write_blob(_lay_out(plan.fresh), tensors, folder, blob_id, advance)
                 del tensors
                 plan.parts.append(_bind(blob, plan.fresh, homes, made))
                 plan.fresh = ()
     trim_heap()
-    folder.report()
 
 
 def _rest_in_ram(
@@ -319,6 +321,7 @@ def _adopt(
     homes: dict[int, torch.device],
     made: list[Part],
     accept: Callable[[Checkpoint], bool | None],
+    folder: Folder | None = None,
     *,
     is_promised: bool = False,
 ) -> None:
@@ -334,7 +337,7 @@ def _adopt(
     """
     for users in views.values():
         try:
-            checkpoint = Checkpoint([span for _, mine in users for _, span in mine])
+            checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
         except GroupFileError:
             raise
         except OSError as error:
@@ -345,13 +348,14 @@ def _adopt(
                 ) from error
             logger.info("Can't leave weights in the file they were loaded from: %s.", error)
             continue
+        checkpoint.is_ours = folder is not None and folder.has(checkpoint.path)
         is_locked = accept(checkpoint)
         if is_locked is None:
             continue
         for plan, mine in users:
             refs = tuple(ref for ref, _ in mine)
             tensors = [ref.tensor.detach() for ref in refs]
-            blob = CheckpointBlob([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
+            blob = FileBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
             if is_locked:
                 blob.tier = Tier.RAM
             plan.parts.append(_bind(blob, refs, homes, made))
@@ -451,9 +455,12 @@ def materialise(part: Part) -> None:
     part.blob.check()
     layout = part.blob.layout
     as_left = part.as_left()
-    is_view = isinstance(part.blob, CheckpointBlob)
-    if isinstance(part.blob, GroupFile) and part.blob.is_verified:
-        part.blob.prove()
+    blob = part.blob
+    is_view = isinstance(blob, FileBlob)
+    if isinstance(blob, FileBlob) and blob.source.is_ours:
+        is_view = False
+        if blob.is_verified:
+            blob.prove()
     locked = part.blob.locked_bytes() if isinstance(part.blob, RamBlob) else None
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,8 +24,6 @@ from .packed import PackedGroup
 from .part import Part, SharedCounter
 from .tensors import fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
 from .wrapped import wrapped_holders
-
-logger = logging.getLogger("group_offload")
 
 
 class Residence(Enum):
@@ -85,9 +82,10 @@ class Group:
         """One tensor for each version counter: autograd raises it once."""
         self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
-        self._note_rest()
-        self._rests = [part.rest for part in self.parts]
-        """For each part, the list of views that its tensors were bound to at rest last."""
+        self._rest_views = [view for part in self.parts for view in part.rest]
+        self.rest_addresses = [address for part in self.parts for address in part.addresses]
+        """The addresses of the tensors at rest."""
+        self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """The view that each tensor was bound to, while the whole group is onloaded."""
@@ -134,32 +132,12 @@ class Group:
 
     def rest(self) -> None:
         """Bind the tensors to their memory at rest."""
-        if self._moved():
-            for part in self.parts:
-                part.follow()
-            self._note_rest()
         for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
-        # Only now, so that the next call does all of it again if this one was interrupted.
-        self._rests = [part.rest for part in self.parts]
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
-
-    def _moved(self) -> list[Part]:
-        """The parts whose blobs rest in other memory than the tensors were bound to last."""
-        return [
-            part
-            for rest, part in zip(self._rests, self.parts, strict=True)
-            if rest is not part.blob.rest and not part.is_given_up
-        ]
-
-    def _note_rest(self) -> None:
-        self._rest_views = [view for part in self.parts for view in part.rest]
-        self.rest_addresses = [address for part in self.parts for address in part.addresses]
-        """The addresses of the tensors at rest."""
-        self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
 
     def onload(self, *, is_watched: bool = False) -> None:
         """Bind the tensors to the slot, which has the blobs from when its ready event is reached, or use them in place.
@@ -236,7 +214,7 @@ class Group:
     def _is_left_in_place(self) -> bool:
         """Whether the tensors were used where they rest and are as they were, so that nothing has to be bound or copied."""
         is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
-        return is_in_use and not (self.was_touched() or self.was_replaced() or self._moved())
+        return is_in_use and not (self.was_touched() or self.was_replaced())
 
     def recover(self, transfer: Transfer) -> None:
         """A pass failed, or was interrupted: bind the tensors to their memory at rest, whatever state they are in.
@@ -252,8 +230,6 @@ class Group:
         if self.residence is Residence.ONLOADED:
             self._bound = []
             self.rest()
-        if not any(part.is_given_up for part in self.parts):
-            self.rebind_moved()
         self.holds = 0
         self.slot = None
 
@@ -327,28 +303,12 @@ class Group:
     def commit_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest a part of the bytes that are sent from now on."""
         self._needs_commit = True  # until the last part is done: an error, or an interrupt, may come in between
-        try:
-            for part in self.parts:
-                part.blob.store.commit_edits(transfer.wait_for_copies)
-                if not part.blob.detects_edits:
-                    part.sent_generation = -1  # the edit was made in the blob itself, which does not know of it
-        finally:
-            self.rebind_moved()
+        for part in self.parts:
+            part.blob.store.commit_edits(transfer.wait_for_copies)
+            if not part.blob.detects_edits:
+                part.sent_generation = -1  # the edit was made in the blob itself, which does not know of it
         self._needs_commit = False
         self._rest_version = self._version_sum()
-
-    def rebind_moved(self) -> None:
-        """Bind the tensors again if a blob rests in other memory by now (a mapping of a new file)."""
-        moved = self._moved()
-        if not moved:
-            return
-        if any(is_kept(view, 2) for part in moved for view in part.rest):  # beside `view` and the weight
-            logger.warning(
-                "Edited weights of %s moved to a new file. Tensors you got earlier from state_dict() or detach() are now "
-                "copies; get them again.",
-                self.group_id,
-            )
-        self.rest()
 
     @property
     def has_beside(self) -> bool:
@@ -388,7 +348,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views, self.rest_addresses, self._rests = [], [], [part.rest for part in self.parts]
+        self._rest_views, self.rest_addresses = [], []
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)

@@ -10,7 +10,7 @@ import torch
 
 from ...base.layout import ALIGNMENT
 from ...stores.base import PlacedImage
-from ...stores.packed import RamImage
+from ...stores.packed import PackedImage
 from ..slots.slot import Slot
 from .part import Part
 
@@ -29,13 +29,13 @@ class PackedGroup:
         self._parts = parts
         self.slot: Slot[Any] | None = None
         """The slot that the packed bytes are in, or on their way to."""
-        self._sent: list[RamImage | None] = []
+        self._sent: list[PackedImage | None] = []
         """For each part, what was sent to the slot."""
 
     @property
-    def _images(self) -> list[RamImage | None]:
+    def _images(self) -> list[PackedImage | None]:
         sent = [part.sent_packed for part in self._parts]
-        return [image if isinstance(image, RamImage) else None for image in sent]
+        return [None if image is None or image.is_read else image for image in sent]
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +65,7 @@ class PackedGroup:
         return [None if image is None else slot.memory[at : at + image.num_bytes] for at, image in starts]
 
 
-def _starts(images: Sequence[RamImage | None]) -> list[int]:
+def _starts(images: Sequence[PackedImage | None]) -> list[int]:
     """Where each image begins, and the end."""
     sizes = [0 if image is None else -(-image.num_bytes // ALIGNMENT) * ALIGNMENT for image in images]
     return [*accumulate(sizes, initial=0)]

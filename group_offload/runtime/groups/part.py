@@ -53,7 +53,9 @@ class Part:
         """Where each tensor was before it was offloaded."""
         self.offset = 0
         """The byte of the group that the blob begins at."""
-        self.follow()
+        self.rest = blob.rest
+        """The views that the tensors are bound to at rest."""
+        self.addresses = [view.data_ptr() for view in self.rest]
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
         self.num_increments = 0
@@ -93,13 +95,10 @@ class Part:
         """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
         return self.packed.is_read if self.packed is not None else self.blob.tier is not Tier.RAM
 
-    def close(self, *, forget: bool) -> None:
-        """Give up the memory or the file of the blob, and its packed bytes. See `Blob.close`."""
-        packed = self.packed
+    def close(self) -> None:
+        """Give up the memory or the file of the blob, and its packed bytes."""
         self.drop_packed()
-        self.blob.close(forget=forget)
-        if packed is not None:
-            packed.leave(forget=forget)
+        self.blob.close()
 
     def index_at(self, offset: int) -> int:
         """The index of the tensor that byte `offset` of the blob belongs to."""
@@ -117,12 +116,6 @@ class Part:
         num_increments = self.num_increments if counter is None else counter.num_increments
         return version - num_increments + self.num_replaced[index]
 
-    def follow(self) -> None:
-        """Take over where the blob rests now."""
-        self.rest = self.blob.rest
-        """The views that the tensors are bound to at rest."""
-        self.addresses = [view.data_ptr() for view in self.rest]
-
     def was_moved(self) -> bool:
         """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
         return [view.data_ptr() for view in self.rest] != self.addresses
@@ -134,7 +127,7 @@ class Part:
     def give_up(self) -> None:
         """Close the blob. The tensors have other memory by now."""
         self.rest, self.addresses = [], []  # first, so that edits are not looked for in a blob that is closed
-        self.close(forget=False)
+        self.close()
         self.blob.rest = self.rest
 
     def is_alone(self, index: int) -> bool:

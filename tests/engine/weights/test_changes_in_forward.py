@@ -46,11 +46,13 @@ def test_statistics_are_those_of_training_only(offload: Offload) -> None:
 
 
 def test_counter_costs_no_rebuild(offload: Offload) -> None:
+    """But for one, in which it leaves its file for RAM."""
     model, reference = pair(Around(Counting))
     handle = offload(model)
+    was_in_files = handle.stats().file_bytes > 0
     check(model, reference, inputs(0, 4, 3, WIDTH))
-    stats = handle.stats()
-    assert stats.rebuilds == 0 and bool(stats.tensors_brought_back) == bool(stats.file_bytes)
+    check(model, reference, inputs(0, 4, 3, WIDTH))
+    assert handle.stats().rebuilds == was_in_files
 
 
 class Edited(nn.Module):

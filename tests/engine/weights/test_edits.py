@@ -172,29 +172,3 @@ def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offlo
         assert_at_rest(model, reference)
     handle.remove()
     assert_at_rest(model, reference)
-
-
-def test_files_of_its_own_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are given up when the module is laid out again."""
-    model, reference = pair()
-    handle = offload_to(tmp_path, model)
-    for dtype in (torch.float64, torch.float32):
-        for twin in (model, reference):
-            twin.to(dtype)
-        assert_same(run_onloaded(model, inputs().to(dtype)), run(reference, inputs().to(dtype)))
-    assert "names of groups" not in caplog.text
-    handle.remove()
-
-
-def test_edits_of_what_was_taken_from_weights_in_files_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, _ = pair()
-    handle = offload_to(tmp_path, model)
-    state = model.state_dict()
-    run(model, inputs())
-    with torch.no_grad():
-        next(iter(state.values())).mul_(2)
-    run(model, inputs())
-    assert caplog.text.count("are now copies") == 1
-    handle.remove()

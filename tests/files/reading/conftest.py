@@ -9,7 +9,7 @@ import pytest
 
 from group_offload.stores.source import SourceFile
 
-from ...support.reading import DEVICES, SMALL_CHUNK, TIERS, Preadv, Rig
+from ...support.reading import RIGS, SMALL_CHUNK, Preadv, Rig
 from ...support.tuning import tune
 
 
@@ -18,7 +18,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, chunk_bytes=SMALL_CHUNK)
 
 
-@pytest.fixture(params=[(where, tier) for where in DEVICES for tier in TIERS], ids="-".join)
+@pytest.fixture(params=RIGS, ids="-".join)
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     with Rig(*request.param, tmp_path) as rig:
         yield rig

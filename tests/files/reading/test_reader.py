@@ -32,7 +32,7 @@ from ...support.reading import (
     Preadv,
     Rig,
     eventually,
-    every_device,
+    every_rig,
     every_tier,
     num_fds,
     num_mappings,
@@ -44,8 +44,7 @@ from ...support.tuning import tune
 # ---------------------------------------------------------------- what is left
 
 
-@every_tier
-@every_device
+@every_rig
 @pytest.mark.parametrize(
     ("how", "fault"), [("remove", "error"), ("drop", "none"), ("drop", "error"), ("drop", "interrupt")]
 )
@@ -132,8 +131,7 @@ def test_dropped_while_files_are_read(
 # ---------------------------------------------------------------- what is counted
 
 
-@every_tier
-@every_device
+@every_rig
 def test_figures(where: str, tier: str, tmp_path: Path) -> None:
     with Rig(where, tier, tmp_path) as rig:
         file_bytes = sum(group.num_bytes for group in rig.handle.groups)
@@ -171,23 +169,20 @@ def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pyt
             assert rig.handle.stats().staging_bytes == rig.device.pinned_bytes == expected
 
 
-@every_tier
-@every_device
-def test_a_trace_shows_the_reads(where: str, tier: str, tmp_path: Path) -> None:
-    with Rig(where, tier, tmp_path) as rig:
-        rig.check(2)
-        rig.settle()
-        read_before = sum(rig.handle.stats().bytes_read.values())
-        with rig.handle.trace(tmp_path / "trace.json"):
-            rig.check()
-        num_bytes = sum(rig.handle.stats().bytes_read.values()) - read_before
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        reads = [e for e in events if e["ph"] == "X" and lanes[e["tid"]].startswith("file reads")]
-        assert sum(event["args"]["bytes"] for event in reads) == num_bytes > 0
-        assert {event["name"] for event in reads} <= {group.group_id for group in rig.handle.groups}
-        assert len({event["name"] for event in reads}) >= len(WIDTHS)
-        assert "H2D" in {lanes[event["tid"]] for event in events if event["ph"] == "X"}
+def test_a_trace_shows_the_reads(rig: Rig, tmp_path: Path) -> None:
+    rig.check(2)
+    rig.settle()
+    read_before = sum(rig.handle.stats().bytes_read.values())
+    with rig.handle.trace(tmp_path / "trace.json"):
+        rig.check()
+    num_bytes = sum(rig.handle.stats().bytes_read.values()) - read_before
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    reads = [e for e in events if e["ph"] == "X" and lanes[e["tid"]].startswith("file reads")]
+    assert sum(event["args"]["bytes"] for event in reads) == num_bytes > 0
+    assert {event["name"] for event in reads} <= {group.group_id for group in rig.handle.groups}
+    assert len({event["name"] for event in reads}) >= len(WIDTHS)
+    assert "H2D" in {lanes[event["tid"]] for event in events if event["ph"] == "X"}
 
 
 # ---------------------------------------------------------------- late, in any order

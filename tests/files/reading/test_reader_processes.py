@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from ...support.processes import run_python
-from ...support.reading import Rig, every_device, every_tier
+from ...support.reading import every_device
 
 _IN_A_CHILD = """
 from group_offload.base.tuning import tune
@@ -105,34 +102,6 @@ rig.check(2)
         tmp_path,
     )
     assert done.returncode == 0, (done.stdout, done.stderr[-2000:])
-
-
-@every_tier
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_model_that_is_used_in_a_forked_child(tier: str, tmp_path: Path) -> None:
-    with Rig("cpu", tier, tmp_path) as rig:
-        rig.check()
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                torch.set_num_threads(1)  # OpenMP's threads are not there either
-                rig.check(2)
-                rig.handle.remove()
-                rig.check_at_rest()
-                code = 0
-            finally:
-                os._exit(code)
-        deadline = time.monotonic() + 60
-        found, status = 0, 0
-        while not found and time.monotonic() < deadline:
-            found, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.01)
-        if not found:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        assert found and status == 0
-        rig.check(2)
 
 
 _FORKED = """
