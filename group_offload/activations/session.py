@@ -159,7 +159,7 @@ class Session:
             ModuleError: there is one already, on another device.
         """
         if self._offloader is None:
-            self._offloader = DeviceOffloader(backend_for(device), self._config.max_inflight_bytes, self._stats)
+            self._offloader = DeviceOffloader(backend_for(device), self._stats)
         elif self._offloader.backend.device != device:
             raise ModuleError(
                 f"{self._title} runs on {self._offloader.backend.device} and on {device}, and activation offloading serves one "
@@ -178,22 +178,21 @@ class Session:
         """
         if current_graph_task_id() != -1:
             return
-        if current_transform() is not None:
-            return  # transforms of torch.func refuse saved-tensor hooks
-        if not are_saved_tensors_hooks_enabled():
-            return  # so does `torch.autograd.graph.disable_saved_tensors_hooks`
+        if current_transform() is not None or not are_saved_tensors_hooks_enabled():
+            return  # transforms of torch.func refuse saved-tensor hooks, and `disable_saved_tensors_hooks` does
         if self._current.forward is not None:  # it was interrupted where no hook could run
             self.end()
         outer = hooks_in_force()
         if outer is not None and lowest(outer[0]).__module__ == checkpoint.__name__:
             return  # the root as a whole is recomputed: it saves nothing, and ours would hide that from the checkpoint
-        if torch.is_grad_enabled():
-            weights = weights_of(root)
-            tape = Tape(self._expected)
-            home = self._begin(tape, {weight.device for weight in weights})
-            self._current.forward = Forward(tape, weights, (self.pack, self.unpack), outer, home)
-            self._current.forward.open()
-            self._stats.passes += 1
+        if not torch.is_grad_enabled():
+            return
+        weights = weights_of(root)
+        tape = Tape(self._expected)
+        home = self._begin(tape, {weight.device for weight in weights})
+        self._current.forward = Forward(tape, weights, (self.pack, self.unpack), outer, home)
+        self._current.forward.open()
+        self._stats.passes += 1
 
     @_guarded
     def _begin(self, tape: Tape, devices: Iterable[torch.device]) -> Stream | None:
@@ -203,9 +202,10 @@ class Session:
         self._tapes.add(tape)
         if self._offloader is None:
             return None
-        self._offloader.begin_forward()
+        self._offloader.clean_up()
         return self._offloader.backend.current_stream()
 
+    @_guarded
     def end(self) -> None:
         """The root's forward is over, whichever way."""
         current = self._current.forward
@@ -215,23 +215,16 @@ class Session:
             self._expected = len(current.tape.stashes)  # the next forward is expected to be as long
         current.close()
         self._current.forward = None
-        self._end(current)
-
-    @_guarded
-    def _end(self, current: Forward) -> None:
         self._offload(current.take_unfilled())
         if self._offloader is not None:
             self._offloader.clean_up()
 
+    @_guarded
     def enter(self, name: str) -> None:
         """The call of a group begins."""
         current = self._current.forward
         if current is None or current_graph_task_id() != -1:
             return
-        self._enter(current, name)
-
-    @_guarded
-    def _enter(self, current: Forward, name: str) -> None:
         self._offload(current.take_unfilled())
         tape = current.tape
         tape.begin_group(name)
