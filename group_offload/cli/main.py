@@ -34,10 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the program that reads the output has ended
+    except (BrokenPipeError, SystemExit):  # the program that reads the output has ended: rich raises the latter then
         _write_nothing_more()
-        return OK
-    except SystemExit:  # rich turns the same error into this
         return OK
     except OSError as error:
         is_output = error.errno == errno.ENOSPC and error.filename is None

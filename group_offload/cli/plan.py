@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         write_page(facts, arguments.html)
     if arguments.json:
-        print(json.dumps(_as_json(facts), indent=2))
+        print(_as_json(facts))
         return 0
     console = new_console()
     for component in components:
@@ -286,6 +287,7 @@ def _model_facts(component: _Component) -> ModelFacts:
         for each in outline.groups
     ]
     figures = figures_of(plan) | {
+        "num_bytes": outline.num_bytes,
         "num_passes": component.uses,
         "num_cast": outline.num_cast,
         "outer_bytes": outline.outer_bytes,
@@ -313,30 +315,10 @@ def _device_facts(component: _Component, arguments: argparse.Namespace) -> Memor
     return MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram)
 
 
-def _as_json(facts: ReportFacts) -> dict[str, Any]:
-    """What the page says, for programs."""
-    return {
-        "title": facts.title,
-        "models": [
-            {
-                "name": model.name,
-                "model_class": model.model_class,
-                "num_bytes": sum(group.num_bytes for group in model.groups),
-                "sentences": model.sentences,
-                **{name: value for figures in model.figures.values() for name, value in figures.items()},
-                "groups": [
-                    {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
-                ],
-            }
-            for model in facts.models
-        ],
-        "memories": [
-            {
-                "name": memory.name,
-                "budget_bytes": memory.budget_bytes,
-                "parts": {label: num_bytes for label, num_bytes, _ in memory.parts},
-            }
-            for memory in facts.memories
-        ],
-        "sentences": facts.sentences,
-    }
+def _as_json(facts: ReportFacts) -> str:
+    """What the page says, but for its timelines, for programs."""
+    found = asdict(replace(facts, models=[replace(model, passes=()) for model in facts.models]))
+    for model in found["models"]:
+        for figures in model.pop("figures").values():
+            model.update(figures)
+    return json.dumps(found, indent=2, default=attrgetter("value"))
