@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..base.terminal import complain
 from ..errors import GroupOffloadError
 from . import bench, doctor, pack, plan
+from .output import complain
 
 OK, FAILED = 0, 2
 """The exit statuses. That of argparse for wrong arguments is 2 too."""
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return 130
-    except (BrokenPipeError, SystemExit):  # the program that reads the output has ended: rich raises the latter then
+    except BrokenPipeError:  # the program that reads the output has ended
         _write_nothing_more()
         return OK
     except OSError as error:

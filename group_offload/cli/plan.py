@@ -11,8 +11,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ..base.publish import check_path
-from ..base.terminal import new_console, say
 from ..base.tuning import tuning
 from ..errors import ConfigError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
@@ -36,6 +34,7 @@ from ..report.facts import (
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, new_command, path_of, positive_size_of, size_of, speed_of
 from .outline import Outline, absent_parts, find_models, outline_of
+from .output import say
 
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
@@ -101,8 +100,6 @@ _Speeds = Mapping[str, tuple[int, str]]
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if arguments.html is not None:
-        check_path(arguments.html)
     path = find_checkpoint(arguments.model)
     speeds = _speeds(arguments, path)
     models = {
@@ -115,33 +112,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(_as_json(facts))
         return 0
-    console = new_console()
     for component in components:
         outline, outer = component.outline, component.outline.outer_bytes
         uses = f", {component.uses} passes" if component.uses > 1 else ""
         held = f" {describe_bytes(outer)} of it is on the device during a pass only." if outer else ""
-        say(
-            console,
-            f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}",
-        )
-        for line in ("", *str(OffloadPlan(component.title, component.plan)).splitlines()):
-            say(console, line)
+        say(f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
+        say("", *str(OffloadPlan(component.title, component.plan)).splitlines())
         if outline.num_cast:
             say(
-                console,
                 f"{outline.num_cast} weights are cast to {arguments.dtype}: what rests in files is written to a folder for "
-                f"group files first (offload_to_disk_path).",
+                f"group files first (offload_to_disk_path)."
             )
-        say(console, "")
+        say("")
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
-        say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
+        say(f"One image or video, all passes of all models: {seconds:.4g} s.")
     if absent := absent_parts(path):
-        say(console, f"Not planned, because {path} does not have it: {', '.join(absent)}.")
-    for sentence in facts.sentences:
-        say(console, sentence)
+        say(f"Not planned, because {path} does not have it: {', '.join(absent)}.")
+    say(*facts.sentences)
     if arguments.html is not None:
-        say(console, f"Wrote {arguments.html}.")
+        say(f"Wrote {arguments.html}.")
     return 0
 
 
