@@ -272,7 +272,6 @@ class OffloadHandle:
         Example:
             >>> handle.report("run.html")
         """
-        check_path(Path(path))
         return write_page(report_of({"": self}), path)
 
     def refresh(self) -> None:

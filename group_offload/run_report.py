@@ -59,7 +59,7 @@ def facts_of(run: Run) -> ModelFacts:
     sentences = sentences_of(plan) if plan is not None and has_link else [run.plan.verdict]
     if passes:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
-        sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer, has_link=has_link))
+        sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer))
     else:
         sentences.append("No pass has run yet." if not run.stats["passes"] else "No pass was recorded that completed.")
         if plan is not None and plan.prediction.step_seconds:
@@ -150,18 +150,14 @@ def _on_cpu(slices: Iterable[Slice]) -> Iterator[Slice]:
             yield replace(each, lane=STALLS) if each.lane == COPIES else each
 
 
-def _what_was_busy(one: PassFacts, outer: frozenset[str], *, has_link: bool) -> str:
+def _what_was_busy(one: PassFacts, outer: frozenset[str]) -> str:
     drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
     part = waited / one.seconds if one.seconds else 0.0
-    if not has_link:
-        return (
-            f"In {one.title}, which took {seconds(one.seconds)}, compute waited for weights from files {seconds(waited)} "
-            f"({part:.0%} of it): the drive or the page cache was busy for {seconds(drive)}, the rest is copies to buffers."
-        )
-    read = f"the drive or the page cache {seconds(drive)}, " if drive else ""
+    busy = [("the drive or the page cache", drive), ("the link", link), ("compute", compute)]
+    told = ", ".join(f"{name} was busy for {seconds(took)}" for name, took in busy if took)
     return (
-        f"In {one.title}, which took {seconds(one.seconds)}, {read}the link was busy for {seconds(link)} and compute for "
-        f"{seconds(compute)}; compute waited for weights {seconds(waited)} ({part:.0%} of it)."
+        f"In {one.title}, which took {seconds(one.seconds)}, {told or 'nothing was busy'}; compute waited for weights "
+        f"{seconds(waited)} ({part:.0%} of it)."
     )
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,8 +53,6 @@ from .support.training import make as make_trained
 from .support.tuning import tune
 from .support.unstruck import unstruck
 
-_NUM_PARTS = 3
-"""In which a sweep is cut, each in a process of its own."""
 _NUM_COUNTED = 2
 """Operations of which one sees where they come: no two are the same."""
 _NUM_STEPS = 50
@@ -307,30 +305,24 @@ class Rig:
         with contextlib.nullcontext() if self.device is None else self.device.running():
             model.get_parameter(name).data.mul_(factor)
 
-    def look(self, what: str, *, trains: bool = False, num_passes: int = 2) -> None:
+    def look(self, *, trains: bool = False, num_passes: int = 2) -> None:
         """Whole passes give the resident model's bits."""
         for number in range(num_passes):
             x = torch.randn(3, WIDTH)
             actual, expected = self.forward(self.model, x), self.resident(x).detach()
-            if not same_bits(actual, expected):
-                raise AssertionError(
-                    f"{what}: forward {number + 1} after it is off by {(actual - expected).abs().max()}"
-                )
+            assert same_bits(actual, expected), f"forward {number + 1} is off by {(actual - expected).abs().max()}"
         if trains:
             x = torch.randn(3, WIDTH)
             for ours, theirs in zip(self.step(self.model, x), self.step(self.resident, x), strict=True):
-                if not same_bits(ours, theirs):
-                    raise AssertionError(f"{what}: gradients after it are off by {(ours - theirs).abs().max()}")
-        if self.device is not None and self.device.errors:
-            raise AssertionError(f"{what}: {self.device.errors[0]}")
+                assert same_bits(ours, theirs), f"gradients are off by {(ours - theirs).abs().max()}"
+        assert self.device is None or not self.device.errors, self.device.errors[0]
 
-    def look_at_other(self, what: str) -> None:
+    def look_at_other(self) -> None:
         """It takes its turn in the same memory of the device. What was interrupted may keep its own for one turn more."""
         self._edit(self.other, self.other_resident)
         for _ in range(3):
             x = torch.randn(3, WIDTH)
-            if not same_bits(self.forward(self.other, x), self.other_resident(x).detach()):
-                raise AssertionError(f"{what}: the other model is wrong")
+            assert same_bits(self.forward(self.other, x), self.other_resident(x).detach()), "the other model is wrong"
             if self.device is None:
                 return
             if self.in_pipeline:
@@ -341,44 +333,40 @@ class Rig:
             self._held = self._held or held
             if held == self._held:
                 return
-            self.look(what, num_passes=1)
-        raise AssertionError(f"{what}: {held} bytes of the device are held after the other model, not {self._held}")
+            self.look(num_passes=1)
+        raise AssertionError(f"{held} bytes of the device are held after the other model, not {self._held}")
 
-    def look_at_rest(self, what: str) -> None:
+    def look_at_rest(self) -> None:
         with contextlib.ExitStack() as stack:
             if self.device is not None:
                 stack.enter_context(self.device.running())
             pairs = zip(self.model.state_dict().items(), self.resident.state_dict().values(), strict=True)
             for (name, actual), expected in pairs:
-                if not torch.equal(actual, expected):
-                    raise AssertionError(f"{what}: {name} at rest is wrong")
+                assert torch.equal(actual, expected), f"{name} at rest is wrong"
 
-    def look_unoffloaded(self, what: str) -> None:
+    def look_unoffloaded(self) -> None:
         """The module is what it was before."""
         for name, module in self.model.named_modules():
-            if module._forward_pre_hooks or module._forward_hooks or module.__dict__.get("_compiled_call_impl"):
-                raise AssertionError(f"{what}: {name or 'the root'} has hooks of ours")
-        self.look_at_rest(what)
+            hooks = module._forward_pre_hooks or module._forward_hooks or module.__dict__.get("_compiled_call_impl")
+            assert not hooks, f"{name or 'the root'} has hooks of ours"
+        self.look_at_rest()
         x = torch.randn(3, WIDTH)
         with torch.no_grad():
-            if not same_bits(self.model(x), self.resident(x).detach()):
-                raise AssertionError(f"{what}: the module by itself is wrong")
+            assert same_bits(self.model(x), self.resident(x).detach()), "the module by itself is wrong"
 
-    def close(self, what: str) -> None:
+    def close(self) -> None:
         """Everything is given back."""
         self.handle.remove()
         self.handle = None
         self.other_handle.remove()
-        self.look_unoffloaded(what)
+        self.look_unoffloaded()
         if self.device is not None:
             free_slots()
             gc.collect()  # what an interrupt broke off may be held by its own traceback
             _empty_leaked_graphs()
             self.device.synchronize()
-            if self.device.pinned_bytes or self.device.allocated_bytes:
-                raise AssertionError(
-                    f"{what}: {self.device.pinned_bytes} bytes stay locked, {self.device.allocated_bytes} on the device"
-                )
+            held = self.device.pinned_bytes, self.device.allocated_bytes
+            assert held == (0, 0), f"{held[0]} bytes stay locked, {held[1]} on the device"
 
 
 def _empty_leaked_graphs() -> None:
@@ -396,8 +384,7 @@ def _forward(rig: Rig, strike: Any) -> None:
     with strike:
         actual = rig.forward(rig.model, x)
     expected = rig.resident(x).detach()
-    if not same_bits(actual, expected):
-        raise AssertionError(f"the forward itself is off by {(actual - expected).abs().max()}")
+    assert same_bits(actual, expected), f"the forward itself is off by {(actual - expected).abs().max()}"
     if rig.in_pipeline:
         rig.forward(rig.other, x)
 
@@ -441,110 +428,93 @@ class Places:
     """So many, wherever and whenever; 0 for each place once, at a time chosen at random."""
     every: bool = False
     """Each place each time."""
-    part: int = 0
-    """This one of `num_parts`."""
-    num_parts: int = 1
     seed: int = 0
-    deadline: float = float("inf")
-    """By `time.monotonic`: none after that."""
 
-    def choose(self, found: Counter[Place]) -> Iterator[tuple[Place, int]]:
+    def choose(self, found: Counter[Place]) -> list[tuple[Place, int]]:
         """
         Args:
             found: how often an operation comes where.
         """
         rng = random.Random(self.seed)
-        places = sorted(found, key=lambda place: (_name_of(place[0]), place[0].co_firstlineno, place[1]))
-        if self.most or self.every:
-            chosen = [(place, at) for place in places for at in range(1, found[place] + 1)]
-            chosen = rng.sample(chosen, min(self.most or len(chosen), len(chosen)))
-        else:
-            chosen = [(place, rng.randint(1, found[place])) for place in places]
-        for place, at in chosen[self.part :: self.num_parts]:
-            if time.monotonic() >= self.deadline:
-                return
-            yield place, at
-
-
-def _name_of(code: CodeType) -> str:
-    return f"{Path(code.co_filename).name} {code.co_qualname}"
-
-
-def _describe(place: Place) -> str:
-    code, line = place
-    return f"{_name_of(code)}:{line or code.co_firstlineno}"
+        places = sorted(found, key=lambda place: (place[0].co_filename, place[0].co_firstlineno, place[1]))
+        if not self.most and not self.every:
+            return [(place, rng.randint(1, found[place])) for place in places]
+        chosen = [(place, at) for place in places for at in range(1, found[place] + 1)]
+        return rng.sample(chosen, min(self.most or len(chosen), len(chosen)))
 
 
 @dataclass
 class Result:
     """What a sweep found."""
 
-    places: Counter[str] = field(default_factory=Counter)
-    """How often the operation comes where."""
-    struck: Counter[str] = field(default_factory=Counter)
-    """How often it was struck there."""
+    num_places: int = 0
+    struck: int = 0
+    """How often the operation was struck."""
     failures: list[str] = field(default_factory=list)
 
-    def add(self, other: Result) -> None:
-        self.places |= other.places
-        self.struck += other.struck
-        self.failures += other.failures
+    def strikes(self, strike: Strike, work: Callable[[], object], error: type[BaseException]) -> bool:
+        """Do the work until it is struck. Whether it was: it may come to the place less often than before."""
+        try:
+            contained(work)
+        except error:
+            pass
+        except Exception as other:
+            if not strike.where:
+                raise
+            self.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
+        self.struck += bool(strike.where)
+        return bool(strike.where)
+
+    @contextlib.contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """What is found wrong inside is a failure."""
+        try:
+            yield
+        except Exception as problem:
+            self.failures.append(f"{what}: {type(problem).__name__}: {problem}")
 
     def __str__(self) -> str:
-        """A row of a table."""
-        num_kinds = len(self.places.keys() & self.struck.keys())
-        return (
-            f"{self.places.total()} | {len(self.places)} | {num_kinds} | {self.struck.total()} | {len(self.failures)}"
-        )
+        return f"{self.num_places} places, struck {self.struck} times, {len(self.failures)} failures"
 
 
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
     """Strike one model again and again."""
-    act, trains, seed = OPERATIONS[operation], operation == "backward", places.seed
+    act, trains = OPERATIONS[operation], operation == "backward"
     result = Result()
-    with ExitStack() as stack:
-        rig = Rig(scenario, stack, seed)
+
+    def begin() -> Rig:
+        stack.close()
+        rig = Rig(scenario, stack, places.seed)
         rig.apply()
-        rig.look("before", trains=trains, num_passes=5)
+        rig.look(trains=trains, num_passes=5)
+        return rig
+
+    with ExitStack() as stack:
+        rig = begin()
         found: Counter[Place] = Counter()
         for _ in range(_NUM_COUNTED):
             counting = Strike()
             act(rig, counting)
             found |= counting.places
-        result.places.update({_describe(place): number for place, number in found.items()})
+        result.num_places = len(found)
         for number, (place, at) in enumerate(places.choose(found)):
-            strike = Strike(at, error, place=place)
-            try:
-                contained(partial(act, rig, strike))
-            except error:
-                pass
-            except Exception as other:
-                if not strike.where:
-                    raise
-                result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
-            if not strike.where:  # it came there less often than before
+            strike, num_failures = Strike(at, error, place=place), len(result.failures)
+            if not result.strikes(strike, partial(act, rig, strike), error):
                 continue
-            result.struck[_describe(place)] += 1
-            try:
+            with result.noting(strike.where):
                 if number % 2:
                     rig.edit()
-                rig.look(strike.where, trains=trains and number % 4 == 0)
+                rig.look(trains=trains and number % 4 == 0)
                 if number % 7 == 0:
-                    rig.look_at_other(strike.where)
+                    rig.look_at_other()
                 if number % 5 == 0:
-                    rig.look_at_rest(strike.where)
-            except Exception as problem:
-                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
-                if len(result.failures) > 20:
-                    return result
-                stack.close()
-                rig = Rig(scenario, stack, seed)
-                rig.apply()
-                rig.look("before", trains=trains, num_passes=5)
-        try:
-            rig.close("at the end")
-        except Exception as problem:
-            result.failures.append(f"at the end: {type(problem).__name__}: {problem}")
+                    rig.look_at_rest()
+            if len(result.failures) > 20:
+                return result
+            if len(result.failures) > num_failures:
+                rig = begin()
+        with result.noting("at the end"):
+            rig.close()
     return result
 
 
@@ -556,7 +526,7 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
         rig = Rig(scenario, stack, places.seed)
         if operation != "apply":
             rig.apply()
-            rig.look("before")
+            rig.look()
             rig.edit()
         return rig
 
@@ -568,40 +538,29 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
     with ExitStack() as stack:
         rig = begin(stack)
         act(rig, counting)
-        if operation == "apply":
-            rig.handle.remove()
+        rig.handle.remove()
         rig.other_handle.remove()
-    result.places.update({_describe(place): number for place, number in counting.places.items()})
+    result.num_places = len(counting.places)
     for place, at in places.choose(counting.places):
         strike = Strike(at, place=place)
         with ExitStack() as stack:
             rig = begin(stack)
-            try:
-                contained(partial(act, rig, strike))
-            except KeyboardInterrupt:
-                pass
-            except Exception as other:
-                if not strike.where:
-                    raise
-                result.failures.append(f"{strike.where}: {type(other).__name__} in its place: {other}")
-            result.struck[_describe(place)] += bool(strike.where)
-            try:
+            result.strikes(strike, partial(act, rig, strike), KeyboardInterrupt)
+            with result.noting(strike.where):
                 if operation == "apply":
                     rig.handle = getattr(rig.model, "_group_offload_handle", None)
                     if rig.handle is None:
-                        rig.look_unoffloaded(strike.where)
+                        rig.look_unoffloaded()
                         rig.apply()
                 elif rig.handle.is_active:
                     rig.edit()
-                    rig.look(strike.where)
-                rig.look(strike.where) if rig.handle.is_active else rig.look_unoffloaded(strike.where)
-                rig.close(strike.where)
-            except Exception as problem:
-                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
-                if len(result.failures) > 20:
-                    return result
-                if rig.device is not None:
-                    rig.device.errors.clear()
+                    rig.look()
+                rig.look() if rig.handle.is_active else rig.look_unoffloaded()
+                rig.close()
+            if len(result.failures) > 20:
+                return result
+            if rig.device is not None:
+                rig.device.errors.clear()
     return result
 
 
@@ -636,30 +595,25 @@ class TrainingRig:
             graphs.append(self.forward(self.model, 0))
             graphs[0].backward(retain_graph=True)
 
-    def look(self, strike: Strike, earlier: torch.Tensor, graphs: list[torch.Tensor]) -> None:
+    def look(self, earlier: torch.Tensor, graphs: list[torch.Tensor]) -> None:
         """The next step is right, before and after graphs from before the strike, which are right or refuse."""
-        what = strike.where
-        self._look(what, 2, self.forward(self.model, 2))
+        self._look(2, self.forward(self.model, 2))
         for number, graph in ((1, earlier), *((0, each) for each in graphs)):
             with contextlib.suppress(StateError):
-                self._look(what, number, graph)
-        self._look(what, 2, self.forward(self.model, 2))
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise AssertionError(f"{what}: hooks are left behind")
-        if self._device is not None and self._device.errors:
-            raise AssertionError(f"{what}: {self._device.errors[0]}")
+                self._look(number, graph)
+        self._look(2, self.forward(self.model, 2))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left behind"
+        assert self._device is None or not self._device.errors, self._device.errors[0]
 
-    def look_at_memory(self, what: str) -> None:
+    def look_at_memory(self) -> None:
         """No graph is there any more: nothing is held."""
         gc.collect()
         stats = self._handle.stats()
-        if stats.used_host_bytes or stats.inflight_bytes:
-            raise AssertionError(f"{what}: {stats}")
+        assert not stats.used_host_bytes and not stats.inflight_bytes, stats
 
-    def _look(self, what: str, number: int, loss: torch.Tensor) -> None:
+    def _look(self, number: int, loss: torch.Tensor) -> None:
         for actual, expected in zip(self._gradients(self.model, loss), self._expected[number], strict=True):
-            if not same_bits(actual, expected):
-                raise AssertionError(f"{what}: the gradients of input {number} are off")
+            assert same_bits(actual, expected), f"the gradients of input {number} are off"
 
     def _gradients(self, model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
         model.zero_grad()
@@ -672,8 +626,7 @@ class TrainingRig:
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
     result = Result()
-    with ExitStack() as tuned, ExitStack() as stack:
-        patch = tuned.enter_context(pytest.MonkeyPatch.context())
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         tune(patch, activation_segment_bytes=16 << 10)
 
         def begin() -> TrainingRig:
@@ -686,25 +639,20 @@ def sweep_activations(name: str, places: Places) -> Result:
             counting = Strike()
             rig.step(counting, [])
             found |= counting.places
-        result.places.update({_describe(place): number for place, number in found.items()})
+        result.num_places = len(found)
         for number, (place, at) in enumerate(places.choose(found)):
             if number % _NUM_STEPS == _NUM_STEPS - 1:
                 rig = begin()
             strike, earlier = Strike(at, place=place), rig.forward(rig.model, 1)
             graphs: list[torch.Tensor] = []
-            try:
-                with contextlib.suppress(KeyboardInterrupt):
-                    contained(partial(rig.step, strike, graphs))
-                if not strike.where:
-                    continue
-                result.struck[_describe(place)] += 1
-                rig.look(strike, earlier, graphs)
-                del earlier
-                graphs.clear()
-                rig.look_at_memory(strike.where)
-            except Exception as problem:
-                result.failures.append(f"{strike.where}: {type(problem).__name__}: {problem}")
-                return result
+            if result.strikes(strike, partial(rig.step, strike, graphs), KeyboardInterrupt):
+                with result.noting(strike.where):
+                    rig.look(earlier, graphs)
+                    del earlier
+                    graphs.clear()
+                    rig.look_at_memory()
+            if result.failures:
+                break
     return result
 
 
@@ -742,54 +690,44 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0, least: 
         with ExitStack() as stack:
             rig = Rig(scenario, stack, seed)
             rig.apply()
-            rig.look("before")
+            rig.look()
             started = time.perf_counter()
             rig.forward(rig.model, torch.randn(3, WIDTH))
             length = max(2e-4, time.perf_counter() - started)
-            while time.monotonic() < deadline or result.struck.total() < least:
-                what = f"signal {result.struck.total() + 1}"
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.2 * length))
-                    _forward(rig, contextlib.nullcontext())
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    result.struck["anywhere"] += 1
-                except Exception as other:
-                    result.failures.append(f"{what}: {type(other).__name__} in its place: {other}")
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                result.places["anywhere"] += 1
+            while not result.failures and (time.monotonic() < deadline or result.struck < least):
+                what = f"signal {result.struck + 1}"
+                with result.noting(f"{what}, in its place"):
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.2 * length))
+                        _forward(rig, contextlib.nullcontext())
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except KeyboardInterrupt:
+                        result.struck += 1
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
                 rig.edit()
-                try:
-                    rig.look(what)
-                except Exception as problem:
-                    result.failures.append(f"{what}: {type(problem).__name__}: {problem}")
-                    break
-            try:
-                rig.close("at the end")
-            except Exception as problem:
-                result.failures.append(f"at the end: {type(problem).__name__}: {problem}")
+                with result.noting(what):
+                    rig.look()
+            with result.noting("at the end"):
+                rig.close()
     finally:
         signal.signal(signal.SIGALRM, before)
         sys.unraisablehook = hook
     return result
 
 
-def _run(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
+def _run(name: str, operation: str, places: Places, seconds: float) -> Result:
     """One task of a sweep, in a process of its own."""
-    name, operation, places = task
     torch.set_num_threads(1)
     gc.freeze()  # what is imported need not be looked through by each collection
     os.fsync = os.fstat  # nothing has to outlast a power cut; a closed file is an error still
     faulthandler.dump_traceback_later(3600, exit=True)
     if name in ACTIVATIONS:
-        return name, operation, sweep_activations(name, places)
+        return sweep_activations(name, places)
     scenario = next(each for each in SCENARIOS if each.name == name)
     if operation == "signals":
-        found = strike_by_signals(scenario, max(0.0, places.deadline - time.monotonic()), places.seed)
-    else:
-        found = (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
-    return name, operation, found
+        return strike_by_signals(scenario, seconds, places.seed)
+    return (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
 
 
 def main() -> None:
@@ -799,47 +737,26 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="each place each time that an operation comes there")
     parser.add_argument("--most", type=int, default=0, help="so many, wherever and whenever")
     parser.add_argument("--signals", type=float, default=0.0, help="real signals instead, so many seconds a scenario")
-    parser.add_argument("--seconds", type=float, default=1e9, help="strike no more after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    end = time.monotonic() + options.seconds
-    if options.signals:
-        names = [each.name for each in SCENARIOS if options.only in each.name]
-        tasks = [(name, "signals", Places(seed=options.seed, deadline=options.signals)) for name in names]
-    else:
-        num_parts = 1 if options.most else _NUM_PARTS
-        tasks = [
-            (str(name), operation, Places(options.most, options.every, part, num_parts, options.seed, end))
-            for operation in options.operations.split(",")
-            for part in range(num_parts)
-            for name in (ACTIVATIONS if operation == "step" else SCENARIOS)
-            if options.only in str(name)
-        ]
-    total: dict[tuple[str, str], Result] = {}
+    places = Places(options.most, options.every, options.seed)
+    tasks = [
+        (str(name), operation)
+        for operation in (["signals"] if options.signals else options.operations.split(","))
+        for name in (ACTIVATIONS if operation == "step" else SCENARIOS)
+        if options.only in str(name)
+    ]
+    num_failures = 0
     context = multiprocessing.get_context("forkserver")  # torch is imported once
     context.set_forkserver_preload(["pytest", simulated.__name__])
     with ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as processes:
-        runs = [processes.submit(_run_for if options.signals else _run, task) for task in tasks]
+        runs = {processes.submit(_run, *task, places, options.signals): task for task in tasks}
         for run in tqdm(as_completed(runs), total=len(runs)):
-            name, operation, found = run.result()
-            total.setdefault((name, operation), Result()).add(found)
-            for line in found.failures[:3]:
-                print(f"{name}, {operation}: {line}", flush=True)
-    print("| tier and level | operation | times | places | places struck | struck | failures |")
-    print("|---|---|---|---|---|---|---|")
-    whole = Result()
-    for (name, operation), found in sorted(total.items()):
-        print(f"| {name} | {operation} | {found} |")
-        whole.add(found)
-    print(f"| all | | {whole} |")
-    sys.exit(bool(whole.failures))
-
-
-def _run_for(task: tuple[str, str, Places]) -> tuple[str, str, Result]:
-    """The time that signals get begins with their process."""
-    name, operation, places = task
-    return _run((name, operation, replace(places, deadline=time.monotonic() + places.deadline)))
+            result = run.result()
+            num_failures += len(result.failures)
+            print(", ".join(runs[run]), result, *result.failures[:3], sep="\n    ", flush=True)
+    sys.exit(bool(num_failures))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OTHERS = ["psutil", "rich", "tqdm", "xxhash", "huggingface_hub", "accelerate", "peft", "hypothesis", "safetensors"]
+OTHERS = ["psutil", "tqdm", "xxhash", "huggingface_hub", "accelerate", "peft", "hypothesis", "safetensors"]
 RUNNERS = ["pytest", "pytest-timeout", "pytest-xdist"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Group, Skip, as_device, as_groups
-from .gates import GROUP, NotCopied, RootGate
+from .gates import GROUP, GroupGate, NotCopied, tell
 from .groups import find_groups
 from .session import Session
 from .stats import ActivationStats
@@ -28,19 +29,24 @@ class ActivationOffloadHandle(NotCopied):
         self.config = config
         self.groups = tuple(groups)
         """The FQNs of the groups, in registration order."""
-        self._gate: RootGate | None = RootGate(module, groups, Session(config, type(module).__name__, len(groups)))
+        self._session: Session | None = Session(config, type(module).__name__, len(groups))
         self._last_stats = ActivationStats()
+        self._hooks = [
+            module.register_forward_pre_hook(partial(tell, HANDLE, "_enter")),
+            module.register_forward_hook(partial(tell, HANDLE, "_leave"), always_call=True),
+        ]
         module.__dict__[HANDLE] = self
+        self._gates = [GroupGate(self._session, name, group) for name, group in groups.items()]
 
     @property
     def is_active(self) -> bool:
         """Whether activations are offloaded: true until `remove()`."""
-        return self._gate is not None
+        return self._session is not None
 
     def stats(self) -> ActivationStats:
         """Counts and bytes since activation offloading was applied; after `remove()` as they were then."""
-        if self._gate is not None:
-            self._last_stats = self._gate.session.stats()
+        if self._session is not None:
+            self._last_stats = self._session.stats()
         return self._last_stats
 
     def remove(self) -> None:
@@ -49,13 +55,24 @@ class ActivationOffloadHandle(NotCopied):
         You can still run backward through graphs that exist; the last of them frees the host memory. A forward that is in
         progress continues without offloading.
         """
-        if self._gate is None:
+        if self._session is None:
             return
-        self._gate.remove()
-        self._gate.session.close()
+        for taken in (*self._gates, *self._hooks):
+            taken.remove()
+        self._session.close()
         self.stats()
-        self._gate = None  # the session goes with it, unless a graph holds it
+        self._gates, self._session = [], None  # a graph may still hold the session
         self.module.__dict__.pop(HANDLE, None)
+
+    def _enter(self) -> None:
+        for gate in self._gates:
+            gate.place()
+        if self._session is not None:
+            self._session.begin(self.module)
+
+    def _leave(self) -> None:
+        if self._session is not None:
+            self._session.end()
 
     def __repr__(self) -> str:
         state = f"{len(self.groups)} groups" if self.is_active else "removed"
@@ -69,7 +86,6 @@ def apply_activation_offloading(
     keep_last: int = 1,
     prefetch: int = 1,
     min_bytes: int = 1 << 20,
-    max_inflight_bytes: int | None = None,
     skip: Skip | None = None,
     device: str | int | torch.device | None = None,
 ) -> ActivationOffloadHandle:
@@ -84,8 +100,6 @@ def apply_activation_offloading(
         keep_last: Groups at the end of forward whose activations stay on the device: backward needs them first.
         prefetch: Groups to fetch ahead of backward.
         min_bytes: Smaller tensors stay on the device.
-        max_inflight_bytes: Device memory that copies to host memory may hold before compute waits for them. Default: as much
-            as two groups save.
         skip: A function of a tensor and the FQN of its group. The tensor stays on the device if it returns True.
         device: The device to offload from; tensors on others stay. "cpu" is for trying it out. Default: the accelerator that
             the model runs on.
@@ -111,7 +125,6 @@ def apply_activation_offloading(
         keep_last=keep_last,
         prefetch=prefetch,
         min_bytes=min_bytes,
-        max_inflight_bytes=max_inflight_bytes,
         skip=skip,
         device=as_device(device),
     )

@@ -29,17 +29,13 @@ class ActivationConfig:
     keep_last: int
     prefetch: int
     min_bytes: int
-    max_inflight_bytes: int | None
-    """None: what two groups save."""
     skip: Skip | None
     device: torch.device | None
     """None: the accelerator that the model runs on."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "prefetch", "min_bytes", "max_inflight_bytes"):
+        for name in ("keep_last", "prefetch", "min_bytes"):
             value = getattr(self, name)
-            if value is None and name == "max_inflight_bytes":
-                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least 0.")
         if self.skip is not None and not callable(self.skip):

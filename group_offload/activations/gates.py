@@ -1,8 +1,5 @@
 """Where activation offloading steps in: around the root's forward, and where the call of a group begins.
 
-Hooks are functions of this file. Each finds its gate in the module that it is called for, so a copy of the module, or one
-read back from a pickle, has the hooks and finds nothing.
-
 [Note: Activations and torch.compile]
 Saved-tensor hooks cannot be part of a graph, so the root has to run in Python: a compiler that traces it is sent away
 (`torch._dynamo.skip_frame`, which has to be called in the frame itself, with a literal, for its text to be shown), and
@@ -12,7 +9,8 @@ gate: the gate is put where `Module.__call__` looks for the compiled call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +21,6 @@ from ..base.compiled import Around, innermost
 from ..base.saved import unwatched
 from .session import Session
 
-ROOT = "_group_offload_activations"
-"""The attribute of a root module that leads to its `RootGate`."""
 GROUP = "_group_offload_activation_group"
 """The attribute of a group's module that leads to its `GroupGate`."""
 
@@ -62,7 +58,7 @@ class GroupGate(NotCopied):
             self._at_compiled = _CompiledCallGate(self, call)
             _put(self._module, around, self._at_compiled)
         elif self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(_enter_group)
+            self._hook = self._module.register_forward_pre_hook(partial(tell, GROUP, "enter"))
 
     def enter(self) -> None:
         self._session.enter(self.name)
@@ -104,57 +100,14 @@ def _put(module: nn.Module, around: Around | None, call: Callable[..., Any] | No
         around.compiled = call
 
 
-class RootGate(NotCopied):
-    """Tells the session that the root's forward begins and ends. It owns the hooks of the root and of all its groups."""
+def tell(owner: str, event: str, module: nn.Module, *args: Any) -> None:
+    """A hook of `module`, but for the first two arguments: calls the method `event` of what the module keeps as `owner`.
 
-    def __init__(self, root: nn.Module, groups: Mapping[str, nn.Module], session: Session) -> None:
-        self.session = session
-        self._root = root
-        self._handles = [
-            root.register_forward_pre_hook(_enter_root),
-            root.register_forward_hook(_leave_root, always_call=True),
-        ]
-        root.__dict__[ROOT] = self
-        self._groups = [GroupGate(session, name, module) for name, module in groups.items()]
-
-    def enter(self) -> None:
-        for group in self._groups:
-            group.place()
-        self.session.begin(self._root)
-
-    def leave(self) -> None:
-        self.session.end()
-
-    def remove(self) -> None:
-        for group in self._groups:
-            group.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._root.__dict__.pop(ROOT, None)
-
-
-def _enter_root(module: nn.Module, args: Any) -> None:
+    A copy of the module, or one read back from a pickle, has the hook and keeps nothing there.
+    """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
         return
-    gate: RootGate | None = module.__dict__.get(ROOT)
-    if gate is not None:
-        unwatched(gate.enter)()
-
-
-def _leave_root(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
-        return
-    gate: RootGate | None = module.__dict__.get(ROOT)
-    if gate is not None:
-        unwatched(gate.leave)()
-
-
-def _enter_group(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
-        return
-    gate: GroupGate | None = module.__dict__.get(GROUP)
-    if gate is not None:
-        unwatched(gate.enter)()
+    found = module.__dict__.get(owner)
+    if found is not None:
+        unwatched(getattr(found, event))()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from torch import nn
 
+from ..base.text import did_you_mean
 from ..errors import ConfigError, ModuleError
 from .config import ActivationConfig
 
@@ -54,8 +54,8 @@ def _elements(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def _by_name(modules: dict[str, nn.Module], fqn: str, root: nn.Module) -> dict[str, nn.Module]:
     found = modules.get(fqn)
     if found is None:
-        close = difflib.get_close_matches(fqn, modules, n=3) or sorted(name for name, _ in root.named_children())
-        raise ConfigError(f"groups names {fqn!r}, which {type(root).__name__} does not have. Near it: {close}.")
+        hint = did_you_mean(fqn, modules) or f" It has {[name for name, _ in root.named_children()]}."
+        raise ConfigError(f"groups names {fqn!r}, which {type(root).__name__} does not have.{hint}")
     return dict(_elements(found, fqn)) if isinstance(found, _LISTS) else {fqn: found}
 
 

@@ -24,9 +24,8 @@ class DeviceOffloader:
     latest when anything else is called.
     """
 
-    def __init__(self, backend: Backend, max_inflight_bytes: int | None, stats: ActivationStats) -> None:
+    def __init__(self, backend: Backend, stats: ActivationStats) -> None:
         self.backend = backend
-        self._max_inflight_bytes = max_inflight_bytes
         self._stats = stats
         self._streams = CopyStreams(backend)
         self._pool = HostPool(backend, stats, self._streams.drain)
@@ -42,16 +41,11 @@ class DeviceOffloader:
         self.remains: deque[Remains] = deque()
         """What dead stashes left behind, in whichever thread they died."""
 
-    def begin_forward(self) -> None:
-        """A forward begins. Free host memory that the last ones had no use for."""
-        self.clean_up()
-        self._pool.begin_forward()
-
     def begin_group(self) -> None:
         """Compute has reached another group. Free the device memory of what was offloaded two groups ago."""
         self._num_groups += 1
         self.clean_up()
-        self._free_offloaded(None, self._num_groups - 2)
+        self._free_offloaded(self._num_groups - 2)
 
     def clean_up(self) -> None:
         """Start the copies of the batch, and free what dead stashes left behind."""
@@ -61,7 +55,7 @@ class DeviceOffloader:
     def close(self) -> None:
         """Free all device memory that copies to host memory hold."""
         self.clean_up()
-        self._free_offloaded(0, self._num_groups)
+        self._free_offloaded(self._num_groups)
 
     def abandon(self) -> None:
         """Return once no copy is under way that was started here. Call no other method afterwards."""
@@ -95,8 +89,6 @@ class DeviceOffloader:
         self._batch_bytes += stash.num_bytes
         if self._batch_bytes >= tuning().activation_batch_bytes or not self.backend.has_streams:
             self._send_batch()
-        if self._max_inflight_bytes is not None and stats.inflight_bytes > self._max_inflight_bytes:
-            self._free_offloaded(self._max_inflight_bytes, self._num_groups)
         stats.peak_inflight_bytes = max(stats.peak_inflight_bytes, stats.inflight_bytes)
 
     def keep(self, stash: Stash, memory: torch.Tensor) -> None:
@@ -118,7 +110,7 @@ class DeviceOffloader:
         for stash in batch:
             stash.left = stash.guard = left
         if not self.backend.has_streams:
-            self._free_offloaded(0, 0)
+            self._free_offloaded(0)
 
     # Device memory
 
@@ -127,13 +119,8 @@ class DeviceOffloader:
         if stash.state is StashState.RELOADED:
             self._free(stash, is_done=False)
 
-    def _free_offloaded(self, max_bytes: int | None, max_group: int) -> None:
-        """Free the device memory of stashes whose copies to host memory are done, and of others that are due.
-
-        Args:
-            max_bytes: How many bytes of the others may stay. None: none that is due.
-            max_group: The others are due if they were offloaded in this group or before it.
-        """
+    def _free_offloaded(self, max_group: int) -> None:
+        """Free the device memory of stashes whose copies to host memory are done, or that were offloaded by `max_group`."""
         self._send_batch()
         done: Event | None = None
         while self._offloading:
@@ -144,8 +131,7 @@ class DeviceOffloader:
             assert stash.left is not None
             is_done = stash.left is done or stash.left.query()
             done = stash.left if is_done else done
-            is_due = stash.offloaded_at <= max_group and (max_bytes is None or self._stats.inflight_bytes > max_bytes)
-            if not is_done and not is_due:
+            if not is_done and stash.offloaded_at > max_group:
                 return
             self._offloading.popleft()
             self._free(stash, is_done=is_done)

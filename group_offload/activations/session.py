@@ -39,12 +39,11 @@ from ..base.torch_internals import (
 )
 from ..errors import GroupOffloadError, ModuleError, StateError
 from .config import ActivationConfig
-from .forward import Forward, lowest, weights_of
 from .offloader import DeviceOffloader
 from .packed import PackedView, bytes_of, needed_part
 from .stash import Stash, StashState
 from .stats import ActivationStats
-from .tape import Tape
+from .tape import Tape, lowest, weights_of
 
 _EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
 """Errors that may be raised in the middle of an offloader's work, and leave it in order."""
@@ -103,8 +102,8 @@ def _guarded(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate
 
 
 class _Current(threading.local):
-    forward: Forward | None = None
-    """The root's forward that runs in this thread."""
+    tape: Tape | None = None
+    """That of the root's forward that runs in this thread."""
 
 
 class Session:
@@ -159,7 +158,7 @@ class Session:
             ModuleError: there is one already, on another device.
         """
         if self._offloader is None:
-            self._offloader = DeviceOffloader(backend_for(device), self._config.max_inflight_bytes, self._stats)
+            self._offloader = DeviceOffloader(backend_for(device), self._stats)
         elif self._offloader.backend.device != device:
             raise ModuleError(
                 f"{self._title} runs on {self._offloader.backend.device} and on {device}, and activation offloading serves one "
@@ -178,62 +177,53 @@ class Session:
         """
         if current_graph_task_id() != -1:
             return
-        if current_transform() is not None:
-            return  # transforms of torch.func refuse saved-tensor hooks
-        if not are_saved_tensors_hooks_enabled():
-            return  # so does `torch.autograd.graph.disable_saved_tensors_hooks`
-        if self._current.forward is not None:  # it was interrupted where no hook could run
+        if current_transform() is not None or not are_saved_tensors_hooks_enabled():
+            return  # transforms of torch.func refuse saved-tensor hooks, and `disable_saved_tensors_hooks` does
+        if self._current.tape is not None:  # it was interrupted where no hook could run
             self.end()
         outer = hooks_in_force()
         if outer is not None and lowest(outer[0]).__module__ == checkpoint.__name__:
             return  # the root as a whole is recomputed: it saves nothing, and ours would hide that from the checkpoint
-        if torch.is_grad_enabled():
-            weights = weights_of(root)
-            tape = Tape(self._expected)
-            home = self._begin(tape, {weight.device for weight in weights})
-            self._current.forward = Forward(tape, weights, (self.pack, self.unpack), outer, home)
-            self._current.forward.open()
-            self._stats.passes += 1
+        if not torch.is_grad_enabled():
+            return
+        weights = weights_of(root)
+        tape = Tape(self._expected, outer)
+        self._begin(tape, {weight.device for weight in weights})
+        self._current.tape = tape
+        tape.open(weights, self.pack, self.unpack)
+        self._stats.passes += 1
 
     @_guarded
-    def _begin(self, tape: Tape, devices: Iterable[torch.device]) -> Stream | None:
+    def _begin(self, tape: Tape, devices: Iterable[torch.device]) -> None:
         for device in sorted(devices, key=str):
             if self._config.offloads(device):
                 self._offloader_on(device)
         self._tapes.add(tape)
-        if self._offloader is None:
-            return None
-        self._offloader.begin_forward()
-        return self._offloader.backend.current_stream()
-
-    def end(self) -> None:
-        """The root's forward is over, whichever way."""
-        current = self._current.forward
-        if current is None or current_graph_task_id() != -1:
-            return
-        if current.tape.stashes:
-            self._expected = len(current.tape.stashes)  # the next forward is expected to be as long
-        current.close()
-        self._current.forward = None
-        self._end(current)
+        if self._offloader is not None:
+            self._offloader.clean_up()
+            tape.home = self._offloader.backend.current_stream()
 
     @_guarded
-    def _end(self, current: Forward) -> None:
-        self._offload(current.take_unfilled())
+    def end(self) -> None:
+        """The root's forward is over, whichever way."""
+        tape = self._current.tape
+        if tape is None or current_graph_task_id() != -1:
+            return
+        if tape.stashes:
+            self._expected = len(tape.stashes)  # the next forward is expected to be as long
+        tape.close()
+        self._current.tape = None
+        self._offload(tape.take_unfilled())
         if self._offloader is not None:
             self._offloader.clean_up()
 
+    @_guarded
     def enter(self, name: str) -> None:
         """The call of a group begins."""
-        current = self._current.forward
-        if current is None or current_graph_task_id() != -1:
+        tape = self._current.tape
+        if tape is None or current_graph_task_id() != -1:
             return
-        self._enter(current, name)
-
-    @_guarded
-    def _enter(self, current: Forward, name: str) -> None:
-        self._offload(current.take_unfilled())
-        tape = current.tape
+        self._offload(tape.take_unfilled())
         tape.begin_group(name)
         if self._offloader is not None:
             self._offloader.begin_group()
@@ -243,9 +233,9 @@ class Session:
             tape.num_decided += 1
 
     @_guarded
-    def _send_unfilled(self, current: Forward) -> None:
+    def _send_unfilled(self, tape: Tape) -> None:
         """Offload what waited for the operation that saved it. That one is enqueued by now."""
-        self._offload(current.take_unfilled())
+        self._offload(tape.take_unfilled())
 
     def _offload(self, stashes: Iterable[Stash]) -> None:
         for stash in stashes:
@@ -256,28 +246,26 @@ class Session:
     # Pack
 
     def pack(self, tensor: torch.Tensor) -> Kept | Passed | PackedView:
-        current = self._current.forward
-        if current is None:
+        tape, config = self._current.tape, self._config
+        if tape is None:
             return keep(tensor, None)
-        if current.unfilled and num_autograd_nodes() != current.unfilled_by:
-            self._send_unfilled(current)
-        if not self._moves(tensor, current):
-            return keep(tensor, current.outer)
-        start, end = needed_part(tensor, self._config.min_bytes)
-        if end - start < max(self._config.min_bytes, 1):
-            return keep(tensor, current.outer)
-        if self._config.skip is not None and self._config.skip(tensor, current.tape.names[-1]):
-            return keep(tensor, current.outer)
-        return self._stash(tensor, start, end, current)
+        if tape.unfilled and num_autograd_nodes() != tape.unfilled_by:
+            self._send_unfilled(tape)
+        if not self._moves(tensor, tape):
+            return keep(tensor, tape.outer)
+        start, end = needed_part(tensor, config.min_bytes)
+        if end - start < max(config.min_bytes, 1) or (config.skip is not None and config.skip(tensor, tape.names[-1])):
+            return keep(tensor, tape.outer)
+        return self._stash(tensor, start, end, tape)
 
-    def _moves(self, tensor: torch.Tensor, current: Forward) -> bool:
+    def _moves(self, tensor: torch.Tensor, tape: Tape) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             # Most tensors that autograd saves are small, or weights: this comes first. (One that repeats itself is measured
             # in `needed_part`.)
             and (tensor.nbytes >= self._config.min_bytes or not tensor.is_contiguous())
-            and current.tape.position >= 0
+            and tape.position >= 0
             and self._config.offloads(tensor.device)
             and current_graph_task_id() == -1
             and not _thread.num_off
@@ -286,12 +274,12 @@ class Session:
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not tensor._is_zerotensor()  # the zeros of forward-mode differentiation have no memory
-            and not current.is_weight(tensor)
+            and not tape.is_weight(tensor)
         )
 
     @_guarded
-    def _stash(self, tensor: torch.Tensor, start: int, end: int, current: Forward) -> PackedView:
-        tape, stats, num_bytes = current.tape, self._stats, end - start
+    def _stash(self, tensor: torch.Tensor, start: int, end: int, tape: Tape) -> PackedView:
+        stats, num_bytes = self._stats, end - start
         offloader = self._offloader_on(tensor.device)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, start, num_bytes
@@ -305,9 +293,9 @@ class Session:
                 offloader.keep(stash, bytes_of(tensor, start, end))
             return PackedView(tensor, stash, start, tape)
         stream = offloader.backend.current_stream()
-        if current.home is None:
-            current.home = stream
-        streams = [stream] if stream == current.home else [stream, current.home]
+        if tape.home is None:
+            tape.home = stream
+        streams = [stream] if stream == tape.home else [stream, tape.home]
         stash = Stash(bytes_of(tensor, start, end), streams, offloader.remains, num_bytes)
         tape.add(key, storage, stash)
         tape.mark(stash)
@@ -316,8 +304,8 @@ class Session:
         elif tensor.grad_fn is None and not tensor.requires_grad:
             # No operation that was recorded has made it. The one that saves it may be about to fill it (`rrelu` saves its
             # noise before it draws it), so its copy has to come behind that one.
-            current.unfilled.append(stash)
-            current.unfilled_by = num_autograd_nodes()
+            tape.unfilled.append(stash)
+            tape.unfilled_by = num_autograd_nodes()
         else:
             offloader.offload(stash)
         return PackedView(tensor, stash, start, tape)

@@ -1,30 +1,40 @@
-"""What one forward saved for backward, in the order of its groups."""
+"""One forward of the root: hooks that are in force meanwhile, and what it saved for backward, in the order of its groups."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base.device import Stream
+from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
 from .stash import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(eq=False)
 class Tape:
-    """One forward, until its last backward.
+    """One forward, until its last backward. The hooks are in force from `open` to `close`.
 
     Positions count the calls of groups: a group that is called twice has two. Autograd holds the stashes and, with them, the
-    tape. The tape holds no stash.
+    tape. The tape holds no stash, once it is closed.
     """
 
     expected: int
     """Calls of groups to expect in the forward: as many as in the last one."""
+    outer: tuple[Pack, Unpack] | None
+    """The hooks of others that ours are pushed over."""
+    home: Stream | None = None
+    """The stream that the forward began on; None if its device isn't known yet."""
     names: list[str] = field(default_factory=list)
     """The group at each position."""
     stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
@@ -33,14 +43,53 @@ class Tape:
     """Positions before this one keep nothing on the device that could be offloaded."""
     known: dict[Key, tuple[StorageWeakRef, weakref.ref[Stash]]] = field(default_factory=dict)
     """The storages that this forward has saved. An address isn't used again as long as there is a weak reference to it."""
+    unfilled: list[Stash] = field(default_factory=list)
+    """Stashes that the operation that saved them may be about to fill."""
+    unfilled_by: int = -1
+    """The number of autograd nodes that this thread had made then."""
     reached: int | None = None
     """The position that backward has reached."""
     fetched: set[int] = field(default_factory=set)
     """The positions that backward has brought back."""
+    _hooks: saved_tensors_hooks | None = None
+    _weights: set[int] = field(default_factory=set)
 
     @property
     def position(self) -> int:
         return len(self.stashes) - 1
+
+    def open(self, weights: Sequence[torch.Tensor], pack: Pack, unpack: Unpack) -> None:
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._hooks = saved_tensors_hooks(unwatched(pack), unwatched(unpack))
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        """The forward is over: nothing more is saved."""
+        top = hooks_in_force()
+        if self._hooks is not None and top is not None and top[0] is self._hooks.pack_hook:
+            self._hooks.__exit__()  # else an interrupt left others behind
+        self.outer = self._hooks = None
+        self.known.clear()
+        self._weights.clear()
+
+    def take_unfilled(self) -> list[Stash]:
+        found, self.unfilled = self.unfilled, []
+        return found
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer, a view of one, or autocast's copy of one: these stay anyway.
+
+        FSDP2 frees the memory of gathered parameters and gathers them again, in the same storage.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if type(base) is not torch.Tensor and isinstance(base, nn.Parameter):
+            return True
+        if base.untyped_storage()._cdata in self._weights:
+            return True
+        made_by = base.grad_fn
+        if made_by is None or made_by.name() != "ToCopyBackward0":
+            return False
+        return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
 
     def begin_group(self, name: str) -> None:
         self.names.append(name)
@@ -69,12 +118,24 @@ class Tape:
                 if stash is not None and stash.state is not StashState.LOST:
                     yield stash
 
-    def end(self) -> None:
-        """The forward is over: nothing more is saved."""
-        self.known.clear()
-
     def lose(self) -> None:
         """Let all stashes go of their bytes. See [Note: Interrupts of activation offloading]."""
         for position in range(len(self.stashes)):
             for stash in self.at(position):
                 stash.lose()
+
+
+def weights_of(root: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers that are plain tensors. For each forward: `Module.parameters()` takes longer."""
+    found: list[torch.Tensor] = []
+    for module in root.modules():
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        found += [tensor for tensor in tensors if tensor is not None and type(tensor) in _PLAIN]
+    return found
+
+
+def lowest(pack: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook that finally gets every tensor that `pack` and the hooks below it leave alone."""
+    while getattr(pack, "below", None) is not None:
+        pack = pack.below  # type: ignore[attr-defined]
+    return pack

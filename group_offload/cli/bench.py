@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..base.device import backend_for
-from ..base.terminal import add_row, new_console, new_table, say
+from ..base.text import table
 from ..errors import GroupFileError
 from ..plan.speeds import measure, record, record_file
 from .arguments import add_device, chosen_device, new_command, path_of
+from .output import say, say_meanwhile
 
 
 def add_command(commands: Any) -> None:
@@ -32,26 +33,17 @@ def _bench(arguments: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
     backend = backend_for(chosen_device(arguments.device))
-    errors = new_console(stderr=True)
-
-    def tell(step: str) -> None:
-        if errors.is_terminal:
-            say(errors, f"Measuring {step} ...")
-
-    measured = measure(backend, folder, on_step=tell)
+    measured = measure(backend, folder, on_step=lambda step: say_meanwhile(f"Measuring {step} ..."))
     is_kept = record(measured)
     if arguments.json:
         print(json.dumps(asdict(measured), indent=2))
         return 0
-    console = new_console()
-    table = new_table(measured.device, "from", "speed", numbers=("speed",))
-    link = (
-        "RAM to RAM: the device is the CPU" if measured.device.startswith("CPU ") else "page-locked RAM to the device"
-    )
-    for way, speed in ((link, measured.h2d), (f"the drive of {measured.filesystem} to RAM", measured.drive)):
-        add_row(table, way, f"{speed / 1e9:.2f} GB/s" if speed else "not measured")
-    console.print(table)
+    is_cpu = measured.device.startswith("CPU ")
+    link = "RAM to RAM: the device is the CPU" if is_cpu else "page-locked RAM to the device"
+    ways = ((link, measured.h2d), (f"the drive of {measured.filesystem} to RAM", measured.drive))
+    rows = [(way, f"{speed / 1e9:.2f} GB/s" if speed else "not measured") for way, speed in ways]
+    say(measured.device, *table([("from", "speed"), *rows]))
     if measured.problem:
-        say(console, measured.problem)
-    say(console, f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.")
+        say(measured.problem)
+    say(f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.")
     return 0

@@ -32,7 +32,6 @@ from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import Detection, detection
 from ..base.ram import available_ram
 from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
-from ..base.terminal import add_row, new_console, new_table, say
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..plan.budgets import auto_ram, describe_bytes, total_ram
@@ -40,10 +39,10 @@ from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
 from ..stores.source import Piece, SourceFile
 from .arguments import add_device, chosen_device, new_command, path_of
+from .output import say, say_meanwhile
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 """The engine takes its fastest way, or another one; it does without; the system or the driver failed when it was asked."""
-_STYLES = {SLOWER: "yellow", MISSING: "red", UNKNOWN: "magenta"}
 _CPU = "not needed: the CPU computes from RAM itself"
 _SLOW_LINK = 10e9
 """Bytes per second. PCIe 3 x16 carries 12 GB/s, PCIe 4 x16 25 GB/s."""
@@ -95,9 +94,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if arguments.device is not None:
             raise
         backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
-    errors = new_console(stderr=True)
-    if errors.is_terminal:
-        say(errors, "Trying out what this machine allows takes some seconds ...")
+    say_meanwhile("Trying out what this machine allows takes some seconds ...")
     with _file_to_try(folder) as file:
         machine = Machine(folder, file, backend, problem, ask_nvidia(backend))
         rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
@@ -105,10 +102,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         shown = [{"name": name, **row._asdict()} for name, row in rows.items()]
         print(json.dumps({"folder": str(folder.absolute()), "device": str(backend.device), "rows": shown}, indent=2))
         return 0
-    table = new_table(f"group-offload doctor {folder.absolute()}", "", "found", "verdict", "what to do")
+    say(f"group-offload doctor {folder.absolute()}")
     for name, row in rows.items():
-        add_row(table, name.replace("_", " "), *row, style=_STYLES.get(row.verdict))
-    new_console().print(table)
+        say(f"{name.replace('_', ' '):<14}{row.verdict:<9}{row.found}")
+        if row.remedy:
+            say(f"{'':<14}{'':<9}What to do: {row.remedy}")
     return 0
 
 

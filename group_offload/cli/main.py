@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..base.terminal import complain
 from ..errors import GroupOffloadError
 from . import bench, doctor, pack, plan
+from .output import complain
 
 OK, FAILED = 0, 2
 """The exit statuses. That of argparse for wrong arguments is 2 too."""
@@ -36,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the program that reads the output has ended
         _write_nothing_more()
-        return OK
-    except SystemExit:  # rich turns the same error into this
         return OK
     except OSError as error:
         is_output = error.errno == errno.ENOSPC and error.filename is None

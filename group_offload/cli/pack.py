@@ -14,13 +14,14 @@ import torch
 
 from ..base.device import backend_for
 from ..base.progress import progress_bar
-from ..base.terminal import add_row, new_console, new_table, say
+from ..base.text import table
 from ..errors import ConfigError
 from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from .arguments import add_device, add_dtype, chosen_device, find_checkpoint, new_command, path_of
 from .outline import absent_parts, find_models, unknown_parts, usual_dtype
+from .output import say
 
 
 def add_command(commands: Any) -> None:
@@ -59,27 +60,21 @@ def _pack(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
-    console = new_console()
-    numbers = ("groups", "plain", "packed", "ratio")
-    table = new_table("Packed", "model", *numbers, numbers=numbers)
+    rows = [("model", "plain", "packed", "ratio")]
     for name, model in models.items():
         groups = packed[name].groups
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
-        cells = str(len(groups)), describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""
-        add_row(table, f"{name} {model.model_class.__name__}".strip(), *cells)
-    console.print(table)
-    absent = absent_parts(path)
-    if absent:
-        say(console, f"Not packed, because {path} does not have it: {', '.join(absent)}.")
-    for name, reason in unknown_parts(path).items():
-        say(console, f"Not packed: {name}. {reason}")
-    num_changed = sum(each.num_changed for each in packed.values())
-    if num_changed:
+        title = f"{name} {model.model_class.__name__}, {len(groups)} groups".strip()
+        rows.append((title, describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""))
+    say(*table(rows))
+    if absent := absent_parts(path):
+        say(f"Not packed, because {path} does not have it: {', '.join(absent)}.")
+    say(*(f"Not packed: {name}. {reason}" for name, reason in unknown_parts(path).items()))
+    if num_changed := sum(each.num_changed for each in packed.values()):
         say(
-            console,
             f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "
             f"files are still in {arguments.folder}: to free them, delete its group files while no program uses them, and pack "
-            f"again.",
+            f"again."
         )
     return 0
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ..base.publish import check_path
-from ..base.terminal import new_console, say
 from ..base.tuning import tuning
 from ..errors import ConfigError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
@@ -35,6 +34,7 @@ from ..report.facts import (
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, new_command, path_of, positive_size_of, size_of, speed_of
 from .outline import Outline, absent_parts, find_models, outline_of, unknown_parts
+from .output import say
 
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
@@ -100,8 +100,6 @@ _Speeds = Mapping[str, tuple[int, str]]
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    if arguments.html is not None:
-        check_path(arguments.html)
     path = find_checkpoint(arguments.model)
     speeds = _speeds(arguments, path)
     models = {
@@ -113,35 +111,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         write_page(facts, arguments.html)
     if arguments.json:
-        print(json.dumps(_as_json(facts), indent=2))
+        print(_as_json(facts))
         return 0
-    console = new_console()
     for component in components:
         outline, outer = component.outline, component.outline.outer_bytes
         uses = f", {component.uses} passes" if component.uses > 1 else ""
         held = f" {describe_bytes(outer)} of it is on the device during a pass only." if outer else ""
-        say(
-            console,
-            f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}",
-        )
-        for line in ("", *str(OffloadPlan(component.title, component.plan)).splitlines()):
-            say(console, line)
+        say(f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
+        say("", *str(OffloadPlan(component.title, component.plan)).splitlines())
         if outline.num_cast:
             say(
-                console,
                 f"{outline.num_cast} weights are cast to {arguments.dtype}: what rests in files is written to a folder for "
-                f"group files first (offload_to_disk_path).",
+                f"group files first (offload_to_disk_path)."
             )
-        say(console, "")
+        say("")
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
-        say(console, f"One image or video, all passes of all models: {seconds:.4g} s.")
+        say(f"One image or video, all passes of all models: {seconds:.4g} s.")
     if absent := absent_parts(path):
-        say(console, f"Not planned, because {path} does not have it: {', '.join(absent)}.")
-    for sentence in facts.sentences:
-        say(console, sentence)
+        say(f"Not planned, because {path} does not have it: {', '.join(absent)}.")
+    say(*facts.sentences)
     if arguments.html is not None:
-        say(console, f"Wrote {arguments.html}.")
+        say(f"Wrote {arguments.html}.")
     return 0
 
 
@@ -289,6 +280,7 @@ def _model_facts(component: _Component) -> ModelFacts:
         for each in outline.groups
     ]
     figures = figures_of(plan) | {
+        "num_bytes": outline.num_bytes,
         "num_passes": component.uses,
         "num_cast": outline.num_cast,
         "outer_bytes": outline.outer_bytes,
@@ -316,30 +308,10 @@ def _device_facts(component: _Component, arguments: argparse.Namespace) -> Memor
     return MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram)
 
 
-def _as_json(facts: ReportFacts) -> dict[str, Any]:
-    """What the page says, for programs."""
-    return {
-        "title": facts.title,
-        "models": [
-            {
-                "name": model.name,
-                "model_class": model.model_class,
-                "num_bytes": sum(group.num_bytes for group in model.groups),
-                "sentences": model.sentences,
-                **{name: value for figures in model.figures.values() for name, value in figures.items()},
-                "groups": [
-                    {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
-                ],
-            }
-            for model in facts.models
-        ],
-        "memories": [
-            {
-                "name": memory.name,
-                "budget_bytes": memory.budget_bytes,
-                "parts": {label: num_bytes for label, num_bytes, _ in memory.parts},
-            }
-            for memory in facts.memories
-        ],
-        "sentences": facts.sentences,
-    }
+def _as_json(facts: ReportFacts) -> str:
+    """What the page says, but for its timelines, for programs."""
+    found = asdict(replace(facts, models=[replace(model, passes=()) for model in facts.models]))
+    for model in found["models"]:
+        for figures in model.pop("figures").values():
+            model.update(figures)
+    return json.dumps(found, indent=2, default=attrgetter("value"))

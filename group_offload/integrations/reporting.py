@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from ..api import handle_of
-from ..base.publish import check_path
 from ..errors import ConfigError, StateError
 from ..handle import OffloadHandle, report_of
 from ..report.page import write_page
@@ -53,5 +52,4 @@ def write_report(models: Any, path: str | os.PathLike[str]) -> Path:
         )
     sentences = [f"Not offloaded: {', '.join(others)}."] if others else []
     handles = {", ".join(mine): handle for handle, mine in names.items()}
-    check_path(Path(path))
     return write_page(report_of(handles, title, sentences), path)

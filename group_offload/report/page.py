@@ -22,8 +22,10 @@ from ..plan.budgets import describe_bytes
 from ..plan.report import memory_rows
 from .facts import LANES, GroupFacts, MemoryFacts, ModelFacts, PassFacts, ReportFacts
 
-_MAX_PIECES = 6000
-"""The number of pieces in pictures, about. Neighbors become one where there are more, so a page stays below 2 MB."""
+_MAX_PIECES = 240
+"""Pieces of one row of a timeline. Neighbors become one where there are more, so a page stays below 2 MB."""
+_MAX_CELLS = 1000
+"""Pieces of the picture of where groups rest."""
 _MAX_LISTS = 40
 _MAX_ROWS = 8
 """Rows of one lane: several threads read."""
@@ -58,7 +60,6 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
 def render(facts: ReportFacts) -> str:
     """The page."""
     css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    limit = max(100, _MAX_PIECES // max(1, sum(1 + len(LANES) * len(model.passes) for model in facts.models)))
     overview = [("model", "weights", "a pass", "what bounds it")]
     for model in facts.models:
         size = describe_bytes(sum(group.num_bytes for group in model.groups))
@@ -74,7 +75,7 @@ def render(facts: ReportFacts) -> str:
             *(f'<p class="soft">{_safe(sentence)}</p>' for sentence in (*facts.sentences, _made())),
             *([_card("Models", html_table(overview))] if len(facts.models) > 1 else ()),
             *(_card(*_memory(memory)) for memory in facts.memories),
-            *(part for model in facts.models for part in _section(model, limit)),
+            *(part for model in facts.models for part in _section(model)),
             "</main></body></html>\n",
         ]
     )
@@ -156,7 +157,7 @@ def _memory(memory: MemoryFacts) -> Iterator[str]:
     yield from (f'<p class="soft">{_safe(sentence)}</p>' for sentence in memory.sentences)
 
 
-def _section(model: ModelFacts, limit: int) -> Iterator[str]:
+def _section(model: ModelFacts) -> Iterator[str]:
     total = sum(group.num_bytes for group in model.groups)
     where = f", computed on {model.device}" if model.device else ""
     sentences = (f"<p>{_safe(sentence)}</p>" for sentence in model.sentences)
@@ -164,10 +165,10 @@ def _section(model: ModelFacts, limit: int) -> Iterator[str]:
     yield _card(f"{describe_bytes(total)} in {len(model.groups)} groups{where}", *sentences)
     if model.memory:
         yield _card("Device memory now", html_table(memory_rows(model.memory)))
-    yield _card("Where each group rests", *_groups(model, total or 1, limit))
+    yield _card("Where each group rests", *_groups(model, total or 1))
     if model.passes:
         last = model.passes[-1]
-        timelines = (_timeline(one, model.outer, limit, is_open=one is last) for one in model.passes)
+        timelines = (_timeline(one, model.outer, is_open=one is last) for one in model.passes)
         hint = '<p class="soft">The pointer tells of a group: its times, and its bytes.</p>'
         yield _card("Passes over time", hint, *timelines)
     else:
@@ -177,9 +178,9 @@ def _section(model: ModelFacts, limit: int) -> Iterator[str]:
         yield f'<details class="card scroll"><summary>{_safe(title)}</summary>{html_table(rows)}</details>'
 
 
-def _groups(model: ModelFacts, total: int, limit: int) -> Iterator[str]:
+def _groups(model: ModelFacts, total: int) -> Iterator[str]:
     """Each group as wide as its bytes, in the color of its place; then a row for the groups of one list."""
-    prefix, most = f"{model.name}.", -(-len(model.groups) // max(limit, 1000))
+    prefix, most = f"{model.name}.", -(-len(model.groups) // _MAX_CELLS)
     cells: list[tuple[int, str, str]] = []
     for place, neighbors in groupby(model.groups, key=lambda group: group.place):
         found = [*neighbors]
@@ -214,11 +215,11 @@ def _span(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the timeline
 
 
-def _timeline(one: PassFacts, outer: frozenset[str], limit: int, *, is_open: bool) -> str:
+def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
     busy = [f"{label} {seconds(took)}" for lane, label in LANES.items() if (took := one.busy_seconds(lane, outer))]
     summary = f"{one.title}, {seconds(one.seconds)}: {', '.join(busy) or 'nothing moved'}."
     length = one.seconds or 1e-9
-    rows = [(label, [*_thinned(row, length, limit)]) for label, row in _rows(one, outer)]
+    rows = [(label, [*_thinned(row, length)]) for label, row in _rows(one, outer)]
     width = min(_MAX_WIDTH, 5 * max((len(row) for _, row in rows), default=0))
     ticks = max(4, width // 250)
     axis = "".join(f"<span>{seconds(length * tick / ticks)}</span>" for tick in range(ticks + 1))
@@ -256,12 +257,12 @@ def _piece(each: Slice, color: str, length: float) -> _Piece:
     )
 
 
-def _thinned(slices: Sequence[Slice], length: float, limit: int) -> Iterable[Slice]:
-    """The slices; neighbors in one of `limit` equal parts of the pass are one if there are more of them."""
-    if len(slices) <= limit:
+def _thinned(slices: Sequence[Slice], length: float) -> Iterable[Slice]:
+    """The slices; neighbors in one of `_MAX_PIECES` equal parts of the pass are one if there are more of them."""
+    if len(slices) <= _MAX_PIECES:
         return slices
     found: list[Slice] = []
-    for _, run in groupby(slices, key=lambda each: int(each.start / length * limit)):
+    for _, run in groupby(slices, key=lambda each: int(each.start / length * _MAX_PIECES)):
         mine = [*run]
         size, end = sum(each.num_bytes for each in mine), max(each.end for each in mine)
         found.append(Slice(mine[0].lane, _span([each.name for each in mine]), mine[0].start, end, size))

@@ -148,13 +148,6 @@ def test_device_memory_is_the_formula(keep_last: int) -> None:
     assert peaks(10)[1] - before > 9 * group
 
 
-def test_bytes_in_flight_are_bounded() -> None:
-    for bound in (0, 2048):
-        assert check(plain, "lazy", max_inflight_bytes=bound).peak_inflight_bytes <= bound
-    stats = check(plain, "lazy", keep_last=0)
-    assert stats.peak_inflight_bytes <= 3 * stats.offloaded_bytes / (2 * 4)  # two steps, four groups
-
-
 def test_nothing_is_fetched_late_and_the_host_never_waits() -> None:
     model = make()
     with on("lazy", model) as (put, _):
@@ -187,39 +180,20 @@ def test_the_last_group_is_not_known_at_first() -> None:
     assert moved[1] == moved[2]
 
 
-def test_host_memory_is_reused_step_after_step() -> None:
-    """Also by steps of other shapes: what the largest step takes is enough for all."""
-    model = make()
-    handle = offload(model)
-
-    def step(num_samples: int) -> int:
-        x = torch.randn(num_samples, TOKENS, DIM)
-        model(x).square().mean().backward()
-        return handle.stats().host_bytes
-
-    most = step(7)
-    assert {step(num_samples) for num_samples in (7, 3, 6, 1, 7, 5, 4)} == {most}
-
-
 @pytest.mark.parametrize(("device", "num_shapes"), [("cpu", 1000), ("eager", 50)])
 def test_host_memory_is_bounded_for_any_shapes(device: str, num_shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is always a graph that is alive. Afterwards what small ones do not need is freed."""
+    """There is always a graph that is alive. Shapes that come again take no more."""
     tune(monkeypatch, activation_segment_bytes=4096)
     model, rng = make(2), random.Random(0)
     with on(device, model) as (put, _):
         handle = offload(model, keep_last=0)
         graphs: deque[torch.Tensor] = deque(maxlen=3)
-        shapes = [*rng.sample(range(1, num_shapes + 1), num_shapes), *[1] * 40]
-        for number, num_samples in enumerate(shapes):
+        shapes = rng.sample(range(1, num_shapes + 1), num_shapes)
+        for num_samples in shapes:
             graphs.append(model(put(torch.randn(num_samples, 2, DIM))).square().mean())
-            if number == num_shapes - 1:
-                before = handle.stats()
-                assert before.host_bytes <= 2 * before.peak_used_host_bytes
-        after = handle.stats()
-        assert after.used_host_bytes > 0 and after.host_bytes < before.host_bytes / 8
-        if device != "cpu":
-            simulated: SimulatedDevice = put.__self__  # type: ignore[attr-defined]
-            assert after.pinned_bytes == simulated.pinned_bytes == after.host_bytes
+        stats = handle.stats()
+        assert stats.host_bytes <= 2 * stats.peak_used_host_bytes
+        assert device == "cpu" or stats.pinned_bytes == put.__self__.pinned_bytes  # type: ignore[attr-defined]
         graphs.clear()
         handle.remove()
 
@@ -670,7 +644,7 @@ def test_groups() -> None:
     assert offload(make(), groups=["head", "blocks"]).groups == (*(f"blocks.{index}" for index in range(4)), "head")
     assert offload(make(2), groups=nn.LayerNorm).groups == ("blocks.0.norm", "blocks.1.norm")
     assert offload(nn.ModuleDict({"list": nn.ModuleList([nn.Linear(1, 1)])})).groups == ("list.0",)
-    with pytest.raises(ConfigError, match=r"'block.1'.*\['blocks.1'"):
+    with pytest.raises(ConfigError, match=r"'block.1'.*Did you mean 'blocks.1'"):
         offload(make(), groups="block.1")
     with pytest.raises(ConfigError, match="no module of that class"):
         offload(make(), groups=[nn.Conv2d])
@@ -684,7 +658,6 @@ def test_groups() -> None:
         ({"keep_last": -1}, "keep_last=-1"),
         ({"prefetch": 1.5}, "prefetch=1.5"),
         ({"min_bytes": True}, "min_bytes=True"),
-        ({"max_inflight_bytes": "1"}, "max_inflight_bytes='1'"),
         ({"skip": 3}, "skip=3"),
         ({"groups": [3]}, "groups names 3"),
         ({"groups": []}, "groups is empty"),

@@ -148,7 +148,7 @@ def fail_in_backward(model: Any, x: torch.Tensor, at: int) -> None:
 
 
 def test_a_graph_is_dropped_while_its_copies_are_on_their_way() -> None:
-    for options in ({}, {"prefetch": 3}, {"max_inflight_bytes": 0}):
+    for options in ({}, {"prefetch": 3}):
         with simulated(**options) as (device, model, x, expected):
             for at in (4, 3, 1):
                 loss = model(x).sum()

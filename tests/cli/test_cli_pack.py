@@ -134,11 +134,8 @@ def test_nothing_to_pack(run: Terminal, tmp_path: Path) -> None:
     [
         (["nowhere"], "There is no nowhere"),
         (["--dtype", "int8", "{model}"], "floating point"),
-        (["--dtype", "x", "{model}"], "no floating point dtype"),
         (["--device", "meta", "{model}"], "needs Triton"),
-        (["--device", "x", "{model}"], "not a device"),
         (["--device", "cpu:5", "{model}"], "there is one CPU device"),
-        (["{model}/config.json"], "from_pretrained does not load"),
         (["{empty}"], "Cannot read {empty}/config.json"),
     ],
 )
@@ -170,9 +167,7 @@ def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpo
     assert not (tmp_path / "more").exists()
 
 
-@pytest.mark.parametrize(
-    "index", ["{", "[]", "{}", '{"weight_map": []}', '{"metadata": {}, "weight_map": {"a": "../../x"}}']
-)
+@pytest.mark.parametrize("index", ["{", "{}", '{"metadata": {}, "weight_map": {"a": "../../x"}}'])
 def test_an_index_that_is_no_index(index: str, run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
     (checkpoint / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
     assert str(checkpoint) in run("pack", checkpoint, tmp_path / "groups", status=2)

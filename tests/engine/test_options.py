@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -62,7 +63,6 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
     [
         ({"use_stream": True}, DeviceError, "use_stream"),
         ({"record_stream": True}, ConfigError, "record_stream"),
-        ({"record_stream": True, "use_stream": False}, ConfigError, "record_stream"),
         ({"offload_device": "cuda"}, ConfigError, "offload_device"),
         (
             {"offload_device": "nvme"},
@@ -82,38 +82,28 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
         ),
         ({"onload_device": "8GiB"}, DeviceError, "Did you mean vram_budget='8GiB'?"),
         ({"onload_device": "mps"}, DeviceError, "onload_device='mps' isn't supported. Use 'cuda', 'xpu' or 'cpu'."),
-        ({"offload_device": "meta"}, ConfigError, "offload_device"),
-        ({"offload_device": "nonsense"}, ConfigError, "offload_device"),
         ({"offload_device": None}, ConfigError, "offload_device"),
         ({"onload_device": "nonsense"}, DeviceError, "onload_device"),
         ({"onload_device": "meta"}, DeviceError, "meta"),
-        ({"onload_device": "vulkan"}, DeviceError, "vulkan"),
         ({"onload_device": 3.5}, DeviceError, "expected its name"),
         ({"onload_device": "cuda:99"}, DeviceError, "cuda:99"),
         ({"onload_device": "cpu:7"}, DeviceError, "cpu:7"),
         ({"offload_type": "nonsense"}, ConfigError, "offload_type"),
-        ({"offload_type": None}, ConfigError, "offload_type"),
-        ({"offload_type": 3}, ConfigError, "offload_type"),
         ({"offload_type": ["block_level"]}, ConfigError, "offload_type"),
-        *(({"num_blocks_per_group": n}, ConfigError, "num_blocks_per_group") for n in (0, -1, True, "2", 1.0, 2.5)),
+        *(({"num_blocks_per_group": n}, ConfigError, "num_blocks_per_group") for n in (0, True, "2", 1.0)),
         ({"num_blocks_per_group": 2, "offload_type": "leaf_level"}, ConfigError, "num_blocks_per_group"),
-        ({"num_blocks_per_group": True, "offload_type": "leaf_level"}, ConfigError, "num_blocks_per_group"),
         ({"block_modules": ["blocks"], "offload_type": "leaf_level"}, ConfigError, "block_modules"),
         ({"block_modules": ["nonsense"]}, ConfigError, "nonsense"),
         ({"block_modules": ["blocks", "blocks.1"]}, ConfigError, "blocks.1"),
         ({"block_modules": "blocks"}, ConfigError, "block_modules"),
         ({"block_modules": [3]}, ConfigError, "block_modules"),
-        ({"block_modules": 3}, ConfigError, "block_modules"),
         ({"exclude_kwargs": "mask"}, ConfigError, "exclude_kwargs"),
         ({"exclude_kwargs": [None]}, ConfigError, "exclude_kwargs"),
-        ({"exclude_kwargs": 3}, ConfigError, "exclude_kwargs"),
         ({"offload_to_disk_path": 3}, ConfigError, "offload_to_disk_path"),
-        ({"offload_to_disk_path": ["folder"]}, ConfigError, "offload_to_disk_path"),
         ({"offload_to_disk_path": ""}, ConfigError, "offload_to_disk_path"),
         ({"offload_to_disk_path": "a\0b"}, ConfigError, "offload_to_disk_path"),
-        *(({name: 1}, ConfigError, name) for name in ("non_blocking", "use_stream", "record_stream")),
-        *(({name: "yes"}, ConfigError, name) for name in ("non_blocking", "use_stream", "low_cpu_mem_usage")),
-        ({"low_cpu_mem_usage": None}, ConfigError, "low_cpu_mem_usage"),
+        *(({name: 1}, ConfigError, name) for name in ("non_blocking", "record_stream")),
+        *(({name: "yes"}, ConfigError, name) for name in ("use_stream", "low_cpu_mem_usage")),
     ],
     ids=str,
 )
@@ -150,14 +140,14 @@ def test_device_that_is_not_there(device: Any, monkeypatch: pytest.MonkeyPatch) 
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("module", [None, "model", [nn.Linear(2, 2)], nn.Linear, torch.ones(2)])
+@pytest.mark.parametrize("module", [None, "model", [nn.Linear(2, 2)], nn.Linear])
 def test_not_a_module(module: Any) -> None:
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
         apply_group_offloading(module, "cpu")
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(), nn.ModuleList([nn.ReLU()]), nn.ModuleDict()])
+@pytest.mark.parametrize("model", [nn.Identity(), nn.ModuleList([nn.ReLU()])])
 def test_module_without_weights(model: nn.Module, level: str) -> None:
     before = snapshot(model)
     with pytest.raises(ModuleError, match=type(model).__name__):
@@ -165,37 +155,37 @@ def test_module_without_weights(model: nn.Module, level: str) -> None:
     assert snapshot(model) == before
 
 
+def _quantised(*, by_channel: bool) -> torch.Tensor:
+    if by_channel:
+        return torch.quantize_per_channel(torch.eye(4), torch.full((4,), 0.1), torch.zeros(4), 0, torch.qint8)
+    return torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+
+
+UNFIT: dict[str, Callable[[], torch.Tensor]] = {
+    "meta": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "sparse csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantised": lambda: _quantised(by_channel=False),
+    "by channel": lambda: _quantised(by_channel=True),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.filterwarnings("ignore:.*(quantize|Quantize|nested)")
-@pytest.mark.parametrize(
-    "kind",
-    ["meta parameter", "meta buffer", "sparse parameter", "sparse csr buffer", "quantised", "by channel", "nested"],
-)
-def test_weights_that_cannot_be_offloaded(kind: str, tier: str, level: str, tmp_path: Path) -> None:
-    model = make(Model)
-    block = model.blocks[2]
-    if kind == "meta parameter":
-        block.up.to("meta")
-    elif kind == "meta buffer":
-        block.register_buffer("mask", torch.ones(3, device="meta"))
-    elif kind == "sparse parameter":
-        block.weight = nn.Parameter(torch.eye(4).to_sparse())
-    elif kind == "sparse csr buffer":
-        block.register_buffer("mask", torch.eye(4).to_sparse_csr())
-    elif kind == "quantised":
-        quantised = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
-        block.weight = nn.Parameter(quantised, requires_grad=False)
-    elif kind == "by channel":
-        scales, zeros = torch.full((4,), 0.1), torch.zeros(4)
-        block.register_buffer("mask", torch.quantize_per_channel(torch.eye(4), scales, zeros, 0, torch.qint8))
+@pytest.mark.parametrize("is_parameter", [True, False])
+@pytest.mark.parametrize("kind", UNFIT)
+def test_weights_that_cannot_be_offloaded(kind: str, is_parameter: bool, tmp_path: Path) -> None:
+    model, tensor = make(Model), UNFIT[kind]()
+    if is_parameter:
+        model.blocks[2].weight = nn.Parameter(tensor, requires_grad=False)
     else:
-        block.register_buffer("mask", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+        model.blocks[2].register_buffer("mask", tensor)
     before = snapshot_without_pointers(model)
-    with pytest.raises(ModuleError, match=r"blocks\.2\."):
-        offload_to(tmp_path / "groups" if tier == "file" else None, model, level)
-    assert snapshot_without_pointers(model) == before
+    for folder, level in ((None, "leaf_level"), (tmp_path / "groups", "block_level")):
+        with pytest.raises(ModuleError, match=r"blocks\.2\."):
+            offload_to(folder, model, level)
+        assert snapshot_without_pointers(model) == before
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -356,28 +346,21 @@ def test_spellings_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "options", [{"non_blocking": True}, {"low_cpu_mem_usage": True}, {"use_stream": False}], ids=str
 )
-@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_option_that_changes_no_result(options: dict[str, Any], tier: str, level: str, tmp_path: Path) -> None:
+def test_option_that_changes_no_result(options: dict[str, Any], level: str, tmp_path: Path) -> None:
     model = make(Model)
-    offload_to(tmp_path if tier == "file" else None, model, level, **options)
+    offload_to(tmp_path, model, level, **options)
     check(model, make(Model), inputs())
 
 
 # ---------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     ("count", "expected"),
-    [
-        (1, ["down_0_0", "down_1_1", "down_2_2", "up_0_0", "up_1_1", "up_2_2", "up_3_3", "up_4_4"]),
-        (2, ["down_0_1", "down_2_2", "up_0_1", "up_2_3", "up_4_4"]),
-        (3, ["down_0_2", "up_0_2", "up_3_4"]),
-        (100, ["down_0_2", "up_0_4"]),
-    ],
+    [(2, ["down_0_1", "down_2_2", "up_0_1", "up_2_3", "up_4_4"]), (100, ["down_0_2", "up_0_4"])],
 )
-def test_blocks_per_group(count: int, expected: list[str], tier: str, tmp_path: Path) -> None:
+def test_blocks_per_group(count: int, expected: list[str], tmp_path: Path) -> None:
     class Uneven(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -391,10 +374,10 @@ def test_blocks_per_group(count: int, expected: list[str], tier: str, tmp_path: 
 
     model = make(Uneven)
     reference = copy.deepcopy(model)
-    handle = offload_to(tmp_path if tier == "file" else None, model, num_blocks_per_group=count)
+    handle = offload_to(tmp_path, model, num_blocks_per_group=count)
     assert [group.group_id for group in handle.groups if group.num_bytes] == expected
     check(model, reference, inputs())
-    assert handle.stats().onloads == (3 * len(expected) if tier == "file" else 0)
+    assert handle.stats().onloads == 3 * len(expected)
 
 
 class Nested(nn.Module):
@@ -423,16 +406,13 @@ class Nested(nn.Module):
         return self.out(self.layers[0](self.decoder(self.encoder(x))))
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("blocks", [None, ["encoder", "decoder"], ["decoder"], ["encoder", "blocks"], []])
-def test_block_modules(blocks: list[str] | None, tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [["encoder", "decoder"], ["decoder"], ["encoder", "blocks"], []])
+def test_block_modules(blocks: list[str], tmp_path: Path) -> None:
     model = make(Nested)
     reference = copy.deepcopy(model)
-    handle = offload_to(tmp_path if tier == "file" else None, model, block_modules=blocks)
-    ids = {group.group_id for group in handle.groups if group.num_bytes}
+    ids = {group.group_id for group in offload_to(tmp_path, model, block_modules=blocks).groups if group.num_bytes}
     for name in ("encoder", "decoder"):
-        is_cut = name in (blocks or ())
-        assert (f"{name}.blocks_0_0" in ids) == is_cut or "blocks" in (blocks or ())
+        assert (f"{name}.blocks_0_0" in ids) == (name in blocks) or "blocks" in blocks
     assert "layers_0_0" in ids
     check(model, reference, inputs())
     assert_same(run(model.decoder, inputs()), run(reference.decoder, inputs()))
@@ -457,7 +437,12 @@ def test_block_modules_of_the_class() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     model = make(Model)
+    before = snapshot_without_pointers(model)
     handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    assert sum(group.num_tensors for group in handle.groups) == len(list(model.parameters()))
+    assert sum(group.num_bytes for group in handle.groups) == blob_bytes(model)
+    assert {group.tier for group in handle.groups} == {tier}
+    assert handle.module is model and model in handle.gated_modules
     lines = str(handle).splitlines()
     assert lines[0].split() == ["group", "tensors", "size", "rests", "in"] and set(lines[1]) == {"-"}
     assert len(lines) == 3 + len(handle.groups)
@@ -467,6 +452,8 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert "Model" in repr(handle)
     handle.remove()
     assert "removed" in str(handle) and not handle.is_active
+    remove_group_offloading(model)  # does nothing to other modules
+    assert snapshot_without_pointers(model) == before
 
 
 def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
@@ -478,19 +465,6 @@ def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
         assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:] + "\0")
     assert "<b>" not in handle._repr_html_() and "&lt;b&gt;" in handle._repr_html_()
     handle.remove()
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_groups_cover_the_module(tier: str, level: str, tmp_path: Path) -> None:
-    model = make(Model)
-    handle = offload_to(tmp_path if tier == "file" else None, model, level)
-    assert sum(group.num_tensors for group in handle.groups) == len(list(model.parameters()))
-    assert sum(group.num_bytes for group in handle.groups) == blob_bytes(model)
-    assert len({group.group_id for group in handle.groups}) == len(handle.groups)
-    assert {group.tier for group in handle.groups} == {tier}
-    assert handle.module is model
-    assert model in handle.gated_modules
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -562,22 +536,3 @@ def test_weights_in_ram_are_used_in_place_on_the_cpu() -> None:
     stats = handle.stats()
     assert (stats.copies, stats.onloads, stats.peak_device_bytes, stats.rebuilds) == (0, 0, 0, 0)
     handle.remove()
-
-
-def test_blocks_per_group_and_peak(tmp_path: Path) -> None:
-    model = make(Model)
-    peaks = []
-    for count in (1, 2, 4):
-        handle = offload_to(tmp_path / str(count), model, num_blocks_per_group=count)
-        run(model, inputs())
-        peaks.append(handle.stats().peak_device_bytes)
-        handle.remove()
-    block, rest = blob_bytes(model.blocks[0]), blob_bytes(model.proj_in, model.norm, model.gain)
-    assert peaks == [count * block + rest for count in (1, 2, 4)]
-
-
-def test_remove_does_nothing_to_other_modules() -> None:
-    model = make(Model)
-    before = snapshot(model)
-    remove_group_offloading(model)
-    assert snapshot(model) == before

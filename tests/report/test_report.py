@@ -203,7 +203,7 @@ def test_what_recording_costs(device: CountingDevice) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}, {"use_stream": False}], ids=str
+    "options", [{"offload_type": "leaf_level"}, {"in_files": True}, {"use_stream": False}], ids=str
 )
 def test_while_work_is_on_its_way(options: dict[str, Any]) -> None:
     """The page is right, and changes nothing, when kernels and copies have not run yet."""
@@ -235,19 +235,10 @@ def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
         page = Page(handle.report(tmp_path / "run.html"))
         assert "No pass was recorded that completed." in page.words
         model.stop_at = -1
+        num_waits = device.num_host_waits
         forward(device, model, x)
+        assert device.num_host_waits == num_waits
         assert titles(handle) == ["forward 2"]
-        model.alive.clear()
-        handle.remove()
-
-
-def test_the_host_waits_for_no_recording() -> None:
-    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-        model = RoutedModel([16] * 3)
-        handle = offload(model)
-        for _ in range(4):
-            forward(device, model, torch.randn(2, DIM))
-        assert len(engine_of(handle).recorder.passes) == 4 and device.num_host_waits == 0
         model.alive.clear()
         handle.remove()
 
@@ -267,7 +258,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     assert facts.passes[-1].seconds > 0
     assert {group.place for group in facts.groups} == {Place.FILE if tier == "file" else Place.RAM}
     assert [memory.name for memory in report_of({"": handle}).memories] == ["RAM of this process"]
-    assert ("compute waited for weights from files" in page.words) or tier == "ram"
+    assert "compute waited for weights" in page.words
     handle.remove()
 
 
@@ -400,10 +391,10 @@ def many(num_groups: int, num_slices: int) -> ModelFacts:
     )
 
 
-@pytest.mark.parametrize(("num_groups", "num_slices"), [(1200, 1200), (9000, 12_000)])
-def test_many_groups(num_groups: int, num_slices: int, tmp_path: Path) -> None:
+def test_many_groups(tmp_path: Path) -> None:
     """The page stays small, no byte is lost, and how busy a lane was is told of all slices."""
-    model = many(num_groups, num_slices)
+    num_groups = 9000
+    model = many(num_groups, 12_000)
     path = write_page(ReportFacts(title="Many", models=[model], memories=[], sentences=[]), tmp_path / "many.html")
     assert path.stat().st_size < 2 << 20
     page = Page(path)
@@ -431,7 +422,7 @@ def test_what_the_pointer_tells(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is foreseen
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_foreseen_pass_is_the_predicted_one(seed: int) -> None:
     rng = random.Random(seed)
     groups = tuple(

@@ -60,16 +60,13 @@ def random_training(rng: random.Random, device: str) -> None:
         "keep_last": rng.choice([0, 1, 1, 2, 9]),
         "prefetch": rng.choice([0, 1, 1, 2, 3]),
         "min_bytes": rng.choice([0, 0, 600]),
-        "max_inflight_bytes": rng.choice([None, None, 0, 5000]),
         "skip": rng.choice([None, lambda tensor, fqn: tensor.shape[-1] == 2 * DIM or fqn == "blocks.1"]),
         "groups": rng.choice([None, None, ["blocks.1", "blocks.2", "head"], TrainingBlock, nn.Linear]),
     }
     order = [rng.randrange(3) for _ in range(rng.randint(3, 5))] if rng.random() < 0.5 else [0, 1, 2]
     attributes = {} if rng.random() < 0.7 else {"run_block": rng.choice(CHECKPOINTS[1:])}
     step = rng.choice([step for name, step in STEPS.items() if not name.startswith("stopped")])
-    stats = check(step, device, rng.randrange(99), lambda: make(3, order=order, **attributes), **options)
-    if options["max_inflight_bytes"] is not None:
-        assert stats.peak_inflight_bytes <= options["max_inflight_bytes"]
+    check(step, device, rng.randrange(99), lambda: make(3, order=order, **attributes), **options)
 
 
 class Call(nn.Module):
