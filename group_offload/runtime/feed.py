@@ -14,7 +14,7 @@ from ..base.page_lock import PageLock
 from ..base.pool import Task, finish_all, on_pool, withdraw_all
 from ..base.ram import fits
 from ..packing.codec import hash_of
-from ..stores.moves import Copy, Read, Stage
+from ..stores.moves import Copy, Read
 from .copies.reader import prove_all
 from .copies.transfer import Transfer
 from .groups.part import Part
@@ -88,14 +88,12 @@ class Feed:
 def _begin_to_read(part: Part, target: torch.Tensor, transfer: Transfer) -> Plain:
     reads, at = [], 0
     for move in sorted(part.blob.moves(0, ""), key=lambda move: move.at):
-        assert isinstance(move, (Copy, Stage, Read))
+        assert isinstance(move, (Copy, Read))
         target[at : move.at] = 0
         at = move.at + move.num_bytes
         match move:
             case Copy():
                 target[move.at : at] = move.memory[move.start : move.start + move.num_bytes]
-            case Stage():
-                move.fill(target[move.at : at], 0)
             case Read():
                 reads.append(move)
     target[at:] = 0

@@ -94,7 +94,6 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_slots_go_to_another_model_while_copies_to_them_are_on_their_way": "copies across passes",
     "engine/test_streams.py::test_removed_right_after_a_forward": "copies across passes",
     "engine/test_streams.py::test_cut_into_groups_again_right_after_a_forward": "copies across passes",
-    "engine/test_streams.py::test_removed_after_an_edit_in_the_middle_of_a_forward": "edits in the middle of a forward",
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
     "engine/test_streams.py::test_packed_weights_are_on_their_way": "packed weights, whose edits the page map tells",
     "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",

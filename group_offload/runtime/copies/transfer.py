@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch.profiler import record_function
 
-from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
-from ...base.page_lock import PageLock
+from ...base.device import Backend, Event, HostBackend, Stream
 from ...base.pool import Task
 from ...base.torch_internals import is_profiler_enabled
-from ...base.tuning import tuning
 from ...stores.base import PlacedBlob, PlacedImage, Tier
-from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined, sent_bytes
+from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
@@ -26,8 +24,6 @@ from .jobs import Job, Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
 from .room import Room
-
-NUM_STAGING_BUFFERS = 2
 
 
 class Transfer:
@@ -51,9 +47,6 @@ class Transfer:
         self._unpack_stream = backend.new_stream() if use_stream and unpacks else None
         self._room = Room(backend) if self._unpack_stream is not None else None
         self._blocking = blocking
-        self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
-        self._staging_size = 1
-        self._turn = 0
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
@@ -91,21 +84,10 @@ class Transfer:
 
     @property
     def staging_bytes(self) -> int:
-        return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
+        return self._reader.staging_bytes
 
-    def prepare_for(self, largest_blob: int, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
-        """Size the staging memory. Only between passes.
-
-        Args:
-            largest_blob: The bytes of the largest blob.
-            read_bytes: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
-            chunk_bytes: The size of a chunk of these, at most.
-            num_frames: The number of chunks that are in staging memory at once, at most.
-        """
-        size = max(1, min(tuning().max_staging_bytes, largest_blob))
-        if size != self._staging_size:
-            self._drop_buffers()
-            self._staging_size = size
+    def prepare_for(self, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
+        """Size the staging memory: see `Reader.prepare_for`. Only between passes."""
         self._reader.prepare_for(read_bytes, chunk_bytes, num_frames)
 
     @property
@@ -269,8 +251,6 @@ class Transfer:
                         self._land(shared, move, landing, is_read=bool(reads))
                     case Copy():
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
-                    case Stage():
-                        self._stage(landing, move)
                     case Unpack():
                         self._unpack(landing, move, berths)
             has_failed = False
@@ -365,27 +345,7 @@ class Transfer:
 
     def close(self) -> None:
         """Give the staging memory back. Nothing may be read (`cancel_pending`)."""
-        self._drop_buffers()
         self._reader.close()
-
-    def _drop_buffers(self) -> None:
-        for *_, lock in self._staging:
-            if lock is not None:  # else torch has read the memory by the time that a copy returns
-                lock.release()
-        self._staging.clear()
-
-    def _stage(self, landing: Landing, stage: Stage) -> None:
-        if isinstance(self._backend, HostBackend):
-            stage.fill(landing.memory[stage.at : stage.at + stage.num_bytes], 0)  # the device computes from this memory
-            self._num_copies += 1
-            return
-        for start in range(0, stage.num_bytes, self._staging_size):
-            buffer, sent = self._next_staging_buffer()
-            sent.synchronize()  # its last content must have left before it is filled again
-            chunk = buffer[: min(self._staging_size, stage.num_bytes - start)]
-            stage.fill(chunk, start)
-            self._enqueue(landing, stage.at + start, chunk)
-            sent.record(landing.stream)
 
     def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
         packed, berth, trace = move.packed, None, self._recorder.trace
@@ -411,15 +371,6 @@ class Transfer:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
         self._reader.begin_all()
         landing.wait_for_room()
-
-    def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
-        if len(self._staging) < NUM_STAGING_BUFFERS:
-            buffer = plain_empty(self._staging_size, torch.device("cpu"))
-            lock = PageLock.take(self._backend, buffer, self.last_copies.synchronize)
-            self._staging.append((buffer, self._backend.new_event(), lock))
-            return self._staging[-1][:2]
-        self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
-        return self._staging[self._turn][:2]
 
 
 def _record(
