@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,56 +16,48 @@ from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
 from ..measure.trace import WeightTrace
-from ..slots.berths import Berth
+from ..slots.berths import Berth, Berths
 from .room import Room
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
 
 
+@dataclass(slots=True, eq=False)
 class Landing:
     """The memory of a slot, and the order of the copies to it among what else is enqueued."""
 
-    __slots__ = ("_after", "_has_waited", "_room", "berth", "copy_stream", "memory", "ready", "stream")
+    memory: torch.Tensor
+    after: Sequence[Event] | None
+    """Events behind the last use of what was in the memory before: copies wait for all of them. None: they do already."""
+    ready: Event
+    """The event that is recorded behind the last copy."""
+    berths: Berths | None = None
+    """Where packed bytes land; None if there are none."""
+    stream: Stream = field(init=False)
+    """The stream that writes to the slot. `Transfer` chooses it, and the next two."""
+    copy_stream: Stream = field(init=False)
+    """The stream that packed bytes are copied on."""
+    room: Room | None = field(init=False)
+    """What other streams that write to slots have waited for; None if there is only one such stream."""
 
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        stream: Stream,
-        after: Sequence[Event],
-        ready: Event,
-        room: Room | None,
-        copy_stream: Stream,
-        berth: Berth | None,
-    ) -> None:
-        """
-        Args:
-            memory: The slot's memory.
-            stream: The stream that writes to the slot.
-            after: Events behind the last use of what was in the memory before: copies wait for all of them.
-            ready: The event that is recorded behind the last copy.
-            room: What other streams that write to slots have waited for; None if there is only one such stream.
-            copy_stream: The stream that packed bytes are copied on.
-            berth: Where packed bytes land that are read from files; None if there are none.
-        """
-        self.memory, self.stream, self.ready = memory, stream, ready
-        self.copy_stream, self.berth = copy_stream, berth
-        self._after, self._room = after, room
-        self._has_waited = False
+    @property
+    def streams(self) -> list[Stream]:
+        return [self.stream] if self.stream == self.copy_stream else [self.stream, self.copy_stream]
 
     def wait_for_room(self) -> None:
         """Let what is enqueued on the stream from now on come after the last use of what was in the memory before.
 
         Repeated calls do nothing.
         """
-        if self._has_waited:
+        if self.after is None:
             return
-        if self._room is not None:
-            self._room.enter(self.stream, self._after)
+        if self.room is not None:
+            self.room.enter(self.stream, self.after)
         else:
-            for event in self._after:
+            for event in self.after:
                 self.stream.wait_event(event)
-        self._has_waited, self._after = True, ()
+        self.after = None
 
     def fill(
         self,

@@ -37,7 +37,7 @@ from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.system import forked_free
 from ...base.tuning import tuning
 from ...errors import GroupFileError
-from ...stores.moves import Read
+from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
 from ..measure.recorder import Recorder
 from .jobs import Chunk, Landing, ReadJob, parts_of
@@ -391,43 +391,33 @@ class Reader:
         except GroupFileError as error:
             self._end(job, error)
             return
-        if chunk.is_packed:
-            self._send_packed(job, chunk, memory, landing)
-        else:
-            self._send_plain(job, chunk, memory, landing)
+        # Packed bytes go to a berth, which waits for nothing that the slot waits for.
+        stream, trace = landing.copy_stream if chunk.is_packed else landing.stream, self._recorder.trace
+        if not chunk.is_packed:
+            landing.wait_for_room()
+        begun = None if trace is None or chunk.is_packed else trace.now(stream)
+        job.begun.popleft()
+        try:
+            for read, start in chunk.pieces():
+                data = memory[start : start + read.num_bytes]
+                if read.unpack is None:
+                    self._backend.copy(landing.memory[read.at : read.at + read.num_bytes], data, stream)
+                else:
+                    self._fill(landing, read, read.unpack, data)
+                self.num_copies += 1
+        finally:
+            self._staging.give_back_after(chunk.start, stream)
+        if trace is not None and begun is not None:
+            trace.copied([read.label for read, _ in chunk.pieces()], begun, stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
 
-    def _send_plain(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
-        landing.wait_for_room()
-        trace = self._recorder.trace
-        begun = None if trace is None else trace.now(landing.stream)
-        job.begun.popleft()
-        try:
-            for read, start in chunk.pieces():
-                target = landing.memory[read.at : read.at + read.num_bytes]
-                self._backend.copy(target, memory[start : start + read.num_bytes], landing.stream)
-                self.num_copies += 1
-        finally:
-            self._staging.give_back_after(chunk.start, landing.stream)
-        if trace is not None and begun is not None:
-            trace.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
-
-    def _send_packed(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
-        """Copy packed bytes to the reading berth, and unpack each strip that is there as a whole by now."""
-        job.begun.popleft()
-        try:
-            for read, start in chunk.pieces():
-                self._fill(landing, read, memory[start : start + read.num_bytes])
-        finally:
-            self._staging.give_back_after(chunk.start, landing.copy_stream)
-
-    def _fill(self, landing: Landing, read: Read, source: torch.Tensor) -> None:
-        berth, move, trace = landing.berth, read.unpack, self._recorder.trace
-        assert berth is not None and move is not None
+    def _fill(self, landing: Landing, read: Read, move: Unpack, source: torch.Tensor) -> None:
+        """Copy packed bytes to the reading berth, and unpack the strip once all of it is there."""
+        assert landing.berths is not None
+        berth, trace = landing.berths.reading, self._recorder.trace
         landing.fill(self._backend, berth, read.at, source, read.label, trace)
-        self.num_copies += 1
         if read.at + read.num_bytes == move.sent[-1][1]:
             landing.wait_for_room()
             landing.unpack(self._backend, move, berth.memory[: move.strip.packed_bytes], berth, trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -24,6 +25,8 @@ from .jobs import Job, Landing, ReadJob
 from .last import LastCopies
 from .reader import Reader
 from .room import Room
+
+_UNPROFILED = nullcontext()
 
 
 class Transfer:
@@ -131,93 +134,68 @@ class Transfer:
     def send(
         self,
         blobs: Sequence[PlacedBlob | PlacedImage],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
+        landing: Landing,
         *,
         job: ReadJob | None = None,
-        berths: Berths | None = None,
         alone: bool = False,
     ) -> Job | None:
-        """Bring blobs to a slot once all of `after` is reached, and record `ready` behind the last copy.
+        """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
-            memory: The slot's memory.
             job: The job that `read_ahead` gave for these blobs, if any.
-            berths: Where packed bytes land on the device.
             alone: Whether other GPUs will not bring their shares.
 
         Returns:
-            A job if bytes have yet to be read from files, or are gathered: until it is over, `ready` tells nothing.
+            A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
-        if self.sharing is not None and self.sharing.crew is not None:
-            return self._send_share(self.sharing, blobs, memory, after, ready, job, berths, alone=alone)
-        return self._send_all(blobs, _moves_of(blobs), memory, after, ready, job, berths)
+        names = " ".join(dict.fromkeys(placed.label for placed in blobs)) if is_profiler_enabled() else ""
+        with record_function(f"group_offload.onload {names}") if names else _UNPROFILED:
+            if self.sharing is not None and self.sharing.crew is not None:
+                return self._send_share(self.sharing, blobs, landing, job, alone=alone)
+            return self._send(blobs, _moves_of(blobs), landing, job)
 
     def _send_share(
         self,
         sharing: Sharing,
         blobs: Sequence[PlacedBlob | PlacedImage],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
+        landing: Landing,
         job: ReadJob | None,
-        berths: Berths | None,
         *,
         alone: bool,
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
         parts = sharing.parts_of(blobs, alone=alone)
         if job is not None and any(part.cut is None for part in parts):
-            _drop(job)  # it has this rank's share only
+            job.cancel()  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
-        shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory, berths))
+        memory, berths = landing.memory, landing.berths
+        shared = sharing.job_for(parts, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths))
         if alone:
             sharing.decline(parts)
         if shared is None:
-            return self._send_all(blobs, moves, memory, after, ready, job, berths)
+            return self._send(blobs, moves, landing, job)
+        landing.ready = shared.sent
         with shared.cancelled_on_error():
-            shared.reads = self._send_all(blobs, moves, memory, after, shared.sent, job, berths, shared, parts)
+            shared.reads = self._send(blobs, moves, landing, job, shared)
+            for part in parts:
+                for placed in part.blobs:
+                    self.bytes_sent[placed.tier] += sharing.sent_bytes(part, placed)
             sharing.submit(shared)
             if self._copy_stream is not None:
                 return shared
             shared.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _bring_rest(
-        self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None
-    ) -> None:
+    def _bring_rest(self, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
-        moves = sharing.rest_of(parts, shared)
-        reads = self._send_all([], moves, memory, [], shared.rest, None, berths)
+        assert self.sharing is not None
+        moves = self.sharing.rest_of(parts, shared)
+        reads = self._send([], moves, Landing(memory, (), shared.rest, berths), None)
         if reads is not None:
             reads.wait()
         for move in moves:
             self.bytes_sent[Tier.FILE if isinstance(move, Read) else Tier.RAM] += sent_bytes(move)
-
-    def _send_all(
-        self,
-        blobs: Sequence[PlacedBlob | PlacedImage],
-        moves: Sequence[Move],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
-        job: ReadJob | None,
-        berths: Berths | None,
-        shared: ShareJob | None = None,
-        parts: Sequence[Part] = (),
-    ) -> ReadJob | None:
-        stream = self.stream
-        if self._unpack_stream is not None and any(map(_is_packed, moves)):
-            stream = self._unpack_stream  # it writes to the slot all that goes there: see [Note: The life of a berth]
-        berth = None if berths is None else berths.reading
-        landing = Landing(memory, stream, after, ready, self._room, self.stream, berth)
-        if is_profiler_enabled():
-            names = " ".join(dict.fromkeys(placed.label for placed in blobs))
-            with record_function(f"group_offload.onload {names}"):
-                return self._send(blobs, moves, landing, job, berths, shared, parts)
-        return self._send(blobs, moves, landing, job, berths, shared, parts)
 
     def _send(
         self,
@@ -225,12 +203,18 @@ class Transfer:
         moves: Sequence[Move],
         landing: Landing,
         job: ReadJob | None,
-        berths: Berths | None,
-        shared: ShareJob | None,
-        parts: Sequence[Part],
+        shared: ShareJob | None = None,
     ) -> ReadJob | None:
-        stream = landing.stream
-        streams = [stream] if stream == self.stream else [stream, self.stream]
+        """Enqueue `moves`, and leave what has to be read to the reader.
+
+        Args:
+            shared: What several GPUs bring: the caller counts what was sent.
+        """
+        landing.stream = landing.copy_stream = self.stream
+        if self._unpack_stream is not None and any(map(_is_packed, moves)):
+            landing.stream = self._unpack_stream  # all that goes to the slot does: see [Note: The life of a berth]
+        landing.room = self._room
+        stream, streams = landing.stream, landing.streams
         for each in streams:
             self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
@@ -252,7 +236,7 @@ class Transfer:
                     case Copy():
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
                     case Unpack():
-                        self._unpack(landing, move, berths)
+                        self._unpack(landing, move)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
@@ -260,12 +244,8 @@ class Transfer:
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
-        if parts and self.sharing is not None:
-            for part in parts:
-                for placed in part.blobs:
-                    self.bytes_sent[placed.tier] += self.sharing.sent_bytes(part, placed)
         for placed in blobs:
-            self.bytes_sent[placed.tier] += 0 if parts else placed.sent_bytes
+            self.bytes_sent[placed.tier] += placed.sent_bytes if shared is None else 0
             if isinstance(placed, PlacedBlob) and placed.packed is None and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
@@ -347,12 +327,12 @@ class Transfer:
         """Give the staging memory back. Nothing may be read (`cancel_pending`)."""
         self._reader.close()
 
-    def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
+    def _unpack(self, landing: Landing, move: Unpack) -> None:
         packed, berth, trace = move.packed, None, self._recorder.trace
         assert packed is not None
         if not move.is_on_device:
-            assert berths is not None
-            berth = berths.next()
+            assert landing.berths is not None
+            berth = landing.berths.next()
             for start, end in move.sent:
                 landing.fill(self._backend, berth, start, packed[start:end], move.label, trace, blocking=self._blocking)
                 self._num_copies += 1
@@ -383,10 +363,6 @@ def _record(
 
 def _is_packed(move: Move) -> bool:
     return isinstance(move, Unpack) or (isinstance(move, Read) and move.unpack is not None)
-
-
-def _drop(job: ReadJob) -> None:
-    job.cancel()
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

@@ -10,7 +10,7 @@ from ...base.tuning import tuning
 from ...stores.base import PlacedBlob, Tier
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
-from ..copies.jobs import ReadJob
+from ..copies.jobs import Landing, ReadJob
 from ..copies.transfer import Transfer
 from ..groups.group import Group
 from ..measure.counters import Counters
@@ -357,7 +357,8 @@ class LookAhead:
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths, alone=alone)
+            landing = Landing(slot.memory, after, slot.ready, berths)
+            slot.job = self._transfer.send(blobs, landing, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise
@@ -373,7 +374,7 @@ class LookAhead:
             return
         after = self._memory.occupy(slot, [packed], [])
         try:
-            self._transfer.send(packed.blobs_at(0), slot.memory, after, slot.ready)
+            self._transfer.send(packed.blobs_at(0), Landing(slot.memory, after, slot.ready))
         except EXPECTED:
             self._memory.free(slot)
             raise
