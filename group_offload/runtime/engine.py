@@ -223,7 +223,7 @@ class Engine:
             self._gates.clear()
             self._forget_groups()
             self._backward.close()
-            self.transfer.close()
+            self.transfer.reader.close()
             if self.sharing is not None:
                 self.sharing.close()
             self._passes.stay_clean()
@@ -374,7 +374,7 @@ class Engine:
         self._gates.install(())
         if self._gates.sharing is not None:
             self._gates.sharing.close()
-        self.transfer.close()
+        self.transfer.reader.close()
         wait_for_releases()
 
     def _release(self) -> None:

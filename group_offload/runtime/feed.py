@@ -97,7 +97,7 @@ def _begin_to_read(part: Part, target: torch.Tensor, transfer: Transfer) -> Plai
             case Read():
                 reads.append(move)
     target[at:] = 0
-    tasks = transfer.begin_now(target, reads)
+    tasks = transfer.reader.begin_now(target, reads)
     hashed = on_pool(_hash_of, target, tasks)  # all of `tasks` were begun before: none waits for a thread
     return Plain(part, target, part.blob.generation, hashed, reads, tasks)
 

@@ -79,7 +79,7 @@ def end(device: SimulatedDevice, model: Any, resident: nn.Module, handle: Offloa
 
 def settled(handle: OffloadHandle) -> OffloadStats:
     """Once all that is read ahead was read."""
-    engine_of(handle).transfer.wait_until_enqueued()
+    engine_of(handle).transfer.reader.wait_until_enqueued()
     return handle.stats()
 
 

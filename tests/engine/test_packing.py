@@ -31,7 +31,7 @@ from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget.budgeter import Budgeter
-from group_offload.runtime.copies.transfer import Transfer
+from group_offload.runtime.copies.reader import Reader
 from group_offload.stores import packed_files
 
 from ..support import tiny_models as tiny
@@ -308,9 +308,9 @@ def test_the_next_blob_is_read_while_one_is_packed(
     resident = routed([2400] * 4)
     model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
     seen: list[str] = []
-    begin, pack_image = Transfer.begin_now, packer.pack_image
+    begin, pack_image = Reader.begin_now, packer.pack_image
 
-    def begin_now(self: Transfer, target: torch.Tensor, reads: Any) -> Any:
+    def begin_now(self: Reader, target: torch.Tensor, reads: Any) -> Any:
         seen.append(f"read {sum(each.startswith('read') for each in seen)}")
         return begin(self, target, reads)
 
@@ -323,7 +323,7 @@ def test_the_next_blob_is_read_while_one_is_packed(
         seen.append(f"pack {number}")
         return pack_image(*args)
 
-    monkeypatch.setattr(Transfer, "begin_now", begin_now)
+    monkeypatch.setattr(Reader, "begin_now", begin_now)
     monkeypatch.setattr(packer, "pack_image", packs)
     handle = offload(model, pack=True, **options)
     if options:

@@ -354,10 +354,10 @@ def test_slots_go_to_another_model_while_files_are_being_read(options: dict[str,
         for _ in range(3):
             held.open()
             outputs = [forward(device, one, x)]
-            unread = [*transfer._reader._submitted]
+            unread = [*transfer.reader._submitted]
             outputs += [forward(device, two, x) for _ in range(2)]
             held.open()
-            transfer.wait_until_enqueued()
+            transfer.reader.wait_until_enqueued()
             for output, wanted in zip(outputs, [expected[0]] + [expected[1]] * 2, strict=True):
                 assert torch.equal(device.get(output), wanted)
         assert unread
@@ -411,7 +411,7 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
         for _ in range(3 if where == "folder" else 1):  # what was edited once has left the checkpoint
             for _ in range(2):  # the first one learns the order
                 assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            engine.transfer.wait_until_enqueued()
+            engine.transfer.reader.wait_until_enqueued()
             ahead = {
                 index for index in range(6) for group in engine._lookahead._ahead if f"blocks_{index}" in group.group_id
             }
@@ -444,7 +444,7 @@ def test_files_are_being_read_when(end: str) -> None:
         hook = hold_what_the_next_pass_needs(model, held)
         forward(device, model, x)
         hook.remove()
-        assert engine_of(handle).transfer._reader._submitted
+        assert engine_of(handle).transfer.reader._submitted
         threading.Timer(0.2, held.open).start()
         if end == "change":
             model.blocks[2] = RoutedBlock(400, counts=False)
@@ -589,7 +589,7 @@ def test_a_forward_that_raises_ends_the_reads_that_are_under_way() -> None:
         handle = offload(model, **options)
         for _ in range(2):
             forward(device, model, torch.randn(2, DIM))
-        reader = engine_of(handle).transfer._reader
+        reader = engine_of(handle).transfer.reader
         late = threading.Timer(0.3, held.open)
 
         def hold(*_: Any) -> None:
@@ -795,7 +795,7 @@ def test_a_model_is_packed_while_its_files_are_read() -> None:
         hook = hold_what_the_next_pass_needs(model, held)
         outputs = [forward(device, model, x)]
         hook.remove()
-        assert engine_of(handle).transfer._reader._submitted
+        assert engine_of(handle).transfer.reader._submitted
         tune(patch, locked_share=0.5)
         patch.setattr(Budgeter, "has_learnt_to_pack", True)
 
@@ -1154,7 +1154,6 @@ FOUND_BY: dict[str, set[str]] = {
         "LookAhead.abandon-0",
         "Placer._pack_if_faster-0",
         "Room.enter-2",
-        "Transfer.cancel_pending-0",
     },
     "test_packed_weights_stay_on_the_device": {"DeviceMemory.resident_slot-0"},
     "test_packed_files_are_read": {"LastCopies.synchronize_streams-0"},

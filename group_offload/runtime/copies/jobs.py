@@ -159,9 +159,12 @@ class ReadJob:
         if self.error is not None:
             raise self.error
 
-    def end(self) -> None:
-        """Let the threads go on that wait for the job."""
+    def forget(self, error: BaseException | None) -> None:
+        """The job is over. Let go of what it needed: it may be kept longer than its slot. Let the threads go on that wait."""
         if not self.is_over:
+            self.error, self.landing = error, None
+            self.chunks.clear()  # so that files do not stay mapped
+            self.begun.clear()
             self.is_over = True
             self._until_over.release()
 

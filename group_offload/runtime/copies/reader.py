@@ -77,6 +77,10 @@ class Reader:
         """Whether the thread that computes waits in `read_now`."""
 
     @property
+    def _jobs(self) -> list[ReadJob]:
+        return [*self._submitted, *self._announced]
+
+    @property
     def is_reading(self) -> bool:
         """Whether something is read, or will be as soon as a thread or a frame is free."""
         return bool(self._num_workers) or self._reads_now
@@ -158,7 +162,7 @@ class Reader:
     def cancel_pending(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._lock:
-            for job in [*self._submitted, *self._announced]:
+            for job in self._jobs:
                 self._end(job, None)
         self.wait_until_enqueued()
 
@@ -167,13 +171,7 @@ class Reader:
         a chunk keeps what it reads from, and the staging memory, which is not locked any more, until that chunk is read."""
         with self._lock:
             self._is_retired = True
-            for job in [*self._submitted, *self._announced]:
-                job.error, job.landing = job.error or RuntimeError("The pass was interrupted."), None
-                job.chunks.clear()
-                job.begun.clear()
-                job.end()
-            self._submitted.clear()
-            self._announced.clear()
+            self._forget_jobs(RuntimeError("The pass was interrupted."))
             self._staging.close()
 
     def successor(self) -> Reader:
@@ -187,11 +185,7 @@ class Reader:
 
     def reset_after_fork(self) -> None:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
-        for job in [*self._submitted, *self._announced]:
-            job.error = GroupFileError("This process was forked while weights were read. Call the model again.")
-            job.landing = None
-            job.end()
-        self._submitted, self._announced = deque(), []
+        self._forget_jobs(GroupFileError("This process was forked while weights were read. Call the model again."))
         self._num_workers = self._num_starting = self._num_reading = 0
         self._is_waiting = False
         self._staging.reset_after_fork()
@@ -208,7 +202,7 @@ class Reader:
 
         Call `_start` with the result, without the lock.
         """
-        unread = [job for job in (*self._submitted, *self._announced) if job.chunks]
+        unread = [job for job in self._jobs if job.chunks]
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
@@ -225,9 +219,6 @@ class Reader:
         for _ in range(num_workers):
             on_pool(self._work)
 
-    def _is_all_begun(self) -> bool:
-        return not any(job.chunks for job in (*self._submitted, *self._announced))
-
     def _work(self) -> None:
         with self._lock:
             self._num_starting -= 1
@@ -237,10 +228,6 @@ class Reader:
         except BaseException as error:  # else the threads that wait for jobs would never be told
             self._fail(error)
 
-    def _leave(self) -> None:
-        """A worker ends. The caller still holds the lock under which it found nothing: the next job hires another one."""
-        self._num_workers -= 1
-
     def _next(self) -> tuple[ReadJob, Chunk] | None:
         """The chunk that the calling worker reads next, with a frame; None if there is nothing for it to do."""
         while True:
@@ -248,8 +235,8 @@ class Reader:
                 self._send_what_is_read()
                 found = self._begin_chunk()
                 oldest = self._staging.oldest_sent
-                if found is None and (oldest is None or self._is_waiting or self._is_all_begun()):
-                    self._leave()
+                if found is None and (oldest is None or self._is_waiting or not any(job.chunks for job in self._jobs)):
+                    self._num_workers -= 1  # under the lock still: the next job hires another one
                     return None
                 if found is None:
                     self._is_waiting = True
@@ -266,7 +253,7 @@ class Reader:
 
     def _begin_chunk(self) -> tuple[ReadJob, Chunk] | None:
         """Give the first chunk that is not being read a frame; None if there is no such chunk, or no frame."""
-        jobs = [*self._submitted, *self._announced]
+        jobs = self._jobs
         for index, job in enumerate(jobs):
             if job.chunks:
                 start = self._staging.take()
@@ -424,7 +411,6 @@ class Reader:
             self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:
-        job.error = error
         for chunk in job.begun:
             if chunk.is_read:
                 self._staging.give_back(chunk.start)
@@ -438,21 +424,22 @@ class Reader:
                     job.landing.ready.record(job.landing.stream)
             finally:
                 self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
-        job.landing = None  # the job may be kept longer than the slot
-        job.chunks.clear()  # so that files do not stay mapped
-        job.begun.clear()
-        job.end()
+        job.forget(error)
+
+    def _forget_jobs(self, error: BaseException) -> None:
+        for job in self._jobs:
+            job.forget(error)
+        self._submitted.clear()
+        self._announced.clear()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            for job in [*self._submitted, *self._announced]:
+            for job in self._jobs:
                 with suppress(Exception):  # the device itself may be failing
                     self._end(job, error)
-                job.error = error
-                job.end()
-            self._submitted.clear()
-            self._announced.clear()
-            self._leave()
+                job.forget(error)
+            self._forget_jobs(error)
+            self._num_workers -= 1
 
 
 def prove_all(target: torch.Tensor, reads: Sequence[Read]) -> None:

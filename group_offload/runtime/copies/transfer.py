@@ -11,7 +11,6 @@ import torch
 from torch.profiler import record_function
 
 from ...base.device import Backend, Event, HostBackend, Stream
-from ...base.pool import Task
 from ...base.torch_internals import is_profiler_enabled
 from ...stores.base import PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
@@ -42,7 +41,7 @@ class Transfer:
         Args:
             unpacks: Whether some blobs are sent packed.
         """
-        self._reader = Reader(backend, recorder)
+        self.reader = Reader(backend, recorder)
         self._backend = backend
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if use_stream else None
@@ -62,36 +61,28 @@ class Transfer:
         """The other GPUs that bring their shares of each group; None if there are none."""
 
     def __del__(self) -> None:
-        reader = self.__dict__.get("_reader")  # none, if an interrupt came first
+        reader = self.__dict__.get("reader")  # none, if an interrupt came first
         if reader is not None and not sys.is_finalizing():  # the driver is gone then
             reader.retire()  # threads read for a model that was dropped
 
     @property
     def num_copies(self) -> int:
-        return self._num_copies + self._reader.num_copies
+        return self._num_copies + self.reader.num_copies
 
     @property
     def bytes_unpacked(self) -> int:
-        return self._bytes_unpacked + self._reader.bytes_unpacked
+        return self._bytes_unpacked + self.reader.bytes_unpacked
 
     @property
     def bytes_read(self) -> dict[str, int]:
         """Bytes that came from files, by the way in which they were read."""
-        through_cache, direct = self._reader.bytes_read[False], self._reader.bytes_read[True]
+        through_cache, direct = self.reader.bytes_read[False], self.reader.bytes_read[True]
         return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
 
     def note_drive(self, meter: DriveMeter) -> None:
         """A pass ended: let `meter` know how much was read for it."""
-        reader = self._reader
+        reader = self.reader
         meter.note(time.perf_counter(), reader.busy_seconds, reader.bytes_read[False], reader.bytes_read[True])
-
-    @property
-    def staging_bytes(self) -> int:
-        return self._reader.staging_bytes
-
-    def prepare_for(self, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
-        """Size the staging memory: see `Reader.prepare_for`. Only between passes."""
-        self._reader.prepare_for(read_bytes, chunk_bytes, num_frames)
 
     @property
     def stream(self) -> Stream:
@@ -108,16 +99,6 @@ class Transfer:
         """The stream that the calling thread computes on."""
         return self._backend.current_stream()
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether threads read files, or RAM that is not page-locked, or will."""
-        return self._reader.is_reading
-
-    @property
-    def has_room_ahead(self) -> bool:
-        """Whether more may be read ahead of slots."""
-        return self._reader.has_room_ahead
-
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
         """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
         if isinstance(self._backend, HostBackend) or not all(placed.blob.detects_edits for placed in blobs):
@@ -127,8 +108,8 @@ class Transfer:
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self._reader.job_for(reads)
-        self._reader.announce(job)
+        job = self.reader.job_for(reads)
+        self.reader.announce(job)
         return job
 
     def send(
@@ -251,13 +232,13 @@ class Transfer:
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(landing.memory, reads)
+            self.reader.read_now(landing.memory, reads)
             self._num_copies += len(reads)
             _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self._reader.job_for(reads)
-        self._reader.submit(job, landing)
+        job = job or self.reader.job_for(reads)
+        self.reader.submit(job, landing)
         if self._copy_stream is not None:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
@@ -275,10 +256,6 @@ class Transfer:
             return _moves_of(blobs)
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
-    def begin_now(self, target: torch.Tensor, reads: Sequence[Read]) -> list[Task[None]]:
-        """Let threads read to memory of the CPU. `prove_all` comes once they have finished."""
-        return self._reader.begin_now(target, reads)
-
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
         stream = self._backend.current_stream()
@@ -293,20 +270,8 @@ class Transfer:
         """
         self.last_copies.synchronize()
         if self._reads_memory:
-            self._reader.wait_until_enqueued()
+            self.reader.wait_until_enqueued()
             self._reads_memory = False
-
-    def wait_until_enqueued(self) -> None:
-        """Wait until all copies of what was sent are enqueued. It waits for the drive, not for the device."""
-        self._reader.wait_until_enqueued()
-
-    def cancel_pending(self) -> None:
-        """Give up the copies that were not enqueued yet, and return once nothing is read."""
-        self._reader.cancel_pending()
-
-    def reset_after_fork(self) -> None:
-        """See `Reader.reset_after_fork`."""
-        self._reader.reset_after_fork()
 
     def recover(self, *, is_whole: bool) -> None:
         """Give up the copies that were not enqueued yet, and return once no copy is on its way.
@@ -317,15 +282,11 @@ class Transfer:
         if self.sharing is not None:
             self.sharing.recover()
         if is_whole:
-            self._reader.cancel_pending()
+            self.reader.cancel_pending()
         else:
             self.last_copies.synchronize_streams()  # the interrupt may have come before an event was recorded behind a copy
-            self._reader = self._reader.successor()
+            self.reader = self.reader.successor()
         self.last_copies.synchronize_streams()
-
-    def close(self) -> None:
-        """Give the staging memory back. Nothing may be read (`cancel_pending`)."""
-        self._reader.close()
 
     def _unpack(self, landing: Landing, move: Unpack) -> None:
         packed, berth, trace = move.packed, None, self._recorder.trace
@@ -349,7 +310,7 @@ class Transfer:
 
     def _wait_for_room(self, landing: Landing) -> None:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
-        self._reader.begin_all()
+        self.reader.begin_all()
         landing.wait_for_room()
 
 
