@@ -23,7 +23,7 @@ from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, 
 from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, origin_of
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
-from .feed import Feed
+from .feed import Plain, plain_bytes
 from .groups.group import Group
 from .groups.part import Part
 
@@ -113,10 +113,6 @@ class Packer:
             elif isinstance(blob, RamBlob) and part.may_pack:
                 blob.store.unlock(LockLimit(self._backend))
 
-    def expected_bytes(self, group: Group) -> int:
-        """What `packed_bytes` would be if blobs were packed."""
-        return self._bytes_of(group, is_on=True)
-
     def limit(self, groups: Iterable[Group], room: int) -> int:
         """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
 
@@ -153,17 +149,18 @@ class Packer:
                 for part in group.parts:
                     part.drop_packed()
 
-    def packed_bytes(self, group: Group) -> int:
-        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
-        return self._bytes_of(group, is_on=self.is_on)
+    def packed_bytes(self, group: Group, *, if_on: bool = False) -> int:
+        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed.
 
-    def _bytes_of(self, group: Group, *, is_on: bool) -> int:
+        Args:
+            if_on: Take it that blobs are packed.
+        """
         total, has_packed = 0, False
         for part in group.parts:
             num_bytes = part.blob.layout.num_bytes
             if part.packed is not None:
                 total, has_packed = total + part.packed.num_bytes, True
-            elif is_on and self._could_pack(part):
+            elif (if_on or self.is_on) and self._could_pack(part):
                 total, has_packed = total + self._size_of(part), True
             else:
                 total += num_bytes
@@ -245,9 +242,9 @@ class Packer:
                     parts = self._left_plain(parts, error)
                 files = self._files_of(parts, self._folder)
                 stack.callback(files.close)
-            feed = Feed(
+            feed = plain_bytes(
                 [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
-                self._transfer,
+                self._transfer.reader,
                 self._backend,
                 reads_ahead=not self._has_ram_budget,
             )
@@ -356,7 +353,7 @@ class Packer:
     def _pack(
         self,
         part: Part,
-        feed: Feed,
+        feed: Iterator[Plain],
         files: Iterator[PackedFile | None] | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
@@ -368,8 +365,7 @@ class Packer:
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
-            plain = feed.take(part)
-            feed.go_on()
+            plain = next(feed)
             packed = pack_image(plain.bytes, blob.layout, self._device, plain.generation, memory, plain.hashed)
             return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
         assert isinstance(blob, FileBlob)
