@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import torch
 
-from ..base.device import Backend
 from ..base.page_lock import LockLimit
 from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
+from ..config import OffloadConfig
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
 from ..stores.base import Blob, Tier
@@ -39,34 +39,21 @@ class Packer:
     Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        transfer: Transfer,
-        folder: Folder | None,
-        *,
-        is_on: bool,
-        spares_ram: bool,
-        has_ram_budget: bool,
-        may_lock: bool,
-        is_verified: bool,
-    ) -> None:
+    def __init__(self, config: OffloadConfig, transfer: Transfer, folder: Folder | None) -> None:
         """
         Args:
             folder: Where packed files are kept for the next time.
-            spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
-            has_ram_budget: Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve.
-            may_lock: Whether packed files may be page-locked in the page cache.
-            is_verified: Whether each read of a packed file is compared with what was packed.
         """
-        self._backend = backend
+        self._backend = config.backend
         self._transfer = transfer
         self._folder = folder
-        self._spares_ram = spares_ram
-        self._has_ram_budget = has_ram_budget
-        self._may_lock = may_lock and backend.has_streams
-        self._is_verified = is_verified
-        self.is_on = is_on
+        self._spares_ram = config.rests_in_files and not config.has_budgets
+        """Whether weights that rest in files are packed only if RAM has plenty of room for that."""
+        self._has_ram_budget = (config.ram_budget, config.ram_share) != (None, None)
+        """Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve."""
+        self._may_lock = config.may_lock_files
+        self._is_verified = config.verify_files
+        self.is_on = config.pack is True
         """Whether blobs are packed."""
         self.is_set_up = False
         """Whether the module has been offloaded. Then weights stay plain where the folder does not take packed files."""

@@ -10,8 +10,9 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import record_function
 
-from ...base.device import Backend, Event, HostBackend, Stream
+from ...base.device import Event, HostBackend, Stream
 from ...base.torch_internals import is_profiler_enabled
+from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
 from ..measure.drive import DriveMeter
@@ -34,21 +35,17 @@ class Transfer:
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
-    def __init__(
-        self, backend: Backend, recorder: Recorder, *, use_stream: bool, blocking: bool, unpacks: bool = False
-    ) -> None:
-        """
-        Args:
-            unpacks: Whether some blobs are sent packed.
-        """
+    def __init__(self, config: OffloadConfig, recorder: Recorder) -> None:
+        self._backend = backend = config.backend
         self.reader = Reader(backend, recorder)
-        self._backend = backend
         # Copies have a stream of their own, so that they overlap with compute.
-        self._copy_stream = backend.new_stream() if use_stream else None
+        self._copy_stream = backend.new_stream() if config.use_stream else None
         # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
-        self._unpack_stream = backend.new_stream() if use_stream and unpacks else None
-        self._room = Room(backend) if self._unpack_stream is not None else None
-        self._blocking = blocking
+        unpacks = config.use_stream and config.pack is not False
+        self._unpack_stream = backend.new_stream() if unpacks else None
+        self._room = Room(backend) if unpacks else None
+        # Without a stream, `non_blocking` decides whether copies block the host.
+        self._blocking = not config.use_stream and not config.non_blocking
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...base.tuning import tuning
+from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, Tier
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
@@ -33,19 +34,17 @@ class LookAhead:
 
     def __init__(
         self,
+        config: OffloadConfig,
         memory: DeviceMemory,
         transfer: Transfer,
         counters: Counters,
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
-        *,
-        use_stream: bool,
         model: str,
     ) -> None:
         """
         Args:
             before_send: A function that is called with groups whose blobs are about to be sent, or read.
-            use_stream: Whether there is a stream for copies. Without one no group is started before it is needed.
             model: Name of the model in messages.
         """
         self._memory = memory
@@ -53,8 +52,9 @@ class LookAhead:
         self._counters = counters
         self._files = files
         self._before_send = before_send
-        self._use_stream = use_stream
         self._model = model
+        self._use_stream = config.use_stream
+        """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
         self.wraps = False
         """Whether blobs may be started before the pass that needs them."""
