@@ -205,14 +205,16 @@ def test_what_does_not_fit_into_ram_stays_plain(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """There is no folder that packed bytes could be read from: test_packed_reads.py."""
+    options = {}
     if source == "ram":
         monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
     else:
+        options["offload_device"] = "disk"
         tune(monkeypatch, locked_share=0.0)
     resident = routed([600] * 3)
     model = twin_of(resident, source, tmp_path)
     with caplog.at_level(logging.WARNING, "group_offload"), watch_file_reads(device):
-        handle = offload(model, pack=True)
+        handle = offload(model, pack=True, **options)
         assert "A larger ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
         check(device, model, resident, 2)
         assert not handle.stats().bytes_unpacked

@@ -104,29 +104,19 @@ def test_any_seed_matches_the_resident_one(seed: int, laziness: str, options: di
     exercise(seed, laziness, options)
 
 
-def test_copies_overlap_with_compute() -> None:
-    """While a block computes the next blob is already on its way: in steady state nothing is started on demand."""
-    device = SimulatedDevice(0, "lazy")
-    model = RoutedModel([16] * 6)
-    with use_simulated_device(device):
-        handle = offload(model)
-        for _ in range(3):
-            device.get(forward(device, model, torch.randn(2, DIM)))
-        stats = handle.stats()
-        assert stats.onloads == 3 * 7
-        assert stats.stalls == 0
-        handle.remove()
-
-
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_the_host_never_waits(options: dict[str, Any]) -> None:
+    """While a block computes the next blob is already on its way: in steady state nothing is started on demand."""
     device = SimulatedDevice(0, "lazy")
     model = RoutedModel([16] * 6)
     with use_simulated_device(device):
         handle = offload(model, **options)
         for _ in range(4):
+            before = handle.stats()
             forward(device, model, torch.randn(2, DIM))
         assert device.num_host_waits == 0
+        assert handle.stats().stalls == before.stalls
+        assert handle.stats().onloads - before.onloads <= len(handle.groups)
         handle.remove()
 
 
@@ -681,30 +671,11 @@ def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[
         assert device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("end", ["remove", "change"])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
-def test_removed_right_after_a_forward(options: dict[str, Any]) -> None:
-    """The output is not computed, and copies (through staging buffers, or the next pass's) are on their way."""
-    device = SimulatedDevice(0, "lazy")
-    model = RoutedModel([16] * 4)
-    resident = copy.deepcopy(model)
-    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
-        handle = offload(model, **options)
-        x = torch.randn(2, DIM)
-        outputs = [forward(device, model, x) for _ in range(3)]
-        wait_until_enqueued(handle)
-        assert on_their_way(device) > 0
-        handle.remove()
-        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
-        with torch.no_grad():
-            model.shift.mul_(2)  # nobody reads it any more
-        for output in outputs:
-            assert torch.equal(device.get(output), run(resident, x))
-        model.alive.clear()
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
-def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) -> None:
-    """What is on its way then is for blobs, slots and staging buffers of other sizes."""
+def test_right_after_a_forward(options: dict[str, Any], end: str) -> None:
+    """The output is not computed. Copies are on their way: through staging memory, or for the next pass. Then the model is
+    removed, or its blobs, slots and staging memory get other sizes."""
     device = SimulatedDevice(0, "lazy")
     model = RoutedModel([16] * 4)
     resident = copy.deepcopy(model)
@@ -714,16 +685,18 @@ def test_cut_into_groups_again_right_after_a_forward(options: dict[str, Any]) ->
         outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
         wait_until_enqueued(handle)
         assert on_their_way(device) > 0
-        large = RoutedBlock(40, counts=False)
-        resident.blocks[2] = copy.deepcopy(large)
-        model.blocks[2] = large
-        outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
-        assert handle.stats().rebuilds == 1
+        if end == "change":
+            large = RoutedBlock(40, counts=False)
+            model.blocks[2], resident.blocks[2] = large, copy.deepcopy(large)
+            outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
+            assert handle.stats().rebuilds == 1
+        handle.remove()
+        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+        with torch.no_grad():
+            model.shift.mul_(2)  # nobody reads it any more
         for output, expected in outputs:
             assert torch.equal(device.get(output), expected)
         model.alive.clear()
-        handle.remove()
-        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
@@ -1103,8 +1076,8 @@ def scenarios() -> Iterator[partial[Any]]:
     for options in ({"low_cpu_mem_usage": True}, {"in_files": True}):
         yield partial(exercise, 0, "lazy", options)
     for options in (*either, {"in_files": True}):
-        yield partial(test_removed_right_after_a_forward, options)
-        yield partial(test_cut_into_groups_again_right_after_a_forward, options)
+        for end in ("remove", "change"):
+            yield partial(test_right_after_a_forward, options, end)
     for seed in range(2):
         for options in OPTIONS:
             if (seed, options) not in FIRST:
