@@ -32,8 +32,8 @@ from group_offload.runtime import engine, memory, packer, passes, placer
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.convoy import lock as convoy_lock
 from group_offload.runtime.convoy import passes as convoy_passes
-from group_offload.runtime.copies import jobs, reader, room, staging, transfer
 from group_offload.runtime.copies import last as copies
+from group_offload.runtime.copies import reader, staging, transfer, write_order
 from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
@@ -614,7 +614,7 @@ def test_the_bytes_of_what_could_not_be_read_go_to_others() -> None:
             memory = device.empty(group.num_bytes).zero_()
             used, ready = device.new_event(), device.new_event()
             used.record(device.current_stream())
-            job = engine.transfer.send(group.blobs_at(0), jobs.Landing(memory, [used], ready))
+            job = engine.transfer.send(group.blobs_at(0), write_order.Landing(memory, [used], ready))
             assert job is not None
             with pytest.raises(GroupFileError):
                 job.wait()
@@ -795,7 +795,7 @@ def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
         allocated = device.new_event()
         allocated.record(device.current_stream())
         berths = engine.memory.berths
-        engine.transfer.send(group.blobs_at(0), jobs.Landing(memory, [allocated], ready, berths))
+        engine.transfer.send(group.blobs_at(0), write_order.Landing(memory, [allocated], ready, berths))
         assert torch.equal(device.get(forward(device, two, x)), expected)
         device.current_stream().wait_event(ready)
         device.synchronize()
@@ -874,7 +874,7 @@ def test_the_reading_berth_goes_to_another_model_while_it_is_filled() -> None:
         allocated.record(device.current_stream())
         before = engine.transfer.num_copies
         blobs = group.blobs_at(0)
-        job = engine.transfer.send(blobs, jobs.Landing(memory, [allocated], ready, engine.memory.berths))
+        job = engine.transfer.send(blobs, write_order.Landing(memory, [allocated], ready, engine.memory.berths))
         assert job is not None
         deadline = time.monotonic() + 60
         while engine.transfer.num_copies == before and time.monotonic() < deadline:
@@ -1027,7 +1027,7 @@ SHARED = (convoy_lock, convoy_passes)
 
 
 WEIGHTS = (engine, passes, placer, packer, lookahead, memory)
-MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, berths, transfer, jobs, room, reader, staging, pinned)
+MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, berths, transfer, write_order, reader, staging, pinned)
 WAITS, without_wait = waits_of(MODULES, CALLS, WAITS_FOR_THREADS, NO_ORDER)
 
 
@@ -1109,19 +1109,18 @@ FOUND_BY: dict[str, set[str]] = {
         "DeviceMemory.give_back-0",
         "Passes._end-0",
         "Reader._fill-0",
-        "Room.enter-0",
-        "Room.enter-1",
+        "WriteOrder.wait_for_room-0",
+        "WriteOrder.wait_for_room-2",
         "Transfer._send-0",
     },
     "test_what_rests_in_ram_does_not_overtake_what_is_read": {"Reader.begin_all-0", "Transfer._wait_for_room-0"},
     "test_a_model_is_packed_while_its_files_are_read": {
-        "Landing.fill-0",
-        "Landing.fill-1",
-        "Landing.unpack-0",
-        "Landing.unpack-1",
+        "WriteOrder.fill-0",
+        "WriteOrder.fill-1",
+        "WriteOrder.unpack-0",
+        "WriteOrder.unpack-1",
         "LookAhead.abandon-0",
         "Placer._pack_if_faster-0",
-        "Room.enter-2",
     },
     "test_packed_weights_stay_on_the_device": {"DeviceMemory.resident_slot-0"},
     "test_packed_files_are_read": {"LastCopies.synchronize_streams-0"},

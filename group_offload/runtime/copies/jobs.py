@@ -6,98 +6,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
-import torch
-
-from ...base.device import Backend, Event, Stream
 from ...base.reading import BLOCK, blocks_around
-from ...stores.moves import Read, Unpack
+from ...stores.moves import Read
 from ...stores.source import SourceFile
-from ..measure.trace import WeightTrace
-from ..slots.berths import Berth, Berths
-from .room import Room
+from .write_order import Landing
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
-
-
-@dataclass(slots=True, eq=False)
-class Landing:
-    """The memory of a slot, and the order of the copies to it among what else is enqueued."""
-
-    memory: torch.Tensor
-    after: Sequence[Event] | None
-    """Events behind the last use of what was in the memory before: copies wait for all of them. None: they do already."""
-    ready: Event
-    """The event that is recorded behind the last copy."""
-    berths: Berths | None = None
-    """Where packed bytes land; None if there are none."""
-    stream: Stream = field(init=False)
-    """The stream that writes to the slot. `Transfer` chooses it, and the next two."""
-    copy_stream: Stream = field(init=False)
-    """The stream that packed bytes are copied on."""
-    room: Room | None = field(init=False)
-    """What other streams that write to slots have waited for; None if there is only one such stream."""
-
-    @property
-    def streams(self) -> list[Stream]:
-        return [self.stream] if self.stream == self.copy_stream else [self.stream, self.copy_stream]
-
-    def wait_for_room(self) -> None:
-        """Let what is enqueued on the stream from now on come after the last use of what was in the memory before.
-
-        Repeated calls do nothing.
-        """
-        if self.after is None:
-            return
-        if self.room is not None:
-            self.room.enter(self.stream, self.after)
-        else:
-            for event in self.after:
-                self.stream.wait_event(event)
-        self.after = None
-
-    def fill(
-        self,
-        backend: Backend,
-        berth: Berth,
-        at: int,
-        source: torch.Tensor,
-        label: str,
-        trace: WeightTrace | None,
-        *,
-        blocking: bool = False,
-    ) -> None:
-        """Enqueue the copy of packed bytes to byte `at` of a berth. It waits for no slot: see [Note: The life of a berth]."""
-        stream = self.copy_stream
-        if not at:
-            stream.wait_event(berth.unpacked)
-        begun = None if trace is None else trace.now(stream)
-        backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
-        berth.arrived.record(stream)
-        if trace is not None and begun is not None:
-            trace.copied([label], begun, stream, source.numel())
-
-    def unpack(
-        self, backend: Backend, move: Unpack, packed: torch.Tensor, berth: Berth | None, trace: WeightTrace | None
-    ) -> None:
-        """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
-
-        Args:
-            berth: The berth that has the packed bytes, or gets them; None if they stay on the device.
-        """
-        if berth is not None:
-            self.stream.wait_event(berth.arrived)
-        begun = None if trace is None else trace.now(self.stream)
-        try:
-            backend.transform(move.kernel, self.memory[move.at : move.at + move.num_bytes], packed, self.stream)
-        finally:
-            if berth is not None:
-                berth.unpacked.record(self.stream)
-        if trace is not None and begun is not None:
-            trace.unpacked(move.label, begun, self.stream, move.num_bytes)
 
 
 class Job(Protocol):

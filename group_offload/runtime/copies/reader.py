@@ -40,8 +40,9 @@ from ...errors import GroupFileError
 from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
 from ..measure.recorder import Recorder
-from .jobs import Chunk, Landing, ReadJob, parts_of
+from .jobs import Chunk, ReadJob, parts_of
 from .staging import Staging
+from .write_order import Landing, WriteOrder
 
 _POLL_SECONDS = 2e-4
 
@@ -49,9 +50,10 @@ _POLL_SECONDS = 2e-4
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
-    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+    def __init__(self, backend: Backend, recorder: Recorder, order: WriteOrder) -> None:
         self._backend = backend
         self._recorder = recorder
+        self._order = order
         self._lock = forked_free(threading.RLock())
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
@@ -143,7 +145,7 @@ class Reader:
             with self._lock:
                 for job in self._submitted:
                     if job.landing is not None:
-                        job.landing.wait_for_room()
+                        self._order.wait_for_room(job.landing)
 
     def cancel(self, job: ReadJob) -> None:
         """Enqueue nothing more of a job. See `ReadJob.cancel`."""
@@ -176,7 +178,7 @@ class Reader:
 
     def successor(self) -> Reader:
         """Another reader in the place of this one, whose state is unknown after an interrupt."""
-        other = Reader(self._backend, self._recorder)
+        other = Reader(self._backend, self._recorder, self._order)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         self.retire()
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
@@ -381,7 +383,7 @@ class Reader:
         # Packed bytes go to a berth, which waits for nothing that the slot waits for.
         stream, trace = landing.copy_stream if chunk.is_packed else landing.stream, self._recorder.trace
         if not chunk.is_packed:
-            landing.wait_for_room()
+            self._order.wait_for_room(landing)
         begun = None if trace is None or chunk.is_packed else trace.now(stream)
         job.begun.popleft()
         try:
@@ -403,11 +405,11 @@ class Reader:
     def _fill(self, landing: Landing, read: Read, move: Unpack, source: torch.Tensor) -> None:
         """Copy packed bytes to the reading berth, and unpack the strip once all of it is there."""
         assert landing.berths is not None
-        berth, trace = landing.berths.reading, self._recorder.trace
-        landing.fill(self._backend, berth, read.at, source, read.label, trace)
+        berth = landing.berths.reading
+        self._order.fill(landing, berth, read.at, source, read.label)
         if read.at + read.num_bytes == move.sent[-1][1]:
-            landing.wait_for_room()
-            landing.unpack(self._backend, move, berth.memory[: move.strip.packed_bytes], berth, trace)
+            self._order.wait_for_room(landing)
+            self._order.unpack(landing, move, berth.memory[: move.strip.packed_bytes], berth)
             self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:
@@ -420,7 +422,7 @@ class Reader:
             try:
                 if job.landing is not None:
                     # Also if the job brought nothing: what takes these bytes next waits for this job only.
-                    job.landing.wait_for_room()
+                    self._order.wait_for_room(job.landing)
                     job.landing.ready.record(job.landing.stream)
             finally:
                 self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock

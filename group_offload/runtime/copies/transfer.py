@@ -21,10 +21,10 @@ from ..measure.trace import WeightTrace
 from ..sharing.jobs import ShareJob
 from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
-from .jobs import Job, Landing, ReadJob
+from .jobs import Job, ReadJob
 from .last import LastCopies
 from .reader import Reader
-from .room import Room
+from .write_order import Landing, WriteOrder
 
 _UNPROFILED = nullcontext()
 
@@ -37,13 +37,13 @@ class Transfer:
 
     def __init__(self, config: OffloadConfig, recorder: Recorder) -> None:
         self._backend = backend = config.backend
-        self.reader = Reader(backend, recorder)
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if config.use_stream else None
         # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
         unpacks = config.use_stream and config.pack is not False
         self._unpack_stream = backend.new_stream() if unpacks else None
-        self._room = Room(backend) if unpacks else None
+        self._order = WriteOrder(backend, recorder, has_two_streams=unpacks)
+        self.reader = Reader(backend, recorder, self._order)
         # Without a stream, `non_blocking` decides whether copies block the host.
         self._blocking = not config.use_stream and not config.non_blocking
         self._reads_memory = False
@@ -191,7 +191,6 @@ class Transfer:
         landing.stream = landing.copy_stream = self.stream
         if self._unpack_stream is not None and any(map(_is_packed, moves)):
             landing.stream = self._unpack_stream  # all that goes to the slot does: see [Note: The life of a berth]
-        landing.room = self._room
         stream, streams = landing.stream, landing.streams
         for each in streams:
             self.last_copies.expect(each)
@@ -286,17 +285,17 @@ class Transfer:
         self.last_copies.synchronize_streams()
 
     def _unpack(self, landing: Landing, move: Unpack) -> None:
-        packed, berth, trace = move.packed, None, self._recorder.trace
+        packed, berth = move.packed, None
         assert packed is not None
         if not move.is_on_device:
             assert landing.berths is not None
             berth = landing.berths.next()
             for start, end in move.sent:
-                landing.fill(self._backend, berth, start, packed[start:end], move.label, trace, blocking=self._blocking)
+                self._order.fill(landing, berth, start, packed[start:end], move.label, blocking=self._blocking)
                 self._num_copies += 1
             packed = berth.memory[: packed.numel()]
         self._wait_for_room(landing)
-        landing.unpack(self._backend, move, packed, berth, trace)
+        self._order.unpack(landing, move, packed, berth)
         self._bytes_unpacked += move.num_bytes
 
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
@@ -308,7 +307,7 @@ class Transfer:
     def _wait_for_room(self, landing: Landing) -> None:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
         self.reader.begin_all()
-        landing.wait_for_room()
+        self._order.wait_for_room(landing)
 
 
 def _record(

@@ -12,8 +12,9 @@ from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, Tier
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
-from ..copies.jobs import Landing, ReadJob
+from ..copies.jobs import ReadJob
 from ..copies.transfer import Transfer
+from ..copies.write_order import Landing
 from ..groups.group import Group
 from ..measure.counters import Counters
 from ..memory import DeviceMemory
