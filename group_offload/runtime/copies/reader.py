@@ -136,7 +136,7 @@ class Reader:
             num_more = self._hire()
         self._start(num_more)
 
-    def begin_all(self) -> None:
+    def order_behind_jobs(self) -> None:
         """Let copies that other code enqueues also come after everything that the submitted jobs have to wait for.
 
         A job's slot may have taken a part of a larger slot, and those copies go to the rest of it.
@@ -425,7 +425,7 @@ class Reader:
                     self._order.wait_for_room(job.landing)
                     job.landing.ready.record(job.landing.stream)
             finally:
-                self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
+                self._submitted.remove(job)  # only now: as long as it is there, `order_behind_jobs` waits for the lock
         job.forget(error)
 
     def _forget_jobs(self, error: BaseException) -> None:

@@ -306,7 +306,7 @@ class Transfer:
 
     def _wait_for_room(self, landing: Landing) -> None:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
-        self.reader.begin_all()
+        self.reader.order_behind_jobs()
         self._order.wait_for_room(landing)
 
 
