@@ -1113,7 +1113,10 @@ FOUND_BY: dict[str, set[str]] = {
         "WriteOrder.wait_for_room-2",
         "Transfer._send-0",
     },
-    "test_what_rests_in_ram_does_not_overtake_what_is_read": {"Reader.order_behind_jobs-0", "Transfer._wait_for_room-0"},
+    "test_what_rests_in_ram_does_not_overtake_what_is_read": {
+        "Reader.order_behind_jobs-0",
+        "Transfer._wait_for_room-0",
+    },
     "test_a_model_is_packed_while_its_files_are_read": {
         "WriteOrder.fill-0",
         "WriteOrder.fill-1",

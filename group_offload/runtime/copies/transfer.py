@@ -209,7 +209,10 @@ class Transfer:
             for move in moves:
                 match move:
                     case Gather():
-                        self._land(shared, move, landing, is_read=bool(reads))
+                        assert shared is not None and self.sharing is not None
+                        # Threads enqueue copies of what they read later.
+                        landed = shared.sent if reads else self.sharing.record(stream)
+                        self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
                     case Unpack():
@@ -239,13 +242,6 @@ class Transfer:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
-
-    def _land(self, shared: ShareJob | None, move: Gather, landing: Landing, *, is_read: bool) -> None:
-        """This rank's part of what is to be gathered is on its way to the slot: the gather comes behind it."""
-        assert shared is not None and self.sharing is not None
-        # Threads enqueue copies of what they read later.
-        landed = shared.sent if is_read else self.sharing.record(landing.stream)
-        self.sharing.has_landed(shared, move, landing.memory, landed)
 
     def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
         if self.sharing is None or self.sharing.crew is None:
