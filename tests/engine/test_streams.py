@@ -410,6 +410,32 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
         handle.remove()
 
 
+def test_an_edit_of_what_was_edited_before_in_the_same_forward() -> None:
+    """Threads may have read the weights of the first edit, of a group that has no slot yet."""
+    device = SimulatedDevice(0, "random")
+    resident = RoutedModel([16] * 6)
+    x = torch.randn(2, DIM)
+    with use_simulated_device(device), watch_file_reads(device), many_frames(), tempfile.TemporaryDirectory() as folder:
+        model: Any = from_file(resident, Path(folder) / "model.safetensors")
+        handle = offload(model, offload_device="disk")
+        forward(device, model, x)
+
+        def edit(twin: Any, position: int) -> Any:
+            if position in (0, 2):
+                wait_until_enqueued(handle)  # all that is read ahead by now was read
+                with torch.no_grad():
+                    for index in (1, 4):
+                        twin.blocks[index].up.weight.mul_(1.5)
+            return nullcontext()
+
+        for twin in (model, resident):
+            twin.on_block, twin.route = partial(edit, twin), [0, 1, 4]  # the last one has no slot yet
+        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+        model.alive.clear()
+        resident.alive.clear()
+        handle.remove()
+
+
 @pytest.mark.parametrize("end", ["remove", "change"])
 def test_files_are_being_read_when(end: str) -> None:
     device = SimulatedDevice(0, "lazy")

@@ -98,7 +98,10 @@ class Transfer:
 
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
         """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
-        if isinstance(self._backend, HostBackend) or not all(placed.blob.detects_edits for placed in blobs):
+        if isinstance(self._backend, HostBackend):
+            return []
+        # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
+        if not all(placed.blob.detects_edits and not placed.blob.is_outdated for placed in blobs):
             return []
         return [move for move in self._moves_of(blobs) if isinstance(move, Read)]
 
