@@ -179,6 +179,11 @@ class OffloadConfig:
         return self.vram_budget is not None or self.ram_budget is not None
 
     @property
+    def may_lock_files(self) -> bool:
+        """Whether files may be page-locked in the page cache."""
+        return self.backend.has_streams and not (self.low_cpu_mem_usage or self.verify_files)
+
+    @property
     def num_slots(self) -> int:
         """Slots that take turns: one is computed with while the next is filled."""
         return 2 if self.use_stream else 1

@@ -199,7 +199,7 @@ class OffloadHandle:
             + sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
             packed_bytes=packed,
             pinned_bytes=packed + sum(blob.pinned_bytes for blob in blobs),
-            staging_bytes=transfer.staging_bytes,
+            staging_bytes=transfer.reader.staging_bytes,
             file_bytes=in_files,
         )
 
@@ -252,7 +252,7 @@ class OffloadHandle:
             yield
         finally:
             with engine.lock:
-                engine.transfer.wait_until_enqueued()
+                engine.transfer.reader.wait_until_enqueued()
                 trace = engine.recorder.end_all()
             trace.write(path)  # also if the block raised: then it is most wanted
 

@@ -39,7 +39,7 @@ class Run:
 
 def wait_for_work(engine: Engine) -> None:
     """Wait for reads that are under way, and for the device: then statistics and timelines are complete."""
-    engine.transfer.wait_until_enqueued()
+    engine.transfer.reader.wait_until_enqueued()
     backend = engine.config.backend
     reached = backend.new_event()
     reached.record(backend.current_stream())

@@ -39,8 +39,6 @@ class Tuning:
     group on one H200, more than the link needs (docs/benchmarks/packing.md)."""
 
     # Copies and reads
-    max_staging_bytes: int = 64 << 20
-    """The size of one staging buffer, at most. PCIe is at full speed with 16 MiB."""
     max_run_bytes: int = 8 << 20
     """Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
     max_read_run_bytes: int = 64 << 20

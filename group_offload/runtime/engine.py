@@ -82,40 +82,16 @@ class Engine:
         self._left: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend, type(root).__name__)
-        self.transfer = Transfer(
-            backend,
-            self.recorder,
-            use_stream=config.use_stream,
-            # Without a stream, `non_blocking` decides whether copies block the host.
-            blocking=not config.use_stream and not config.non_blocking,
-            unpacks=config.pack is not False,
-        )
+        self.transfer = Transfer(config, self.recorder)
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
-        may_lock_files = not config.low_cpu_mem_usage and not config.verify_files
-        self._packer = Packer(
-            backend,
-            self.transfer,
-            self._folder,
-            is_on=config.pack is True,
-            spares_ram=config.rests_in_files and not config.has_budgets,
-            has_ram_budget=(config.ram_budget, config.ram_share) != (None, None),
-            may_lock=may_lock_files,
-            is_verified=config.verify_files,
-        )
+        self._packer = Packer(config, self.transfer, self._folder)
         self._probe = Probe(backend, self.recorder)
         self.memory = DeviceMemory(config, self.transfer, self._probe.stalls, self.counters)
-        self._files = CachedFiles(backend, self.transfer.last_copies.synchronize, may_lock=may_lock_files)
+        self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
-        self._lookahead = LookAhead(
-            self.memory,
-            self.transfer,
-            self.counters,
-            self._files,
-            self._changes.commit_late,
-            use_stream=config.use_stream,
-            model=type(root).__name__,
-        )
+        commit_late, name = self._changes.commit_late, type(root).__name__
+        self._lookahead = LookAhead(config, self.memory, self.transfer, self.counters, self._files, commit_late, name)
         self.placer = Placer(
             root,
             config,
@@ -218,7 +194,7 @@ class Engine:
             self._gates.clear()
             self._forget_groups()
             self._backward.close()
-            self.transfer.close()
+            self.transfer.reader.close()
             if self.sharing is not None:
                 self.sharing.close()
             self._passes.stay_clean()
@@ -369,7 +345,7 @@ class Engine:
         self._gates.install(())
         if self._gates.sharing is not None:
             self._gates.sharing.close()
-        self.transfer.close()
+        self.transfer.reader.close()
         wait_for_releases()
 
     def _release(self) -> None:

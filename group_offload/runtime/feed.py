@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,16 +13,15 @@ from ..base.page_lock import PageLock
 from ..base.pool import Task, finish_all, on_pool, withdraw_all
 from ..base.ram import fits
 from ..packing.codec import hash_of
-from ..stores.moves import Copy, Read, Stage
-from .copies.reader import prove_all
-from .copies.transfer import Transfer
+from ..stores.base import Blob
+from ..stores.moves import Copy, Read
+from .copies.reader import Reader, prove_all
 from .groups.part import Part
 
 
 class Plain(NamedTuple):
-    """The plain bytes of a part's blob, which threads bring to memory."""
+    """The plain bytes of a blob, which threads bring to memory."""
 
-    part: Part
     bytes: torch.Tensor
     """Flat uint8, on the CPU. Between weights are zeros, or what a file has there."""
     generation: int
@@ -34,74 +32,56 @@ class Plain(NamedTuple):
     tasks: Sequence[Task[None]]
 
 
-class Feed:
-    """Brings the plain bytes of one blob after another to page-locked memory, the next one while one is packed."""
+def plain_bytes(parts: Sequence[Part], reader: Reader, backend: Backend, *, reads_ahead: bool) -> Generator[Plain]:
+    """The plain bytes of one blob after another, in page-locked memory. They stay until the next ones are asked for, which are
+    read meanwhile.
 
-    def __init__(self, parts: Sequence[Part], transfer: Transfer, backend: Backend, *, reads_ahead: bool) -> None:
-        """
-        Args:
-            reads_ahead: Whether there is RAM for the bytes of two blobs.
-        """
-        self._parts, self._transfer = deque(parts), transfer
-        num_bytes = max((part.blob.layout.num_bytes for part in parts), default=0)
-        num_buffers = min(len(parts), 2 if reads_ahead and fits(2 * num_bytes) else 1)
-        self._memories = [flat_view(map_anonymous(num_bytes), 0, num_bytes) for _ in range(num_buffers)]
-        self._locks = [PageLock.take(backend, memory, _no_wait) for memory in self._memories]
-        self._next: Plain | None = None
+    Args:
+        reads_ahead: Whether there is RAM for the bytes of two blobs.
 
-    def take(self, part: Part) -> Plain:
-        """The bytes of the part's blob. They stay until `take` is called again.
+    Raises:
+        GroupFileError: a file cannot be read.
+    """
+    num_bytes = max((part.blob.layout.num_bytes for part in parts), default=0)
+    num_buffers = min(len(parts), 2 if reads_ahead and fits(2 * num_bytes) else 1)
+    memories = [flat_view(map_anonymous(num_bytes), 0, num_bytes) for _ in range(num_buffers)]
+    locks = [PageLock.take(backend, memory, _no_wait) for memory in memories]
+    ahead: Plain | None = None
 
-        Raises:
-            GroupFileError: a file cannot be read.
-        """
-        while self._next is None or self._next.part is not part:
-            self._begin()
-        found, self._next = self._next, None
-        finish_all(found.tasks)
-        prove_all(found.bytes, found.reads)
-        return found
+    def begin(number: int) -> Plain:
+        blob = parts[number].blob
+        return _begin_to_read(blob, memories[number % num_buffers][: blob.layout.num_bytes], reader)
 
-    def go_on(self) -> None:
-        """Begin to read the next blob, if there is memory for it."""
-        if len(self._memories) > 1 and self._parts:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._give_up()
-        part, memory = self._parts.popleft(), self._memories[-1]
-        self._memories = [memory, *self._memories[:-1]]
-        self._next = _begin_to_read(part, memory[: part.blob.layout.num_bytes], self._transfer)
-
-    def _give_up(self) -> None:
-        if self._next is not None:
-            withdraw_all(self._next.tasks)
-            self._next = None
-
-    def close(self) -> None:
-        self._give_up()
-        for lock in self._locks:
+    try:
+        for number in range(len(parts)):
+            found, ahead = ahead or begin(number), None
+            finish_all(found.tasks)
+            prove_all(found.bytes, found.reads)
+            if num_buffers > 1 and number + 1 < len(parts):
+                ahead = begin(number + 1)
+            yield found
+    finally:
+        if ahead is not None:
+            withdraw_all(ahead.tasks)
+        for lock in locks:
             if lock is not None:
                 lock.release()
 
 
-def _begin_to_read(part: Part, target: torch.Tensor, transfer: Transfer) -> Plain:
+def _begin_to_read(blob: Blob, target: torch.Tensor, reader: Reader) -> Plain:
     reads, at = [], 0
-    for move in sorted(part.blob.moves(0, ""), key=lambda move: move.at):
-        assert isinstance(move, (Copy, Stage, Read))
+    for move in sorted(blob.moves(0, ""), key=lambda move: move.at):
+        assert isinstance(move, (Copy, Read))
         target[at : move.at] = 0
         at = move.at + move.num_bytes
-        match move:
-            case Copy():
-                target[move.at : at] = move.memory[move.start : move.start + move.num_bytes]
-            case Stage():
-                move.fill(target[move.at : at], 0)
-            case Read():
-                reads.append(move)
+        if isinstance(move, Copy):
+            target[move.at : at] = move.memory[move.start : move.start + move.num_bytes]
+        else:
+            reads.append(move)
     target[at:] = 0
-    tasks = transfer.begin_now(target, reads)
+    tasks = reader.begin_now(target, reads)
     hashed = on_pool(_hash_of, target, tasks)  # all of `tasks` were begun before: none waits for a thread
-    return Plain(part, target, part.blob.generation, hashed, reads, tasks)
+    return Plain(target, blob.generation, hashed, reads, tasks)
 
 
 def _hash_of(target: torch.Tensor, tasks: Sequence[Task[None]]) -> str:

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import torch
 
-from ..base.device import Backend
 from ..base.page_lock import LockLimit
 from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
+from ..config import OffloadConfig
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
 from ..stores.base import Blob, Tier
@@ -23,7 +23,7 @@ from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, 
 from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
-from .feed import Feed
+from .feed import Plain, plain_bytes
 from .groups.group import Group
 from .groups.part import Part
 
@@ -39,34 +39,21 @@ class Packer:
     Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        transfer: Transfer,
-        folder: Folder | None,
-        *,
-        is_on: bool,
-        spares_ram: bool,
-        has_ram_budget: bool,
-        may_lock: bool,
-        is_verified: bool,
-    ) -> None:
+    def __init__(self, config: OffloadConfig, transfer: Transfer, folder: Folder | None) -> None:
         """
         Args:
             folder: Where packed files are kept for the next time.
-            spares_ram: Whether weights that rest in files are packed only if RAM has plenty of room for that.
-            has_ram_budget: Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve.
-            may_lock: Whether packed files may be page-locked in the page cache.
-            is_verified: Whether each read of a packed file is compared with what was packed.
         """
-        self._backend = backend
+        self._backend = config.backend
         self._transfer = transfer
         self._folder = folder
-        self._spares_ram = spares_ram
-        self._has_ram_budget = has_ram_budget
-        self._may_lock = may_lock and backend.has_streams
-        self._is_verified = is_verified
-        self.is_on = is_on
+        self._spares_ram = config.rests_in_files and not config.has_budgets
+        """Whether weights that rest in files are packed only if RAM has plenty of room for that."""
+        self._has_ram_budget = (config.ram_budget, config.ram_share) != (None, None)
+        """Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve."""
+        self._may_lock = config.may_lock_files
+        self._is_verified = config.verify_files
+        self.is_on = config.pack is True
         """Whether blobs are packed."""
         self.is_set_up = False
         """Whether the module has been offloaded. Then weights stay plain where the folder does not take packed files."""
@@ -113,10 +100,6 @@ class Packer:
             elif isinstance(blob, RamBlob) and part.may_pack:
                 blob.store.unlock(LockLimit(self._backend))
 
-    def expected_bytes(self, group: Group) -> int:
-        """What `packed_bytes` would be if blobs were packed."""
-        return self._bytes_of(group, is_on=True)
-
     def limit(self, groups: Iterable[Group], room: int) -> int:
         """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
 
@@ -153,17 +136,18 @@ class Packer:
                 for part in group.parts:
                     part.drop_packed()
 
-    def packed_bytes(self, group: Group) -> int:
-        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
-        return self._bytes_of(group, is_on=self.is_on)
+    def packed_bytes(self, group: Group, *, if_on: bool = False) -> int:
+        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed.
 
-    def _bytes_of(self, group: Group, *, is_on: bool) -> int:
+        Args:
+            if_on: Take it that blobs are packed.
+        """
         total, has_packed = 0, False
         for part in group.parts:
             num_bytes = part.blob.layout.num_bytes
             if part.packed is not None:
                 total, has_packed = total + part.packed.num_bytes, True
-            elif is_on and self._could_pack(part):
+            elif (if_on or self.is_on) and self._could_pack(part):
                 total, has_packed = total + self._size_of(part), True
             else:
                 total += num_bytes
@@ -244,9 +228,9 @@ class Packer:
                     parts = self._left_plain(parts, error)
                 files = self._files_of(parts, self._folder)
                 stack.callback(files.close)
-            feed = Feed(
+            feed = plain_bytes(
                 [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
-                self._transfer,
+                self._transfer.reader,
                 self._backend,
                 reads_ahead=not self._has_ram_budget,
             )
@@ -355,7 +339,7 @@ class Packer:
     def _pack(
         self,
         part: Part,
-        feed: Feed,
+        feed: Iterator[Plain],
         files: Iterator[PackedFile | None] | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
@@ -367,8 +351,7 @@ class Packer:
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
-            plain = feed.take(part)
-            feed.go_on()
+            plain = next(feed)
             packed = pack_image(plain.bytes, blob.layout, self._device, plain.generation, memory, plain.hashed)
             return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
         assert isinstance(blob, FileBlob)

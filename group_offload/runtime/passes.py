@@ -148,7 +148,7 @@ class Passes:
 
     def enter_child(self) -> None:
         """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""
-        self._transfer.reset_after_fork()
+        self._transfer.reader.reset_after_fork()
         self._files.ahead.reset_after_fork()
         if self.lock._is_owned():
             return  # this thread has forked in the middle of a pass
@@ -392,7 +392,7 @@ class Passes:
     @property
     def is_reading(self) -> bool:
         """See `Model`, as for what follows."""
-        return self._transfer.is_reading
+        return self._transfer.reader.is_reading
 
     @property
     def cached_bytes(self) -> int:

@@ -141,8 +141,7 @@ class Placer:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
         self._lookahead.note_tiers(groups)
-        self._transfer.prepare_for(
-            max((blob.layout.num_bytes for blob in blobs), default=0),
+        self._transfer.reader.prepare_for(
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
 from ..base.pagemap import NO_LOOKS, Looks
-from .moves import Move, Stage
+from .moves import Move, PageableMemory, Read
 from .origin import Origin
 from .packed import PackedImage
 
@@ -175,14 +174,14 @@ class PlacedImage(NamedTuple):
         return self.image.num_bytes
 
 
-def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int) -> list[Move]:
+def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int, label: str) -> list[Move]:
     """How the weights at rest get to byte `at` of a slot: for a blob that does not hold their edits.
 
     This happens where a blob is outdated in the middle of a pass. When the next pass begins the blob is made again.
     """
     values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(layout.specs, rest, strict=True)]
-    return [Stage(at + offset, value.numel(), partial(_fill_from, value)) for offset, value in values]
-
-
-def _fill_from(value: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
-    chunk.copy_(value[start : start + chunk.numel()])
+    return [
+        Read(at + offset, value.numel(), PageableMemory(value), 0, False, label)
+        for offset, value in values
+        if value.numel()
+    ]

@@ -257,7 +257,7 @@ class FileBlob(Contents):
 
     def moves(self, at: int, label: str) -> list[Move]:
         if self.is_outdated:
-            return moves_of_rest(self.layout, self.rest, at)
+            return moves_of_rest(self.layout, self.rest, at, label)
         source = self.source
         if self.is_locked:
             return [

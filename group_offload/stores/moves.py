@@ -31,17 +31,6 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
-    """Bytes that go through page-locked staging buffers, chunk by chunk."""
-
-    at: int
-    """The byte of the slot that the first byte goes to."""
-    num_bytes: int
-    fill: Callable[[torch.Tensor, int], None]
-    """`fill(chunk, start)` writes the bytes from `start` on into `chunk`, flat uint8."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PageableMemory:
     """RAM that is not page-locked."""
 
@@ -135,7 +124,7 @@ class Gather:
     """The name under which the ranks agree on the group."""
 
 
-Move = Copy | Stage | Read | Unpack | Gather
+Move = Copy | Read | Unpack | Gather
 
 
 def may_be_cut(moves: Iterable[Move]) -> bool:
@@ -197,7 +186,7 @@ def joined(moves: Iterable[Move]) -> list[Move]:
     return found
 
 
-def _continues(last: Copy | Read, move: Copy | Stage | Read | Unpack) -> bool:
+def _continues(last: Copy | Read, move: Copy | Read | Unpack) -> bool:
     if last.at + last.num_bytes != move.at:
         return False
     if isinstance(last, Copy):

@@ -383,7 +383,7 @@ class RamBlob:
 
     def moves(self, at: int, label: str) -> list[Move]:
         if self.is_outdated:
-            return moves_of_rest(self.layout, self.rest, at)
+            return moves_of_rest(self.layout, self.rest, at, label)
         if self.tier is Tier.RAM:
             return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
         assert self.store.pageable is not None

@@ -364,7 +364,7 @@ def test_the_next_models_first_groups_are_read_into_staging_memory(
     pipe.image(), pipe.image()
     transformer, vae = (engine_of(pipe.handles[name]) for name in ("transformer", "vae"))
     *_, before, last = pipe.components["transformer"].get_submodule("blocks").children()
-    before.register_forward_hook(lambda *_: transformer.transfer.wait_until_enqueued())
+    before.register_forward_hook(lambda *_: transformer.transfer.reader.wait_until_enqueued())
     num_ahead: list[int] = []
     last.register_forward_hook(lambda *_: num_ahead.append(len(vae._lookahead._ahead)))
     for name in IMAGE[:-1]:

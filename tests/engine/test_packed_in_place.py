@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import os
@@ -20,12 +19,11 @@ from group_offload.base.release import wait_for_releases
 from group_offload.plan.placement import Placement
 from group_offload.stores.packed import PackedImage
 
-from ..support.asserts import assert_at_rest
 from ..support.inside import engine_of
-from ..support.models import DIM, RoutedModel
-from ..support.on_device import forward, from_file, offload, packing
+from ..support.models import DIM
+from ..support.on_device import from_file, offload, packing
 from ..support.packed_files import DAMAGES, packed_names
-from ..support.rigs import run
+from ..support.packed_models import check, end, offloaded, routed, scale
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -36,31 +34,6 @@ SOURCES = ["checkpoint", "folder"]
 def device() -> Iterator[SimulatedDevice]:
     with packing(), use_simulated_device(SimulatedDevice(0, "lazy")) as device:
         yield device
-
-
-def routed(num: int = 4) -> RoutedModel:
-    torch.manual_seed(0)
-    return RoutedModel([2400] * num).bfloat16()
-
-
-def offloaded(source: str, resident: RoutedModel, folder: Path, **options: Any) -> tuple[Any, OffloadHandle]:
-    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, folder / "model.safetensors")
-    return model, offload(model, pack=True, offload_to_disk_path=folder / "groups", **options)
-
-
-def check(device: SimulatedDevice, model: Any, resident: RoutedModel, num_passes: int = 2) -> None:
-    for seed in range(num_passes):
-        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    assert_at_rest(model, resident)
-
-
-def end(device: SimulatedDevice, model: Any, resident: RoutedModel, handle: OffloadHandle) -> None:
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-    wait_for_releases()
-    assert not device.pinned_bytes and not device.allocated_bytes
 
 
 def images_of(handle: OffloadHandle) -> list[PackedImage]:
@@ -76,12 +49,12 @@ def test_packed_files_take_no_ram_of_the_process(
 ) -> None:
     """As they are packed, and as they are found the next time: nothing is read into memory, and nothing else is locked."""
     monkeypatch.setattr("group_offload.stores.packed.read_image", None)
-    resident = routed()
+    resident = routed([2400] * 4)
     for _ in range(2):
         gc.collect()  # of other tests
         before = ram.locked.num_bytes
         model, handle = offloaded(source, resident, tmp_path, **options)
-        check(device, model, resident)
+        check(device, model, resident, 2)
         images = images_of(handle)
         assert images and all(image.contents is not None and image.contents.is_proven for image in images)
         packed = sum(image.num_bytes for image in images)
@@ -108,9 +81,9 @@ def test_packed_files_are_read_where_they_cannot_be_locked(
         monkeypatch.setattr(
             "group_offload.stores.source.page_cache_of", lambda fd, at, size: torch.empty(size, device="meta")
         )
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded("folder", resident, tmp_path, **options)
-    check(device, model, resident)
+    check(device, model, resident, 2)
     images = images_of(handle)
     assert len(images) == 4 and all(image.contents is None for image in images)
     assert device.pinned_bytes >= handle.stats().packed_bytes == sum(image.num_bytes for image in images)
@@ -129,16 +102,16 @@ def test_a_locked_file_that_another_program_changes(
 
     Later ones send the weights as they are. Nothing is lost, and what is changed is packed again the next time.
     """
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident)
+    check(device, model, resident, 2)
     paths = [image.contents.source.path for image in images_of(handle)[1:3] if image.contents is not None]
     device.synchronize()
     for path in paths:
         DAMAGES[damage][0](path)
     with caplog.at_level(logging.WARNING, "group_offload"):
         with pytest.raises(GroupFileError, match=f"{paths[0].name}.*{DAMAGES[damage][1]}.*No weight is lost"):
-            check(device, model, resident)
+            check(device, model, resident, 2)
         check(device, model, resident, 3)
     assert any("are lost: it is read as it is" in record.message for record in caplog.records)
     assert len(images_of(handle)) == 2
@@ -146,14 +119,14 @@ def test_a_locked_file_that_another_program_changes(
     for path in paths:
         path.unlink()
     model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident)
+    check(device, model, resident, 2)
     assert len(images_of(handle)) == 4
     end(device, model, resident, handle)
 
 
 @pytest.mark.parametrize("kind", ["packed", "plain"])
 def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed().requires_grad_(requires_grad=False)
+    resident = routed([2400] * 4).requires_grad_(requires_grad=False)
     models: list[Any] = [from_file(resident, tmp_path / "model.safetensors").requires_grad_(requires_grad=False)]
     folder = {"pack": True, "offload_to_disk_path": tmp_path / "groups"} if kind == "packed" else {}
     handle = offload(models[0], **folder)
@@ -190,7 +163,7 @@ def test_a_plan_after_a_backward_has_raised(
 ) -> None:
     """Groups that were to stay on the device packed are plain now: the plan tells, and the next forward makes another."""
     tune(monkeypatch, device_margin_bytes=0)
-    resident = routed(8).requires_grad_(requires_grad=False)
+    resident = routed([2400] * 8).requires_grad_(requires_grad=False)
     model, handle = offloaded("checkpoint", resident, tmp_path, vram_budget=560_000)
     model.requires_grad_(requires_grad=False)
     check(device, model, resident, 4)
@@ -220,9 +193,9 @@ def test_an_interrupt_before_packed_bytes_are_proven(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not proven is not used."""
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident)
+    check(device, model, resident, 2)
 
     result = Task.result
 
@@ -232,13 +205,11 @@ def test_an_interrupt_before_packed_bytes_are_proven(
             raise KeyboardInterrupt
         return result(task)
 
-    for twin in (model, resident):
-        with torch.no_grad():
-            twin.blocks[1].up.weight.mul_(2)
+    scale(2, model, resident)
     monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
     monkeypatch.setattr(Task, "result", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        check(device, model, resident)
+        check(device, model, resident, 2)
     in_files = [image.contents.is_proven for image in images_of(handle) if image.contents is not None]
     assert len(in_files) == 3 and all(in_files)
     check(device, model, resident, 3)
@@ -249,7 +220,7 @@ def test_an_interrupt_before_packed_bytes_are_proven(
 
 @pytest.mark.parametrize("do", ["delete", "touch", "rename"])
 def test_a_locked_file_with_the_same_bytes_is_used_on(do: str, device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded("folder", resident, tmp_path)
     for file in packed_names(tmp_path):
         if do == "delete":
@@ -258,14 +229,14 @@ def test_a_locked_file_with_the_same_bytes_is_used_on(do: str, device: Simulated
             file.rename(file.with_suffix(".other"))
         else:
             os.chmod(file, 0o600)
-    check(device, model, resident)
+    check(device, model, resident, 2)
     assert len(images_of(handle)) == 4
     end(device, model, resident, handle)
 
 
 def test_damage_from_before_is_named_by_the_set_up(device: SimulatedDevice, tmp_path: Path) -> None:
     """Facts of a file say nothing of what a drive returns. Nothing is sent before it was compared with its hash."""
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded("checkpoint", resident, tmp_path)
     end(device, model, resident, handle)
     damaged = packed_names(tmp_path)[1]
@@ -276,7 +247,7 @@ def test_damage_from_before_is_named_by_the_set_up(device: SimulatedDevice, tmp_
     assert not device.pinned_bytes
     damaged.unlink()
     model, handle = offloaded("checkpoint", resident, tmp_path)
-    check(device, model, resident)
+    check(device, model, resident, 2)
     end(device, model, resident, handle)
 
 
@@ -284,14 +255,12 @@ def test_what_is_packed_beside_runs_stays_plain_if_its_file_is_damaged(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an edit left of a group in its file is packed into another file, which a failing drive returns with other bytes."""
-    resident = routed()
+    resident = routed([2400] * 4)
     model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident)
+    check(device, model, resident, 2)
 
     monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
-    for twin in (model, resident):
-        with torch.no_grad():
-            twin.blocks[1].up.weight.mul_(2)
+    scale(2, model, resident)
     check(device, model, resident, 3)
     assert sum(image.contents is not None for image in images_of(handle)) == 3
     end(device, model, resident, handle)

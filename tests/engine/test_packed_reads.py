@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import logging
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,29 +13,36 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from group_offload import GroupFileError, OffloadHandle, OffloadStats, api
+from group_offload import GroupFileError, OffloadHandle, api
 from group_offload.base.release import wait_for_releases
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
-from group_offload.runtime.budget.budgeter import Budgeter
-from group_offload.runtime.groups.group import Group
 from group_offload.stores import packed_files
 from group_offload.stores.files import FileBlob
 from group_offload.stores.folder import Folder
 
-from ..support.asserts import assert_at_rest
 from ..support.folders import headers_in
 from ..support.inside import engine_of
-from ..support.models import DIM, RoutedModel
-from ..support.on_device import forward, from_file, offload, packing
+from ..support.on_device import from_file, offload, packing
 from ..support.packed_files import DAMAGES, flip, packed_names
+from ..support.packed_models import (
+    check,
+    check_edits,
+    end,
+    gained,
+    groups_of,
+    offloaded,
+    pack_now,
+    routed,
+    scale,
+    settled,
+    twin_of,
+)
 from ..support.reading import num_fds
 from ..support.reads import many_frames, watch_file_reads
-from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
@@ -48,45 +53,6 @@ def device() -> Iterator[SimulatedDevice]:
     device = SimulatedDevice(0, "lazy")
     with packing(locked_share=0.0), many_frames(), use_simulated_device(device), watch_file_reads(device):
         yield device
-
-
-def routed(widths: list[int]) -> RoutedModel:
-    torch.manual_seed(0)
-    return RoutedModel(widths).bfloat16()
-
-
-def offloaded(source: str, resident: RoutedModel, folder: Path, **options: Any) -> tuple[Any, OffloadHandle]:
-    model: Any = copy.deepcopy(resident) if source == "folder" else from_file(resident, folder / "model.safetensors")
-    return model, offload(model, pack=True, offload_to_disk_path=folder / "groups", **options)
-
-
-def check(device: SimulatedDevice, model: Any, resident: Any, num_passes: int = 1) -> None:
-    for seed in range(num_passes):
-        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    assert_at_rest(model, resident)
-
-
-def end(device: SimulatedDevice, model: Any, resident: nn.Module, handle: OffloadHandle) -> None:
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-    assert not device.pinned_bytes and not device.allocated_bytes
-
-
-def settled(handle: OffloadHandle) -> OffloadStats:
-    """Once all that is read ahead was read."""
-    engine_of(handle).transfer.wait_until_enqueued()
-    return handle.stats()
-
-
-def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
-    now, then = getattr(settled(handle), name), getattr(before, name)
-    return sum(now.values()) - sum(then.values()) if isinstance(now, dict) else now - then
-
-
-def groups_of(handle: OffloadHandle) -> list[Group]:
-    return [group for group in engine_of(handle).groups if group.packed_bytes]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +138,6 @@ def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
     handle = api.offload(model, ModelOptions(**options), ram_share=int(0.2 * size))
     for _ in range(5):
         check(device, model, resident)
-        model.alive.clear()
-        resident.alive.clear()
     before = settled(handle)
     check(device, model, resident)
     plan = handle.plan.details
@@ -214,15 +178,11 @@ def test_what_a_budget_of_ram_plans_is_packed(
     for number in range(5):
         check(device, model, resident)
         assert handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size, number
-        model.alive.clear()
-        resident.alive.clear()
     with torch.no_grad():
         for each in (model, resident):
             next(p for p in each.parameters() if p.numel() > 1000).mul_(2)
     for _ in range(3):
         check(device, model, resident)
-        model.alive.clear()
-        resident.alive.clear()
     # Of the group that was edited a part is plain, and counts as it is sent.
     assert 0 < handle.stats().packed_bytes <= _planned_bytes(handle) <= 0.5 * size
     end(device, model, resident, handle)
@@ -306,8 +266,6 @@ def test_a_plan_learns_what_ram_could_not_be_had(
     handle = api.offload(model, ModelOptions(**options), ram_share=int(0.6 * size))
     for _ in range(3):
         check(device, model, resident)
-        model.alive.clear()
-        resident.alive.clear()
     assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) < 0.35 * size
     assert handle.plan.details.prediction.drive_bytes
     end(device, model, resident, handle)
@@ -331,12 +289,6 @@ def test_the_next_set_up_reads_and_packs_nothing(
     end(device, model, resident, handle)
 
 
-def _pack_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans say, with "auto", that packing is worth it."""
-    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
-    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
-
-
 def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With "auto" once a plan says so."""
     resident = routed([2400] * 4)
@@ -344,7 +296,7 @@ def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, mo
     handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 3)
     assert not handle.stats().bytes_unpacked
-    _pack_now(monkeypatch)
+    pack_now(monkeypatch)
     check(device, model, resident, 2)
     before = settled(handle)
     check(device, model, resident)
@@ -379,7 +331,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
 
     monkeypatch.setattr(packed_files.PackedFiles, "_write", refuse)
     if pack == "auto":
-        _pack_now(monkeypatch)
+        pack_now(monkeypatch)
         if fault == "no room":
             monkeypatch.setattr(Folder, "prepare", refuse)
     else:
@@ -400,8 +352,7 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
 ) -> None:
     """Its weights are still there. What has its name now is not what was packed."""
     resident, other = routed([2400] * 3), routed([2400] * 3)
-    with torch.no_grad():
-        other.blocks[1].up.weight.mul_(2)
+    scale(2, other)
     checkpoint = tmp_path / "model.safetensors"
     model: Any = from_file(resident, checkpoint)
     handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
@@ -411,7 +362,7 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
     else:
         from_file(other, tmp_path / "other.safetensors")
         (tmp_path / "other.safetensors").replace(checkpoint)
-    _pack_now(monkeypatch)
+    pack_now(monkeypatch)
     check(device, model, resident, 2)
     assert len(groups_of(handle)) == 3
     end(device, model, resident, handle)
@@ -426,10 +377,8 @@ def test_what_is_packed_later_is_found_by_the_next_set_up(
 ) -> None:
     resident = routed([2400] * 3)
     with monkeypatch.context() as patch:
-        _pack_now(patch)
-        model: Any = (
-            copy.deepcopy(resident) if source == "folder" else from_file(resident, tmp_path / "model.safetensors")
-        )
+        pack_now(patch)
+        model = twin_of(resident, source, tmp_path)
         handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
         check(device, model, resident, 2)
         end(device, model, resident, handle)
@@ -440,12 +389,6 @@ def test_what_is_packed_later_is_found_by_the_next_set_up(
     check(device, model, resident, 2)
     assert packed_names(tmp_path) == files
     end(device, model, resident, handle)
-
-
-def _scale(factor: float, *models: Any) -> None:
-    for model in models:
-        with torch.no_grad():
-            model.blocks[1].up.weight.mul_(factor)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -459,7 +402,7 @@ def test_edits_do_not_fill_the_folder(
     model, handle = offloaded(source, resident, tmp_path)
     first, counts = packed_names(tmp_path), []
     for _ in range(3):
-        _scale(1.5, model, resident)
+        scale(1.5, model, resident)
         check(device, model, resident, 2)
         counts.append(len(packed_names(tmp_path)))
     assert len({*counts}) == 1 and counts[0] <= len(first) + 1
@@ -490,20 +433,9 @@ def test_an_edited_group_is_packed_again_in_ram(source: str, device: SimulatedDe
     resident = routed([2400] * 4)
     model, handle = offloaded(source, resident, tmp_path)
     check(device, model, resident, 2)
-    for number in range(3):
-        for twin in (model, resident):
-            with torch.no_grad():
-                if number == 1:
-                    twin.blocks[number].up.weight.data = twin.blocks[number].up.weight * 3
-                else:
-                    twin.blocks[number].up.weight.mul_(1.5)
-        check(device, model, resident, 2)
-        before = settled(handle)
-        check(device, model, resident)
-        blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
-        assert all(group.packed_bytes for group in blocks)
-        assert ["RAM" in group.where for group in blocks] == [index <= number for index in range(4)]
-        assert gained(handle, before, "bytes_unpacked") > 0.95 * sum(group.num_bytes for group in blocks)
+    check_edits(device, model, resident, handle)
+    blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
+    assert ["RAM" in group.where for group in blocks] == [True, True, True, False]
     end(device, model, resident, handle)
 
 
@@ -569,8 +501,7 @@ def test_a_checkpoint_that_changed_since_is_packed_again(device: SimulatedDevice
     model, handle = offloaded("checkpoint", resident, tmp_path)
     end(device, model, resident, handle)
     (tmp_path / "model.safetensors").unlink()
-    with torch.no_grad():
-        resident.blocks[1].up.weight.mul_(2)
+    scale(2, resident)
     model, handle = offloaded("checkpoint", resident, tmp_path)
     check(device, model, resident, 2)
     assert len(groups_of(handle)) == 3
@@ -618,45 +549,8 @@ def test_a_trace_shows_what_is_read_and_unpacked(device: SimulatedDevice, tmp_pa
         assert sums["decode"][group.group_id] == group.num_bytes
         assert sums["H2D"][group.group_id] == group.packed_bytes
     packed = sum(group.packed_bytes for group in groups_of(handle))
-    assert (
-        0 < sum(sums["file reads"].values()) < 1.2 * packed
-    )  # some of it was read before, and some is for the next pass
+    # Some of it was read before, and some is for the next pass.
+    assert 0 < sum(sums["file reads"].values()) < 1.2 * packed
+    assert "of packed files" in handle.report(tmp_path / "page.html").read_text()
+    assert "drive, packed" in str(handle.plan)
     end(device, model, resident, handle)
-
-
-def test_a_page_of_a_run(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 3)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-    page = handle.report(tmp_path / "page.html").read_text()
-    assert "of packed files" in page
-    assert str(handle.plan).count("drive, packed")
-    end(device, model, resident, handle)
-
-
-def test_packing_and_reading_from_another_thread(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 3)
-    model, handle = offloaded("folder", resident, tmp_path)
-    thread = threading.Thread(target=check, args=(device, model, resident, 2))
-    thread.start()
-    thread.join()
-    check(device, model, resident)
-    end(device, model, resident, handle)
-
-
-def test_what_no_code_makes_smaller_is_read_as_it_is(
-    device: SimulatedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    resident = routed([600] * 3)
-    for parameter in resident.blocks.parameters():
-        parameter.data = torch.randint(-(1 << 15), 1 << 15, parameter.shape, dtype=torch.int16).view(torch.bfloat16)
-    with caplog.at_level(logging.WARNING, "group_offload"):
-        model, handle = offloaded("folder", resident, tmp_path)
-    assert not groups_of(handle) and not caplog.text
-    assert handle.stats().file_bytes
-    x = torch.randn(2, DIM).bfloat16()
-    for _ in range(2):
-        out = device.get(forward(device, model, x))
-        assert torch.equal(out.view(torch.int16), run(resident, x).view(torch.int16))
-    model.alive.clear()
-    handle.remove()

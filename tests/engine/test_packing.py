@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,30 +16,35 @@ from torch import nn
 from group_offload import (
     ConfigError,
     DeviceError,
-    OffloadHandle,
-    OffloadStats,
     api,
     apply_group_offloading,
     from_pretrained,
 )
-from group_offload.base.release import wait_for_releases
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
 from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
-from group_offload.runtime.budget.budgeter import Budgeter
-from group_offload.runtime.copies.transfer import Transfer
+from group_offload.runtime.copies.reader import Reader
 from group_offload.stores import packed_files
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
 from ..support.inside import engine_of
-from ..support.models import DIM, RoutedModel
 from ..support.on_device import forward, from_file, offload, packing
+from ..support.packed_models import (
+    check,
+    check_edits,
+    end,
+    gained,
+    inputs,
+    pack_now,
+    routed,
+    scale,
+    twin_of,
+)
 from ..support.phantom import phantom_rank
 from ..support.reads import watch_file_reads
-from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.tuning import tune
@@ -51,26 +54,6 @@ from ..support.tuning import tune
 def device() -> Iterator[SimulatedDevice]:
     with packing(), use_simulated_device(SimulatedDevice(0, "lazy")) as device:
         yield device
-
-
-def routed(widths: list[int], *, counts: bool = False, seed: int = 0) -> RoutedModel:
-    torch.manual_seed(seed)
-    return RoutedModel(widths, counts=counts).bfloat16()
-
-
-def inputs(seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def check(device: SimulatedDevice, model: Any, resident: nn.Module, num_passes: int = 1) -> None:
-    for seed in range(num_passes):
-        assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
-    assert_at_rest(model, resident)
-
-
-def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
-    now, then = getattr(handle.stats(), name), getattr(before, name)
-    return sum(now.values()) - sum(then.values()) if isinstance(now, dict) else now - then
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
@@ -94,10 +77,7 @@ def test_packed_bytes_cross_the_link(options: dict[str, Any], device: SimulatedD
     assert gained(handle, before, "stalls") == 0
     assert handle.stats().packed_bytes == packed
     assert all(("packed RAM" in group.where) == (group.packed_bytes > 0) for group in handle.groups)
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+    end(device, model, resident, handle)
 
 
 def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, tmp_path: Path) -> None:
@@ -122,25 +102,11 @@ def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, t
 @pytest.mark.parametrize("source", ["checkpoint", "ram"])
 def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)  # an edited tensor of a checkpoint is packed apart from the others
-    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    model = twin_of(resident, source, tmp_path)
     handle = offload(model, pack=True)
     check(device, model, resident, 2)
-    for number in range(3):
-        for twin in (model, resident):
-            with torch.no_grad():
-                if number == 1:
-                    twin.blocks[number].up.weight.data = twin.blocks[number].up.weight * 3
-                else:
-                    twin.blocks[number].up.weight.mul_(1.5)
-        check(device, model, resident, 2)  # the first one may send the group as it is at rest
-        before = handle.stats()
-        check(device, model, resident)
-        blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
-        assert all(group.packed_bytes for group in blocks)
-        assert gained(handle, before, "bytes_unpacked") > 0.95 * sum(group.num_bytes for group in blocks)
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
+    check_edits(device, model, resident, handle)
+    end(device, model, resident, handle)
 
 
 def test_what_forwards_change_stays_plain(device: SimulatedDevice) -> None:
@@ -192,8 +158,6 @@ def test_budgets_of_ram_and_of_the_device(
         handle = api.offload(model, ModelOptions(**options), ram_share=int(share * size))
         for _ in range(5):
             check(device, model, resident)
-            model.alive.clear()
-            resident.alive.clear()
         stats, plan = handle.stats(), handle.plan.details
         assert 0 < stats.packed_bytes <= share * size and stats.resident_bytes and plan is not None
         assert (stats.bytes_gathered > 0) == (group is not None)
@@ -219,17 +183,6 @@ def test_packed_bytes_cross_the_link_while_slots_are_in_use(device: SimulatedDev
     handle.remove()
 
 
-def test_weights_of_other_kinds_stay_plain(device: SimulatedDevice) -> None:
-    model = RoutedModel([600] * 3)  # float32
-    resident = copy.deepcopy(model)
-    handle = offload(model, pack=True)
-    assert not any(group.packed_bytes for group in handle.groups) and handle.stats().pinned_bytes
-    x = torch.randn(2, DIM)
-    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    model.alive.clear()
-    handle.remove()
-
-
 def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) -> None:
     """All exponents are equally often there, NaN and infinity among them."""
     model = routed([600] * 3)
@@ -239,42 +192,33 @@ def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) 
     resident = copy.deepcopy(model)
     handle = offload(model, pack=True)
     assert not any(group.packed_bytes for group in handle.groups)
-    for _ in range(2):
-        out = device.get(forward(device, model, inputs()))
-        assert torch.equal(out.view(torch.int16), run(resident, inputs()).view(torch.int16))
-    assert_at_rest(model, resident)
-    model.alive.clear()
-    handle.remove()
-
-
-def test_without_room_in_ram_weights_stay_plain(
-    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
-    model = routed([600] * 3)
-    resident = copy.deepcopy(model)
-    with caplog.at_level(logging.WARNING, "group_offload"):
-        handle = offload(model, pack=True)
-    assert "are not packed" in caplog.text
     check(device, model, resident, 2)
-    model.alive.clear()
-    handle.remove()
+    end(device, model, resident, handle)
 
 
-def test_what_does_not_fit_into_ram_is_read_as_it_is(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("source", ["ram", "checkpoint"])
+def test_what_does_not_fit_into_ram_stays_plain(
+    source: str,
+    device: SimulatedDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """There is no folder that packed bytes could be read from: test_packed_reads.py."""
-    tune(monkeypatch, locked_share=0.0)
+    options = {}
+    if source == "ram":
+        monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
+    else:
+        options["offload_device"] = "disk"
+        tune(monkeypatch, locked_share=0.0)
     resident = routed([600] * 3)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    model = twin_of(resident, source, tmp_path)
     with caplog.at_level(logging.WARNING, "group_offload"), watch_file_reads(device):
-        handle = offload(model, pack=True, offload_device="disk")
+        handle = offload(model, pack=True, **options)
         assert "A larger ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
         check(device, model, resident, 2)
-        assert not handle.stats().bytes_unpacked and {group.tier for group in handle.groups} == {"file"}
-        model.alive.clear()
-        handle.remove()
+        assert not handle.stats().bytes_unpacked
+        end(device, model, resident, handle)
 
 
 def test_a_set_up_that_fails_leaves_the_model_as_it_was(
@@ -300,30 +244,30 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
     assert not device.pinned_bytes
 
 
-@pytest.mark.parametrize(("source", "options"), [("ram", {}), ("file", {}), ("file", {"ram_budget": "4GiB"})], ids=str)
+@pytest.mark.parametrize(
+    ("source", "options"), [("ram", {}), ("checkpoint", {}), ("checkpoint", {"ram_budget": "4GiB"})], ids=str
+)
 def test_the_next_blob_is_read_while_one_is_packed(
     source: str, options: dict[str, Any], device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a RAM budget there is memory for one. An edit of what was read ahead is not lost."""
     resident = routed([2400] * 4)
-    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    model = twin_of(resident, source, tmp_path)
     seen: list[str] = []
-    begin, pack_image = Transfer.begin_now, packer.pack_image
+    begin, pack_image = Reader.begin_now, packer.pack_image
 
-    def begin_now(self: Transfer, target: torch.Tensor, reads: Any) -> Any:
+    def begin_now(self: Reader, target: torch.Tensor, reads: Any) -> Any:
         seen.append(f"read {sum(each.startswith('read') for each in seen)}")
         return begin(self, target, reads)
 
     def packs(*args: Any) -> Any:
         number = sum(each.startswith("pack") for each in seen)
         if number == 1:
-            for twin in (model, resident):
-                with torch.no_grad():
-                    twin.blocks[2].up.weight.mul_(2)
+            scale(2, model, resident, block=2)
         seen.append(f"pack {number}")
         return pack_image(*args)
 
-    monkeypatch.setattr(Transfer, "begin_now", begin_now)
+    monkeypatch.setattr(Reader, "begin_now", begin_now)
     monkeypatch.setattr(packer, "pack_image", packs)
     handle = offload(model, pack=True, **options)
     if options:
@@ -331,40 +275,7 @@ def test_the_next_blob_is_read_while_one_is_packed(
     else:
         assert seen == ["read 0", "read 1", "pack 0", "read 2", "pack 1", "read 3", "pack 2", "pack 3"]
     check(device, model, resident, 3)
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-    wait_for_releases()
-    assert not device.pinned_bytes
-
-
-def test_a_copy_of_the_module_is_plain(device: SimulatedDevice) -> None:
-    model = routed([600] * 3)
-    resident = copy.deepcopy(model)
-    handle = offload(model, pack=True)
-    device.get(forward(device, model, inputs()))
-    model.alive.clear()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_at_rest(twin, resident)
-        assert torch.equal(run(twin, inputs()), run(resident, inputs()))
-    handle.remove()
-
-
-def test_a_trace_has_a_lane_for_unpacking(device: SimulatedDevice, tmp_path: Path) -> None:
-    model = routed([600] * 3)
-    handle = offload(model, pack=True)
-    for _ in range(2):
-        device.get(forward(device, model, inputs()))
-    with handle.trace(tmp_path / "trace.json"):
-        device.get(forward(device, model, inputs()))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    unpacked = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "decode"]
-    assert unpacked and all(event["dur"] > 0 for event in unpacked)
-    sizes = {group.group_id: group.num_bytes for group in handle.groups}
-    assert all(event["args"]["bytes"] == sizes[event["name"]] for event in unpacked)
-    model.alive.clear()
-    handle.remove()
+    end(device, model, resident, handle)
 
 
 @pytest.mark.parametrize("group", [None, "phantom"], ids=["one GPU", "two GPUs"])
@@ -374,24 +285,19 @@ def test_a_model_that_runs_is_packed(
 ) -> None:
     """With "auto" once a plan says so: until then weights are page-locked as they are, and from then on only packed."""
     resident = routed([2400] * 4)
-    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    model = twin_of(resident, source, tmp_path)
     tune(monkeypatch, segment_bytes=4096)  # a segment for each group
-    gains = {"has_learnt_to_pack": property(lambda self: True), "gain_from_packing": lambda *args: 0.5}
     with phantom_rank():
         handle = offload(model, pack="auto", process_group=group)
     check(device, model, resident, 3)
     plain = handle.stats()
     assert not plain.packed_bytes and plain.pinned_bytes
-    for name, value in gains.items():
-        monkeypatch.setattr(Budgeter, name, value)
+    pack_now(monkeypatch)
     check(device, model, resident, 3)
     packed = handle.stats()
     assert packed.packed_bytes and packed.pinned_bytes < 0.85 * plain.pinned_bytes
     assert device.pinned_bytes <= packed.pinned_bytes + packed.staging_bytes + (1 << 14)  # pages of what stays plain
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-    assert not device.pinned_bytes and not device.allocated_bytes
+    end(device, model, resident, handle)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
@@ -411,9 +317,7 @@ def test_packed_files_are_found_the_next_time(
         check(device, model, resident, 2)
         assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
         if number == 1:  # what is edited stays in RAM
-            for twin in (model, resident):
-                with torch.no_grad():
-                    twin.blocks[1].up.weight.mul_(2)
+            scale(2, model, resident)
             check(device, model, resident, 2)
             assert len(packs) == 5  # the rest of the group is apart from the edited tensor then
             num_packs = 5 if source == "checkpoint" else 6  # the whole group, edited, is new to the folder
@@ -433,8 +337,7 @@ def test_a_damaged_packed_file_is_not_used(
         model: Any = from_file(resident, tmp_path / "model.safetensors")
         handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
         check(device, model, resident, 2)
-        model.alive.clear()
-        handle.remove()
+        end(device, model, resident, handle)
         for file in (tmp_path / "groups").glob("group_*.safetensors"):
             data = bytearray(file.read_bytes())
             data[-3000] ^= 1
@@ -467,9 +370,11 @@ def test_a_transformer_that_is_opened_packed(options: dict[str, Any], device: Si
 
 
 @pytest.mark.parametrize("value", [1, "yes", None, "Auto"])
-def test_other_values_are_refused(value: Any) -> None:
+def test_other_values_are_refused(value: Any, device: SimulatedDevice) -> None:
     with pytest.raises(ConfigError, match=r"pack=.*expected True, False or 'auto'"):
-        apply_group_offloading(nn.Linear(2, 2), "cpu", pack=value)
+        offload(nn.Linear(2, 2), pack=value)
+    with pytest.raises(ConfigError, match="pack=True contradicts low_cpu_mem_usage=True"):
+        offload(nn.Linear(2, 2), pack=True, low_cpu_mem_usage=True)
 
 
 def test_the_cpu_computes_with_weights_where_they_are() -> None:
@@ -489,13 +394,13 @@ def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.Mo
     handle.remove()
 
 
-@pytest.mark.parametrize("source", ["ram", "file"])
+@pytest.mark.parametrize("source", ["ram", "checkpoint"])
 def test_page_locking_that_is_refused_while_weights_are_packed(
     source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was locked stays packed, the rest stays as it is, and the system is asked for no more of it."""
     resident = routed([2400] * 4)
-    model: Any = copy.deepcopy(resident) if source == "ram" else from_file(resident, tmp_path / "model.safetensors")
+    model = twin_of(resident, source, tmp_path)
     asked: list[int] = []
     pin = SimulatedDevice.pin
 
@@ -514,11 +419,4 @@ def test_page_locking_that_is_refused_while_weights_are_packed(
     assert [part.packed is not None for part in parts] == [True, True, False, False, False]
     assert len(asked) == 3
     check(device, model, resident, 3)
-    model.alive.clear()
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
-def test_ram_that_is_not_page_locked(device: SimulatedDevice) -> None:
-    with pytest.raises(ConfigError, match="pack=True contradicts low_cpu_mem_usage=True"):
-        offload(nn.Linear(2, 2), pack=True, low_cpu_mem_usage=True)
+    end(device, model, resident, handle)

@@ -419,7 +419,6 @@ def test_weights_that_cannot_be_page_locked_in_place(
     """A refused registration is said, changes nothing, and leaves no error behind for the next kernel."""
     expected = run(copy.deepcopy(model).to(device), x)
     register = torch.cuda.cudart().cudaHostRegister
-    tune(monkeypatch, max_staging_bytes=1 << 20)
 
     class Refusing:
         """Passes flags on that no driver knows, so that it is the driver itself that refuses."""

@@ -98,10 +98,10 @@ def test_packed_files_are_read(
         model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
         handle = api.offload(model, ModelOptions(pack=pack, **budgets), ram_share=int(share * size))
         check(model, x, expected, 4)
-        engine_of(handle).transfer.wait_until_enqueued()
+        engine_of(handle).transfer.reader.wait_until_enqueued()
         before = sum(handle.stats().bytes_read.values())
         check(model, x, expected, 4)
-        engine_of(handle).transfer.wait_until_enqueued()
+        engine_of(handle).transfer.reader.wait_until_enqueued()
         read[pack] = (sum(handle.stats().bytes_read.values()) - before) / 4
         stats = handle.stats()
         assert not pack or (stats.bytes_unpacked and stats.packed_bytes <= share * size)

@@ -50,7 +50,7 @@ SCALED = [
         "min_window_bytes",
         "table_bytes",
     ),
-    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "max_staging_bytes", "strip_bytes"),
+    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "strip_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
 

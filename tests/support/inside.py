@@ -13,4 +13,4 @@ def engine_of(handle: OffloadHandle) -> Engine:
 
 def wait_until_enqueued(handle: OffloadHandle) -> None:
     """Return once all copies are enqueued whose bytes threads still read from files."""
-    engine_of(handle).transfer.wait_until_enqueued()
+    engine_of(handle).transfer.reader.wait_until_enqueued()

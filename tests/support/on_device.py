@@ -183,9 +183,9 @@ def options_for(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def assert_reads_have_owners(handle: OffloadHandle) -> None:
     """Every read ahead has a group that waits for it; without one it would keep its part of the staging memory for good."""
     engine = engine_of(handle)
-    engine.transfer.wait_until_enqueued()
+    engine.transfer.reader.wait_until_enqueued()
     jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
-    assert set(engine.transfer._reader._announced) <= jobs and not engine.transfer._reader._submitted
+    assert set(engine.transfer.reader._announced) <= jobs and not engine.transfer.reader._submitted
 
 
 def on_their_way(device: SimulatedDevice) -> int:

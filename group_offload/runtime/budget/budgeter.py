@@ -263,7 +263,9 @@ class Budgeter:
             return 0.0
         now = _as_of(self._now(self.plan), self.plan)
         pairs = zip(now.problem.groups, self.groups, strict=True)
-        packed = [replace(planned, packed_bytes=self._packer.expected_bytes(group)) for planned, group in pairs]
+        packed = [
+            replace(planned, packed_bytes=self._packer.packed_bytes(group, if_on=True)) for planned, group in pairs
+        ]
         try:
             then = make_plan(replace(now.problem, groups=tuple(packed))).prediction.step_seconds
         except ConfigError:

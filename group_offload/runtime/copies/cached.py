@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ...base.device import Backend
 from ...base.ram import available_ram, locked
 from ...base.tuning import tuning
+from ...config import OffloadConfig
 from ...plan.budgets import describe_bytes
 from ...stores.files import FileBlob
 from ...stores.source import Piece, SourceFile
@@ -33,15 +33,14 @@ class CachedFiles:
     A file is locked only once it is in the page cache: mostly after it was read in a pass.
     """
 
-    def __init__(self, backend: Backend, wait: Callable[[], None], *, may_lock: bool) -> None:
+    def __init__(self, config: OffloadConfig, wait: Callable[[], None]) -> None:
         """
         Args:
             wait: A function that returns once no copy is on its way: pages stay locked until then.
-            may_lock: Whether files may be page-locked.
         """
-        self._backend = backend
+        self._backend = config.backend
         self._wait = wait
-        self._may_lock = may_lock and backend.has_streams
+        self._may_lock = config.may_lock_files
         self.blobs: list[FileBlob] = []
         self.are_read = False
         """Whether some of the blobs are not locked, so that passes read them."""

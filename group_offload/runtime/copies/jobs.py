@@ -9,103 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-
-from ...base.device import Backend, Event, Stream
 from ...base.reading import BLOCK, blocks_around
-from ...stores.moves import Read, Unpack
+from ...stores.moves import Read
 from ...stores.source import SourceFile
-from ..measure.trace import WeightTrace
-from ..slots.berths import Berth
-from .room import Room
+from .write_order import Landing
 
 _MAX_READS_PER_CHUNK = 64
 """How many small pieces one thread reads one after another, at most."""
-
-
-class Landing:
-    """The memory of a slot, and the order of the copies to it among what else is enqueued."""
-
-    __slots__ = ("_after", "_has_waited", "_room", "berth", "copy_stream", "memory", "ready", "stream")
-
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        stream: Stream,
-        after: Sequence[Event],
-        ready: Event,
-        room: Room | None,
-        copy_stream: Stream,
-        berth: Berth | None,
-    ) -> None:
-        """
-        Args:
-            memory: The slot's memory.
-            stream: The stream that writes to the slot.
-            after: Events behind the last use of what was in the memory before: copies wait for all of them.
-            ready: The event that is recorded behind the last copy.
-            room: What other streams that write to slots have waited for; None if there is only one such stream.
-            copy_stream: The stream that packed bytes are copied on.
-            berth: Where packed bytes land that are read from files; None if there are none.
-        """
-        self.memory, self.stream, self.ready = memory, stream, ready
-        self.copy_stream, self.berth = copy_stream, berth
-        self._after, self._room = after, room
-        self._has_waited = False
-
-    def wait_for_room(self) -> None:
-        """Let what is enqueued on the stream from now on come after the last use of what was in the memory before.
-
-        Repeated calls do nothing.
-        """
-        if self._has_waited:
-            return
-        if self._room is not None:
-            self._room.enter(self.stream, self._after)
-        else:
-            for event in self._after:
-                self.stream.wait_event(event)
-        self._has_waited, self._after = True, ()
-
-    def fill(
-        self,
-        backend: Backend,
-        berth: Berth,
-        at: int,
-        source: torch.Tensor,
-        label: str,
-        trace: WeightTrace | None,
-        *,
-        blocking: bool = False,
-    ) -> None:
-        """Enqueue the copy of packed bytes to byte `at` of a berth. It waits for no slot: see [Note: The life of a berth]."""
-        stream = self.copy_stream
-        if not at:
-            stream.wait_event(berth.unpacked)
-        begun = None if trace is None else trace.now(stream)
-        backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
-        berth.arrived.record(stream)
-        if trace is not None and begun is not None:
-            trace.copied([label], begun, stream, source.numel())
-
-    def unpack(
-        self, backend: Backend, move: Unpack, packed: torch.Tensor, berth: Berth | None, trace: WeightTrace | None
-    ) -> None:
-        """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
-
-        Args:
-            berth: The berth that has the packed bytes, or gets them; None if they stay on the device.
-        """
-        if berth is not None:
-            self.stream.wait_event(berth.arrived)
-        begun = None if trace is None else trace.now(self.stream)
-        try:
-            backend.transform(move.kernel, self.memory[move.at : move.at + move.num_bytes], packed, self.stream)
-        finally:
-            if berth is not None:
-                berth.unpacked.record(self.stream)
-        if trace is not None and begun is not None:
-            trace.unpacked(move.label, begun, self.stream, move.num_bytes)
 
 
 class Job(Protocol):
@@ -167,9 +77,12 @@ class ReadJob:
         if self.error is not None:
             raise self.error
 
-    def end(self) -> None:
-        """Let the threads go on that wait for the job."""
+    def forget(self, error: BaseException | None) -> None:
+        """The job is over. Let go of what it needed: it may be kept longer than its slot. Let the threads go on that wait."""
         if not self.is_over:
+            self.error, self.landing = error, None
+            self.chunks.clear()  # so that files do not stay mapped
+            self.begun.clear()
             self.is_over = True
             self._until_over.release()
 

@@ -37,11 +37,12 @@ from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.system import forked_free
 from ...base.tuning import tuning
 from ...errors import GroupFileError
-from ...stores.moves import Read
+from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
 from ..measure.recorder import Recorder
-from .jobs import Chunk, Landing, ReadJob, parts_of
+from .jobs import Chunk, ReadJob, parts_of
 from .staging import Staging
+from .write_order import Landing, WriteOrder
 
 _POLL_SECONDS = 2e-4
 
@@ -49,9 +50,10 @@ _POLL_SECONDS = 2e-4
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
-    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+    def __init__(self, backend: Backend, recorder: Recorder, order: WriteOrder) -> None:
         self._backend = backend
         self._recorder = recorder
+        self._order = order
         self._lock = forked_free(threading.RLock())
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
@@ -75,6 +77,10 @@ class Reader:
         self._counted_at = 0.0
         self._reads_now = False
         """Whether the thread that computes waits in `read_now`."""
+
+    @property
+    def _jobs(self) -> list[ReadJob]:
+        return [*self._submitted, *self._announced]
 
     @property
     def is_reading(self) -> bool:
@@ -130,7 +136,7 @@ class Reader:
             num_more = self._hire()
         self._start(num_more)
 
-    def begin_all(self) -> None:
+    def order_behind_jobs(self) -> None:
         """Let copies that other code enqueues also come after everything that the submitted jobs have to wait for.
 
         A job's slot may have taken a part of a larger slot, and those copies go to the rest of it.
@@ -139,7 +145,7 @@ class Reader:
             with self._lock:
                 for job in self._submitted:
                     if job.landing is not None:
-                        job.landing.wait_for_room()
+                        self._order.wait_for_room(job.landing)
 
     def cancel(self, job: ReadJob) -> None:
         """Enqueue nothing more of a job. See `ReadJob.cancel`."""
@@ -158,7 +164,7 @@ class Reader:
     def cancel_pending(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._lock:
-            for job in [*self._submitted, *self._announced]:
+            for job in self._jobs:
                 self._end(job, None)
         self.wait_until_enqueued()
 
@@ -167,18 +173,12 @@ class Reader:
         a chunk keeps what it reads from, and the staging memory, which is not locked any more, until that chunk is read."""
         with self._lock:
             self._is_retired = True
-            for job in [*self._submitted, *self._announced]:
-                job.error, job.landing = job.error or RuntimeError("The pass was interrupted."), None
-                job.chunks.clear()
-                job.begun.clear()
-                job.end()
-            self._submitted.clear()
-            self._announced.clear()
+            self._forget_jobs(RuntimeError("The pass was interrupted."))
             self._staging.close()
 
     def successor(self) -> Reader:
         """Another reader in the place of this one, whose state is unknown after an interrupt."""
-        other = Reader(self._backend, self._recorder)
+        other = Reader(self._backend, self._recorder, self._order)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         self.retire()
         other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
@@ -187,11 +187,7 @@ class Reader:
 
     def reset_after_fork(self) -> None:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
-        for job in [*self._submitted, *self._announced]:
-            job.error = GroupFileError("This process was forked while weights were read. Call the model again.")
-            job.landing = None
-            job.end()
-        self._submitted, self._announced = deque(), []
+        self._forget_jobs(GroupFileError("This process was forked while weights were read. Call the model again."))
         self._num_workers = self._num_starting = self._num_reading = 0
         self._is_waiting = False
         self._staging.reset_after_fork()
@@ -208,7 +204,7 @@ class Reader:
 
         Call `_start` with the result, without the lock.
         """
-        unread = [job for job in (*self._submitted, *self._announced) if job.chunks]
+        unread = [job for job in self._jobs if job.chunks]
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
@@ -225,9 +221,6 @@ class Reader:
         for _ in range(num_workers):
             on_pool(self._work)
 
-    def _is_all_begun(self) -> bool:
-        return not any(job.chunks for job in (*self._submitted, *self._announced))
-
     def _work(self) -> None:
         with self._lock:
             self._num_starting -= 1
@@ -237,10 +230,6 @@ class Reader:
         except BaseException as error:  # else the threads that wait for jobs would never be told
             self._fail(error)
 
-    def _leave(self) -> None:
-        """A worker ends. The caller still holds the lock under which it found nothing: the next job hires another one."""
-        self._num_workers -= 1
-
     def _next(self) -> tuple[ReadJob, Chunk] | None:
         """The chunk that the calling worker reads next, with a frame; None if there is nothing for it to do."""
         while True:
@@ -248,8 +237,8 @@ class Reader:
                 self._send_what_is_read()
                 found = self._begin_chunk()
                 oldest = self._staging.oldest_sent
-                if found is None and (oldest is None or self._is_waiting or self._is_all_begun()):
-                    self._leave()
+                if found is None and (oldest is None or self._is_waiting or not any(job.chunks for job in self._jobs)):
+                    self._num_workers -= 1  # under the lock still: the next job hires another one
                     return None
                 if found is None:
                     self._is_waiting = True
@@ -266,7 +255,7 @@ class Reader:
 
     def _begin_chunk(self) -> tuple[ReadJob, Chunk] | None:
         """Give the first chunk that is not being read a frame; None if there is no such chunk, or no frame."""
-        jobs = [*self._submitted, *self._announced]
+        jobs = self._jobs
         for index, job in enumerate(jobs):
             if job.chunks:
                 start = self._staging.take()
@@ -391,50 +380,39 @@ class Reader:
         except GroupFileError as error:
             self._end(job, error)
             return
-        if chunk.is_packed:
-            self._send_packed(job, chunk, memory, landing)
-        else:
-            self._send_plain(job, chunk, memory, landing)
+        # Packed bytes go to a berth, which waits for nothing that the slot waits for.
+        stream, trace = landing.copy_stream if chunk.is_packed else landing.stream, self._recorder.trace
+        if not chunk.is_packed:
+            self._order.wait_for_room(landing)
+        begun = None if trace is None or chunk.is_packed else trace.now(stream)
+        job.begun.popleft()
+        try:
+            for read, start in chunk.pieces():
+                data = memory[start : start + read.num_bytes]
+                if read.unpack is None:
+                    self._backend.copy(landing.memory[read.at : read.at + read.num_bytes], data, stream)
+                else:
+                    self._fill(landing, read, read.unpack, data)
+                self.num_copies += 1
+        finally:
+            self._staging.give_back_after(chunk.start, stream)
+        if trace is not None and begun is not None:
+            trace.copied([read.label for read, _ in chunk.pieces()], begun, stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
 
-    def _send_plain(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
-        landing.wait_for_room()
-        trace = self._recorder.trace
-        begun = None if trace is None else trace.now(landing.stream)
-        job.begun.popleft()
-        try:
-            for read, start in chunk.pieces():
-                target = landing.memory[read.at : read.at + read.num_bytes]
-                self._backend.copy(target, memory[start : start + read.num_bytes], landing.stream)
-                self.num_copies += 1
-        finally:
-            self._staging.give_back_after(chunk.start, landing.stream)
-        if trace is not None and begun is not None:
-            trace.copied([read.label for read, _ in chunk.pieces()], begun, landing.stream, chunk.num_bytes)
-
-    def _send_packed(self, job: ReadJob, chunk: Chunk, memory: torch.Tensor, landing: Landing) -> None:
-        """Copy packed bytes to the reading berth, and unpack each strip that is there as a whole by now."""
-        job.begun.popleft()
-        try:
-            for read, start in chunk.pieces():
-                self._fill(landing, read, memory[start : start + read.num_bytes])
-        finally:
-            self._staging.give_back_after(chunk.start, landing.copy_stream)
-
-    def _fill(self, landing: Landing, read: Read, source: torch.Tensor) -> None:
-        berth, move, trace = landing.berth, read.unpack, self._recorder.trace
-        assert berth is not None and move is not None
-        landing.fill(self._backend, berth, read.at, source, read.label, trace)
-        self.num_copies += 1
+    def _fill(self, landing: Landing, read: Read, move: Unpack, source: torch.Tensor) -> None:
+        """Copy packed bytes to the reading berth, and unpack the strip once all of it is there."""
+        assert landing.berths is not None
+        berth = landing.berths.reading
+        self._order.fill(landing, berth, read.at, source, read.label)
         if read.at + read.num_bytes == move.sent[-1][1]:
-            landing.wait_for_room()
-            landing.unpack(self._backend, move, berth.memory[: move.strip.packed_bytes], berth, trace)
+            self._order.wait_for_room(landing)
+            self._order.unpack(landing, move, berth.memory[: move.strip.packed_bytes], berth)
             self.bytes_unpacked += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:
-        job.error = error
         for chunk in job.begun:
             if chunk.is_read:
                 self._staging.give_back(chunk.start)
@@ -444,25 +422,26 @@ class Reader:
             try:
                 if job.landing is not None:
                     # Also if the job brought nothing: what takes these bytes next waits for this job only.
-                    job.landing.wait_for_room()
+                    self._order.wait_for_room(job.landing)
                     job.landing.ready.record(job.landing.stream)
             finally:
-                self._submitted.remove(job)  # only now: as long as it is there, `begin_all` waits for the lock
-        job.landing = None  # the job may be kept longer than the slot
-        job.chunks.clear()  # so that files do not stay mapped
-        job.begun.clear()
-        job.end()
+                self._submitted.remove(job)  # only now: as long as it is there, `order_behind_jobs` waits for the lock
+        job.forget(error)
+
+    def _forget_jobs(self, error: BaseException) -> None:
+        for job in self._jobs:
+            job.forget(error)
+        self._submitted.clear()
+        self._announced.clear()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            for job in [*self._submitted, *self._announced]:
+            for job in self._jobs:
                 with suppress(Exception):  # the device itself may be failing
                     self._end(job, error)
-                job.error = error
-                job.end()
-            self._submitted.clear()
-            self._announced.clear()
-            self._leave()
+                job.forget(error)
+            self._forget_jobs(error)
+            self._num_workers -= 1
 
 
 def prove_all(target: torch.Tensor, reads: Sequence[Read]) -> None:

@@ -5,29 +5,28 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.profiler import record_function
 
-from ...base.device import Backend, Event, HostBackend, Stream, plain_empty
-from ...base.page_lock import PageLock
-from ...base.pool import Task
+from ...base.device import Event, HostBackend, Stream
 from ...base.torch_internals import is_profiler_enabled
-from ...base.tuning import tuning
+from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage, Tier
-from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Stage, Unpack, joined, sent_bytes
+from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
 from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
 from ..measure.trace import WeightTrace
 from ..sharing.jobs import ShareJob
 from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
-from .jobs import Job, Landing, ReadJob
+from .jobs import Job, ReadJob
 from .last import LastCopies
 from .reader import Reader
-from .room import Room
+from .write_order import Landing, WriteOrder
 
-NUM_STAGING_BUFFERS = 2
+_UNPROFILED = nullcontext()
 
 
 class Transfer:
@@ -36,24 +35,17 @@ class Transfer:
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
-    def __init__(
-        self, backend: Backend, recorder: Recorder, *, use_stream: bool, blocking: bool, unpacks: bool = False
-    ) -> None:
-        """
-        Args:
-            unpacks: Whether some blobs are sent packed.
-        """
-        self._reader = Reader(backend, recorder)
-        self._backend = backend
+    def __init__(self, config: OffloadConfig, recorder: Recorder) -> None:
+        self._backend = backend = config.backend
         # Copies have a stream of their own, so that they overlap with compute.
-        self._copy_stream = backend.new_stream() if use_stream else None
+        self._copy_stream = backend.new_stream() if config.use_stream else None
         # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
-        self._unpack_stream = backend.new_stream() if use_stream and unpacks else None
-        self._room = Room(backend) if self._unpack_stream is not None else None
-        self._blocking = blocking
-        self._staging: list[tuple[torch.Tensor, Event, PageLock | None]] = []
-        self._staging_size = 1
-        self._turn = 0
+        unpacks = config.use_stream and config.pack is not False
+        self._unpack_stream = backend.new_stream() if unpacks else None
+        self._order = WriteOrder(backend, recorder, has_two_streams=unpacks)
+        self.reader = Reader(backend, recorder, self._order)
+        # Without a stream, `non_blocking` decides whether copies block the host.
+        self._blocking = not config.use_stream and not config.non_blocking
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not page-locked."""
         self.last_copies = LastCopies(backend)
@@ -66,47 +58,28 @@ class Transfer:
         """The other GPUs that bring their shares of each group; None if there are none."""
 
     def __del__(self) -> None:
-        reader = self.__dict__.get("_reader")  # none, if an interrupt came first
+        reader = self.__dict__.get("reader")  # none, if an interrupt came first
         if reader is not None and not sys.is_finalizing():  # the driver is gone then
             reader.retire()  # threads read for a model that was dropped
 
     @property
     def num_copies(self) -> int:
-        return self._num_copies + self._reader.num_copies
+        return self._num_copies + self.reader.num_copies
 
     @property
     def bytes_unpacked(self) -> int:
-        return self._bytes_unpacked + self._reader.bytes_unpacked
+        return self._bytes_unpacked + self.reader.bytes_unpacked
 
     @property
     def bytes_read(self) -> dict[str, int]:
         """Bytes that came from files, by the way in which they were read."""
-        through_cache, direct = self._reader.bytes_read[False], self._reader.bytes_read[True]
+        through_cache, direct = self.reader.bytes_read[False], self.reader.bytes_read[True]
         return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
 
     def note_drive(self, meter: DriveMeter) -> None:
         """A pass ended: let `meter` know how much was read for it."""
-        reader = self._reader
+        reader = self.reader
         meter.note(time.perf_counter(), reader.busy_seconds, reader.bytes_read[False], reader.bytes_read[True])
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(buffer.numel() for buffer, *_ in self._staging) + self._reader.staging_bytes
-
-    def prepare_for(self, largest_blob: int, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
-        """Size the staging memory. Only between passes.
-
-        Args:
-            largest_blob: The bytes of the largest blob.
-            read_bytes: The bytes of all blobs that threads read: those in files, and in RAM that is not page-locked.
-            chunk_bytes: The size of a chunk of these, at most.
-            num_frames: The number of chunks that are in staging memory at once, at most.
-        """
-        size = max(1, min(tuning().max_staging_bytes, largest_blob))
-        if size != self._staging_size:
-            self._drop_buffers()
-            self._staging_size = size
-        self._reader.prepare_for(read_bytes, chunk_bytes, num_frames)
 
     @property
     def stream(self) -> Stream:
@@ -123,119 +96,87 @@ class Transfer:
         """The stream that the calling thread computes on."""
         return self._backend.current_stream()
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether threads read files, or RAM that is not page-locked, or will."""
-        return self._reader.is_reading
-
-    @property
-    def has_room_ahead(self) -> bool:
-        """Whether more may be read ahead of slots."""
-        return self._reader.has_room_ahead
-
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
         """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
-        if isinstance(self._backend, HostBackend) or not all(placed.blob.detects_edits for placed in blobs):
+        if isinstance(self._backend, HostBackend):
+            return []
+        # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
+        if not all(placed.blob.detects_edits and not placed.blob.is_outdated for placed in blobs):
             return []
         return [move for move in self._moves_of(blobs) if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self._reader.job_for(reads)
-        self._reader.announce(job)
+        job = self.reader.job_for(reads)
+        self.reader.announce(job)
         return job
 
     def send(
         self,
         blobs: Sequence[PlacedBlob | PlacedImage],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
+        landing: Landing,
         *,
         job: ReadJob | None = None,
-        berths: Berths | None = None,
         alone: bool = False,
     ) -> Job | None:
-        """Bring blobs to a slot once all of `after` is reached, and record `ready` behind the last copy.
+        """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
-            memory: The slot's memory.
             job: The job that `read_ahead` gave for these blobs, if any.
-            berths: Where packed bytes land on the device.
             alone: Whether other GPUs will not bring their shares.
 
         Returns:
-            A job if bytes have yet to be read from files, or are gathered: until it is over, `ready` tells nothing.
+            A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
-        if self.sharing is not None and self.sharing.crew is not None:
-            return self._send_share(self.sharing, blobs, memory, after, ready, job, berths, alone=alone)
-        return self._send_all(blobs, _moves_of(blobs), memory, after, ready, job, berths)
+        names = " ".join(dict.fromkeys(placed.label for placed in blobs)) if is_profiler_enabled() else ""
+        with record_function(f"group_offload.onload {names}") if names else _UNPROFILED:
+            if self.sharing is not None and self.sharing.crew is not None:
+                return self._send_share(self.sharing, blobs, landing, job, alone=alone)
+            return self._send(blobs, _moves_of(blobs), landing, job)
 
     def _send_share(
         self,
         sharing: Sharing,
         blobs: Sequence[PlacedBlob | PlacedImage],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
+        landing: Landing,
         job: ReadJob | None,
-        berths: Berths | None,
         *,
         alone: bool,
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
         parts = sharing.parts_of(blobs, alone=alone)
         if job is not None and any(part.cut is None for part in parts):
-            _drop(job)  # it has this rank's share only
+            job.cancel()  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
-        shared = sharing.job_for(parts, ready, lambda shared: self._bring_rest(sharing, parts, shared, memory, berths))
+        memory, berths = landing.memory, landing.berths
+        shared = sharing.job_for(parts, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths))
         if alone:
             sharing.decline(parts)
         if shared is None:
-            return self._send_all(blobs, moves, memory, after, ready, job, berths)
+            return self._send(blobs, moves, landing, job)
+        landing.ready = shared.sent
         with shared.cancelled_on_error():
-            shared.reads = self._send_all(blobs, moves, memory, after, shared.sent, job, berths, shared, parts)
+            shared.reads = self._send(blobs, moves, landing, job, shared)
+            for part in parts:
+                for placed in part.blobs:
+                    self.bytes_sent[placed.tier] += sharing.sent_bytes(part, placed)
             sharing.submit(shared)
             if self._copy_stream is not None:
                 return shared
             shared.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _bring_rest(
-        self, sharing: Sharing, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None
-    ) -> None:
+    def _bring_rest(self, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
-        moves = sharing.rest_of(parts, shared)
-        reads = self._send_all([], moves, memory, [], shared.rest, None, berths)
+        assert self.sharing is not None
+        moves = self.sharing.rest_of(parts, shared)
+        reads = self._send([], moves, Landing(memory, (), shared.rest, berths), None)
         if reads is not None:
             reads.wait()
         for move in moves:
             self.bytes_sent[Tier.FILE if isinstance(move, Read) else Tier.RAM] += sent_bytes(move)
-
-    def _send_all(
-        self,
-        blobs: Sequence[PlacedBlob | PlacedImage],
-        moves: Sequence[Move],
-        memory: torch.Tensor,
-        after: Sequence[Event],
-        ready: Event,
-        job: ReadJob | None,
-        berths: Berths | None,
-        shared: ShareJob | None = None,
-        parts: Sequence[Part] = (),
-    ) -> ReadJob | None:
-        stream = self.stream
-        if self._unpack_stream is not None and any(map(_is_packed, moves)):
-            stream = self._unpack_stream  # it writes to the slot all that goes there: see [Note: The life of a berth]
-        berth = None if berths is None else berths.reading
-        landing = Landing(memory, stream, after, ready, self._room, self.stream, berth)
-        if is_profiler_enabled():
-            names = " ".join(dict.fromkeys(placed.label for placed in blobs))
-            with record_function(f"group_offload.onload {names}"):
-                return self._send(blobs, moves, landing, job, berths, shared, parts)
-        return self._send(blobs, moves, landing, job, berths, shared, parts)
 
     def _send(
         self,
@@ -243,12 +184,17 @@ class Transfer:
         moves: Sequence[Move],
         landing: Landing,
         job: ReadJob | None,
-        berths: Berths | None,
-        shared: ShareJob | None,
-        parts: Sequence[Part],
+        shared: ShareJob | None = None,
     ) -> ReadJob | None:
-        stream = landing.stream
-        streams = [stream] if stream == self.stream else [stream, self.stream]
+        """Enqueue `moves`, and leave what has to be read to the reader.
+
+        Args:
+            shared: What several GPUs bring: the caller counts what was sent.
+        """
+        landing.stream = landing.copy_stream = self.stream
+        if self._unpack_stream is not None and any(map(_is_packed, moves)):
+            landing.stream = self._unpack_stream  # all that goes to the slot does: see [Note: The life of a berth]
+        stream, streams = landing.stream, landing.streams
         for each in streams:
             self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
@@ -266,13 +212,14 @@ class Transfer:
             for move in moves:
                 match move:
                     case Gather():
-                        self._land(shared, move, landing, is_read=bool(reads))
+                        assert shared is not None and self.sharing is not None
+                        # Threads enqueue copies of what they read later.
+                        landed = shared.sent if reads else self.sharing.record(stream)
+                        self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
                         self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
-                    case Stage():
-                        self._stage(landing, move)
                     case Unpack():
-                        self._unpack(landing, move, berths)
+                        self._unpack(landing, move)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
@@ -280,44 +227,29 @@ class Transfer:
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
-        if parts and self.sharing is not None:
-            for part in parts:
-                for placed in part.blobs:
-                    self.bytes_sent[placed.tier] += self.sharing.sent_bytes(part, placed)
         for placed in blobs:
-            self.bytes_sent[placed.tier] += 0 if parts else placed.sent_bytes
+            self.bytes_sent[placed.tier] += placed.sent_bytes if shared is None else 0
             if isinstance(placed, PlacedBlob) and placed.packed is None and placed.tier is Tier.FILE:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
-            self._reader.read_now(landing.memory, reads)
+            self.reader.read_now(landing.memory, reads)
             self._num_copies += len(reads)
             _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self._reader.job_for(reads)
-        self._reader.submit(job, landing)
+        job = job or self.reader.job_for(reads)
+        self.reader.submit(job, landing)
         if self._copy_stream is not None:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
 
-    def _land(self, shared: ShareJob | None, move: Gather, landing: Landing, *, is_read: bool) -> None:
-        """This rank's part of what is to be gathered is on its way to the slot: the gather comes behind it."""
-        assert shared is not None and self.sharing is not None
-        # Threads enqueue copies of what they read later.
-        landed = shared.sent if is_read else self.sharing.record(landing.stream)
-        self.sharing.has_landed(shared, move, landing.memory, landed)
-
     def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
         if self.sharing is None or self.sharing.crew is None:
             return _moves_of(blobs)
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
-
-    def begin_now(self, target: torch.Tensor, reads: Sequence[Read]) -> list[Task[None]]:
-        """Let threads read to memory of the CPU. `prove_all` comes once they have finished."""
-        return self._reader.begin_now(target, reads)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
         """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
@@ -333,20 +265,8 @@ class Transfer:
         """
         self.last_copies.synchronize()
         if self._reads_memory:
-            self._reader.wait_until_enqueued()
+            self.reader.wait_until_enqueued()
             self._reads_memory = False
-
-    def wait_until_enqueued(self) -> None:
-        """Wait until all copies of what was sent are enqueued. It waits for the drive, not for the device."""
-        self._reader.wait_until_enqueued()
-
-    def cancel_pending(self) -> None:
-        """Give up the copies that were not enqueued yet, and return once nothing is read."""
-        self._reader.cancel_pending()
-
-    def reset_after_fork(self) -> None:
-        """See `Reader.reset_after_fork`."""
-        self._reader.reset_after_fork()
 
     def recover(self, *, is_whole: bool) -> None:
         """Give up the copies that were not enqueued yet, and return once no copy is on its way.
@@ -357,48 +277,24 @@ class Transfer:
         if self.sharing is not None:
             self.sharing.recover()
         if is_whole:
-            self._reader.cancel_pending()
+            self.reader.cancel_pending()
         else:
             self.last_copies.synchronize_streams()  # the interrupt may have come before an event was recorded behind a copy
-            self._reader = self._reader.successor()
+            self.reader = self.reader.successor()
         self.last_copies.synchronize_streams()
 
-    def close(self) -> None:
-        """Give the staging memory back. Nothing may be read (`cancel_pending`)."""
-        self._drop_buffers()
-        self._reader.close()
-
-    def _drop_buffers(self) -> None:
-        for *_, lock in self._staging:
-            if lock is not None:  # else torch has read the memory by the time that a copy returns
-                lock.release()
-        self._staging.clear()
-
-    def _stage(self, landing: Landing, stage: Stage) -> None:
-        if isinstance(self._backend, HostBackend):
-            stage.fill(landing.memory[stage.at : stage.at + stage.num_bytes], 0)  # the device computes from this memory
-            self._num_copies += 1
-            return
-        for start in range(0, stage.num_bytes, self._staging_size):
-            buffer, sent = self._next_staging_buffer()
-            sent.synchronize()  # its last content must have left before it is filled again
-            chunk = buffer[: min(self._staging_size, stage.num_bytes - start)]
-            stage.fill(chunk, start)
-            self._enqueue(landing, stage.at + start, chunk)
-            sent.record(landing.stream)
-
-    def _unpack(self, landing: Landing, move: Unpack, berths: Berths | None) -> None:
-        packed, berth, trace = move.packed, None, self._recorder.trace
+    def _unpack(self, landing: Landing, move: Unpack) -> None:
+        packed, berth = move.packed, None
         assert packed is not None
         if not move.is_on_device:
-            assert berths is not None
-            berth = berths.next()
+            assert landing.berths is not None
+            berth = landing.berths.next()
             for start, end in move.sent:
-                landing.fill(self._backend, berth, start, packed[start:end], move.label, trace, blocking=self._blocking)
+                self._order.fill(landing, berth, start, packed[start:end], move.label, blocking=self._blocking)
                 self._num_copies += 1
             packed = berth.memory[: packed.numel()]
         self._wait_for_room(landing)
-        landing.unpack(self._backend, move, packed, berth, trace)
+        self._order.unpack(landing, move, packed, berth)
         self._bytes_unpacked += move.num_bytes
 
     def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
@@ -409,17 +305,8 @@ class Transfer:
 
     def _wait_for_room(self, landing: Landing) -> None:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
-        self._reader.begin_all()
-        landing.wait_for_room()
-
-    def _next_staging_buffer(self) -> tuple[torch.Tensor, Event]:
-        if len(self._staging) < NUM_STAGING_BUFFERS:
-            buffer = plain_empty(self._staging_size, torch.device("cpu"))
-            lock = PageLock.take(self._backend, buffer, self.last_copies.synchronize)
-            self._staging.append((buffer, self._backend.new_event(), lock))
-            return self._staging[-1][:2]
-        self._turn = (self._turn + 1) % NUM_STAGING_BUFFERS
-        return self._staging[self._turn][:2]
+        self.reader.order_behind_jobs()
+        self._order.wait_for_room(landing)
 
 
 def _record(
@@ -432,10 +319,6 @@ def _record(
 
 def _is_packed(move: Move) -> bool:
     return isinstance(move, Unpack) or (isinstance(move, Read) and move.unpack is not None)
-
-
-def _drop(job: ReadJob) -> None:
-    job.cancel()
 
 
 def _has_memory(reads: Sequence[Read]) -> bool:

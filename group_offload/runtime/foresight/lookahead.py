@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ...base.tuning import tuning
+from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, Tier
 from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
 from ..copies.transfer import Transfer
+from ..copies.write_order import Landing
 from ..groups.group import Group
 from ..measure.counters import Counters
 from ..memory import DeviceMemory
@@ -32,19 +35,17 @@ class LookAhead:
 
     def __init__(
         self,
+        config: OffloadConfig,
         memory: DeviceMemory,
         transfer: Transfer,
         counters: Counters,
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
-        *,
-        use_stream: bool,
         model: str,
     ) -> None:
         """
         Args:
             before_send: A function that is called with groups whose blobs are about to be sent, or read.
-            use_stream: Whether there is a stream for copies. Without one no group is started before it is needed.
             model: Name of the model in messages.
         """
         self._memory = memory
@@ -52,8 +53,9 @@ class LookAhead:
         self._counters = counters
         self._files = files
         self._before_send = before_send
-        self._use_stream = use_stream
         self._model = model
+        self._use_stream = config.use_stream
+        """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
         self.wraps = False
         """Whether blobs may be started before the pass that needs them."""
@@ -169,7 +171,7 @@ class LookAhead:
         """Give up all reads ahead: no call waits for them."""
         self._files.ahead.wait()
         self._ahead.clear()
-        self._transfer.cancel_pending()
+        self._transfer.reader.cancel_pending()
 
     def _look(self, *, has_slots: bool = True) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
@@ -229,13 +231,13 @@ class LookAhead:
         return self._memory.misses_residents or any(group.slot is None for group in self._outer)
 
     def _may_read_ahead(self) -> bool:
-        return self._reads and self._transfer.has_room_ahead
+        return self._reads and self._transfer.reader.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: _Walk) -> None:
         """Start to onload `run`; where no slot is free, start to read it."""
         height = run[0].height
         if height not in walk.full:
-            if self._onload_ahead(run, sum(group.num_bytes for group in run), walk.soon):
+            if self._onload_ahead(run, walk.soon):
                 return
             walk.full.add(height)
         if self._reads:
@@ -246,8 +248,8 @@ class LookAhead:
         return self._reads_ram or self._files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
-        ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and self._is_good(ahead):
+        ahead = self._ahead_of(run)
+        if ahead is not None:
             walk.met.add(ahead)
             return
         self._before_send(run)
@@ -256,7 +258,7 @@ class LookAhead:
         reads = self._transfer.reads_of(blobs)
         if not reads:
             return
-        while not self._transfer.has_room_ahead:
+        while not self._transfer.reader.has_room_ahead:
             stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
             if stale is None:
                 return
@@ -265,14 +267,10 @@ class LookAhead:
         walk.met.add(ahead)
         self._ahead.update(dict.fromkeys(run, ahead))
 
-    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob]) -> ReadJob | None:
-        """The read of `run` that was started ahead, if it is good. Other reads of the run's groups are given up."""
+    def _ahead_of(self, run: list[Group], blobs: list[PlacedBlob] | None = None) -> _Ahead | None:
+        """The good read ahead of exactly these groups."""
         ahead = self._ahead.get(run[0])
-        if ahead is not None and ahead.run == run and self._is_good(ahead, blobs):
-            self._forget_ahead(ahead)
-            return ahead.job
-        self._give_up_ahead(run)
-        return None
+        return ahead if ahead is not None and ahead.run == run and self._is_good(ahead, blobs) else None
 
     def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
@@ -300,8 +298,9 @@ class LookAhead:
             return min(tuning().max_read_run_bytes, room // 4)
         return min(tuning().max_run_bytes, room // 8)
 
-    def _onload_ahead(self, run: list[Group], num_bytes: int, soon: set[Group]) -> bool:
+    def _onload_ahead(self, run: list[Group], soon: set[Group]) -> bool:
         """Start the blobs of `run` in one slot. False if only groups that are needed sooner could make room."""
+        num_bytes = sum(group.num_bytes for group in run)
 
         def may_evict(slot: Slot[Group]) -> bool:
             needed = {group for group in slot.groups if group.holds or group in soon}
@@ -326,11 +325,10 @@ class LookAhead:
 
     def _is_first(self, group: Group) -> bool:
         """Whether `group` is the first group that passes like this one need of those that take turns with it."""
-        order = self.schedule.order
-        return group is next((each for each in order if each.height == group.height and not self._stays(each)), None)
-
-    def _stays(self, group: Group) -> bool:
-        return group.slot is not None and group.slot.is_resident
+        for each in self.schedule.order:
+            if each.height == group.height and (each.slot is None or not each.slot.is_resident):
+                return each is group
+        return False
 
     def _is_free(self, slot: Slot[Group]) -> bool:
         return not slot.is_held and self._memory.try_unbind(slot)
@@ -352,12 +350,17 @@ class LookAhead:
             self._bring_packed(group)
         berths = self._memory.berths
         blobs = self._memory.fitting(_blobs_of(run), has_berths=berths is not None)
-        job = self._take_ahead(run, blobs)
+        ahead = self._ahead_of(run, blobs)
+        if ahead is None:
+            self._give_up_ahead(run)
+        else:
+            self._forget_ahead(ahead)
         after = self._memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
-            slot.job = self._transfer.send(blobs, slot.memory, after, slot.ready, job=job, berths=berths, alone=alone)
+            landing = Landing(slot.memory, after, slot.ready, berths)
+            slot.job = self._transfer.send(blobs, landing, job=None if ahead is None else ahead.job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise
@@ -373,7 +376,7 @@ class LookAhead:
             return
         after = self._memory.occupy(slot, [packed], [])
         try:
-            self._transfer.send(packed.blobs_at(0), slot.memory, after, slot.ready)
+            self._transfer.send(packed.blobs_at(0), Landing(slot.memory, after, slot.ready))
         except EXPECTED:
             self._memory.free(slot)
             raise
@@ -392,13 +395,13 @@ class _Walk:
         """The reads ahead that the walk has met, and that stay."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
     """A run of groups that is read from files, or from RAM, before there is a slot for it."""
 
-    def __init__(self, run: list[Group], job: ReadJob, states: list[tuple[object, ...]]) -> None:
-        self.run = run
-        self.job = job
-        self.states = states
+    run: list[Group]
+    job: ReadJob
+    states: list[tuple[object, ...]]
 
 
 def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:

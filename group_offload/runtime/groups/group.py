@@ -53,6 +53,8 @@ class Group:
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.height = height
+        """0 if no other group is needed inside of its modules, else one more than the highest that is. Those of one height take
+        turns."""
         self.parts = tuple(parts)
         self.is_in_place = may_compute_at_rest and not self.is_in_file
         """Whether the group is used where it rests. It never has a slot, and its bytes never move."""

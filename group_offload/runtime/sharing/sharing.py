@@ -378,7 +378,8 @@ class Sharing:
             end = last.at + last.blob.layout.num_bytes
             shares = cut(end - at, crew.num_ranks)
             is_large = end - at >= tuning().min_shared_bytes and shares.part_bytes > 0
-            if is_large and not alone and may_be_cut(moves):
+            is_outdated = any(placed.blob.is_outdated for placed in mine if isinstance(placed, PlacedBlob))
+            if is_large and not alone and not is_outdated and may_be_cut(moves):
                 found.append(Part(label, at, moves, mine, key, self._digest_of(label, mine, at), shares))
             else:
                 found.append(Part(label, at, moves, mine, key, "", None))

@@ -112,7 +112,7 @@ def test_dropped_while_files_are_read(
         rig.model.blocks[0].down.register_forward_pre_hook(lambda *_: is_needed_next.append(True))
         rig.check()
         assert is_begun.wait(60)
-        weakref.finalize(engine_of(rig.handle).transfer._reader, has_ended.set)
+        weakref.finalize(engine_of(rig.handle).transfer.reader, has_ended.set)
         gone = [weakref.ref(each) for each in (rig.model, engine_of(rig.handle), *rig.model.parameters())]
         rig.clear()
         gc.disable()

@@ -1,0 +1,105 @@
+"""Writes to slots: copies, and the unpacking of packed bytes, in the order that the memory of slots and berths asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...base.device import Backend, Event, Stream
+from ...stores.moves import Unpack
+from ..measure.recorder import Recorder
+from ..slots.berths import Berth, Berths
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """The memory of a slot, and what writes to it wait for."""
+
+    memory: torch.Tensor
+    after: Sequence[Event] | None
+    """Events behind the last use of what was in the memory before: copies wait for all of them. None: they do already."""
+    ready: Event
+    """The event that is recorded behind the last copy."""
+    berths: Berths | None = None
+    """Where packed bytes land; None if there are none."""
+    stream: Stream = field(init=False)
+    """The stream that writes to the slot. `Transfer` chooses it, and the next one."""
+    copy_stream: Stream = field(init=False)
+    """The stream that packed bytes are copied on."""
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [self.stream] if self.stream == self.copy_stream else [self.stream, self.copy_stream]
+
+
+class WriteOrder:
+    """Enqueues writes to slots behind the last use of what was there before.
+
+    What one stream has waited for, before it wrote to a slot, counts for the others too: a slot may take a part of the place of
+    a larger one, and a later slot the rest. Only the first of the two waits for the last use of what was there. Where blobs are
+    unpacked, the second one may be filled on another stream.
+    """
+
+    def __init__(self, backend: Backend, recorder: Recorder, *, has_two_streams: bool) -> None:
+        self._backend, self._recorder = backend, recorder
+        self._waited = backend.new_event() if has_two_streams else None
+        """The event behind what was waited for so far; None if there is one stream only."""
+        self._stream: Stream | None = None
+        """The stream that waited last."""
+
+    def wait_for_room(self, landing: Landing) -> None:
+        """Let what is enqueued on the landing's stream from now on come after the last use of what was in the memory before.
+
+        Repeated calls do nothing.
+        """
+        if landing.after is None:
+            return
+        stream = landing.stream
+        if self._waited is not None and self._stream is not None and self._stream != stream:
+            stream.wait_event(self._waited)
+        for event in landing.after:
+            stream.wait_event(event)
+        if self._waited is not None:
+            self._waited.record(stream)
+            self._stream = stream
+        landing.after = None
+
+    def fill(
+        self,
+        landing: Landing,
+        berth: Berth,
+        at: int,
+        source: torch.Tensor,
+        label: str,
+        *,
+        blocking: bool = False,
+    ) -> None:
+        """Enqueue the copy of packed bytes to byte `at` of a berth. It waits for no slot: see [Note: The life of a berth]."""
+        stream, trace = landing.copy_stream, self._recorder.trace
+        if not at:
+            stream.wait_event(berth.unpacked)
+        begun = None if trace is None else trace.now(stream)
+        self._backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
+        berth.arrived.record(stream)
+        if trace is not None and begun is not None:
+            trace.copied([label], begun, stream, source.numel())
+
+    def unpack(self, landing: Landing, move: Unpack, packed: torch.Tensor, berth: Berth | None) -> None:
+        """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
+
+        Args:
+            berth: The berth that has the packed bytes, or gets them; None if they stay on the device.
+        """
+        stream, trace = landing.stream, self._recorder.trace
+        if berth is not None:
+            stream.wait_event(berth.arrived)
+        begun = None if trace is None else trace.now(stream)
+        try:
+            self._backend.transform(move.kernel, landing.memory[move.at : move.at + move.num_bytes], packed, stream)
+        finally:
+            if berth is not None:
+                berth.unpacked.record(stream)
+        if trace is not None and begun is not None:
+            trace.unpacked(move.label, begun, stream, move.num_bytes)
