@@ -194,7 +194,7 @@ class OffloadConfig:
     ) -> OffloadConfig:
         """Check `options` and fill in their defaults."""
         given = options.onload_device
-        device = default_device() if given is None else _as_device(given, "onload_device")
+        device = default_device() if given is None else _as_device(given)
         backend = backend_for(device)
         is_disk = options.offload_device == "disk"
         if not is_disk and not _is_cpu(options.offload_device):
@@ -294,17 +294,13 @@ def _is_cpu(value: Any) -> bool:
         return False
 
 
-def _as_device(value: Any, name: str) -> torch.device:
+def _as_device(value: Any) -> torch.device:
     if isinstance(value, str) and is_budget(value):  # the first argument by position
-        raise DeviceError(f"{name}={value!r} isn't a device. Did you mean vram_budget={value!r}?")
+        raise DeviceError(f"onload_device={value!r} isn't a device. Did you mean vram_budget={value!r}?")
     try:
         return torch.device(value)
-    except TypeError as error:  # torch's own message is a table of its overloads
-        raise DeviceError(
-            f"{name}={value!r} is not a device: expected its name ('cuda', 'cuda:1', 'cpu') or a torch.device."
-        ) from error
-    except RuntimeError as error:
-        raise DeviceError(f"{name}={value!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
+    except (TypeError, RuntimeError) as error:  # torch's own messages are tables of overloads and of devices
+        raise DeviceError(f"onload_device={value!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
 
 
 def _as_offload_type(value: Any) -> OffloadType:

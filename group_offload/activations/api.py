@@ -57,8 +57,10 @@ class ActivationOffloadHandle(NotCopied):
         """
         if self._session is None:
             return
-        for taken in (*self._gates, *self._hooks):
-            taken.remove()
+        for gate in self._gates:
+            gate.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._session.close()
         self.stats()
         self._gates, self._session = [], None  # a graph may still hold the session

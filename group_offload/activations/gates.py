@@ -35,62 +35,51 @@ class NotCopied:
         return type(None), ()
 
 
-class GroupGate(NotCopied):
-    """Tells the session that the call of a group begins."""
+class GroupGate(NotCopied, Around):
+    """Tells the session that the call of a group begins: from a hook, or where the module keeps its compiled call."""
 
     def __init__(self, session: Session, name: str, module: nn.Module) -> None:
         self.name = name
+        self.compiled = None
         self._session = session
         self._module = module
         self._hook: RemovableHandle | None = None
-        self._at_compiled: _CompiledCallGate | None = None
         module.__dict__[GROUP] = self
         self.place()
 
     def place(self) -> None:
         """Put the gate outside of what the module compiles for itself; it may have been compiled since the last call."""
-        around, call = innermost(self._module, self._at_compiled)
-        if call is self._at_compiled is not None:
+        around, call = innermost(self._module, self)
+        if call is self:
             return
-        self._at_compiled = None
         if call is not None and hasattr(call, "_torchdynamo_orig_callable"):
             self._unhook()
-            self._at_compiled = _CompiledCallGate(self, call)
-            _put(self._module, around, self._at_compiled)
+            self.compiled = call
+            _put(self._module, around, self)
         elif self._hook is None:
             self._hook = self._module.register_forward_pre_hook(partial(tell, GROUP, "enter"))
 
     def enter(self) -> None:
         self._session.enter(self.name)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
+        unwatched(self.enter)()
+        assert self.compiled is not None
+        return self.compiled(*args, **kwargs)
+
     def remove(self) -> None:
         self._unhook()
-        gate, self._at_compiled = self._at_compiled, None
-        around, call = innermost(self._module, gate)
-        if gate is not None and call is gate:
-            _put(self._module, around, gate.compiled)
+        around, call = innermost(self._module, self)
+        if call is self:
+            _put(self._module, around, self.compiled)
         self._module.__dict__.pop(GROUP, None)
 
     def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-
-class _CompiledCallGate(NotCopied, Around):
-    """Stands where a module keeps its compiled call."""
-
-    compiled: Callable[..., Any]
-
-    def __init__(self, group: GroupGate, compiled: Callable[..., Any]) -> None:
-        self.compiled = compiled
-        self._group = group
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.skip_frame("group_offload offloads activations: use block.compile(), or drop fullgraph=True")
-        unwatched(self._group.enter)()
-        return self.compiled(*args, **kwargs)
 
 
 def _put(module: nn.Module, around: Around | None, call: Callable[..., Any] | None) -> None:

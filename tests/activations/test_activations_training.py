@@ -31,8 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # before torch 2.10
-@pytest.mark.parametrize("impl", list(CheckpointImpl))
-@pytest.mark.parametrize("applied", ["before", "after"])
+@pytest.mark.parametrize(
+    ("impl", "applied"), [(CheckpointImpl.REENTRANT, "before"), (CheckpointImpl.NO_REENTRANT, "after")]
+)
 def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
     """Applied before offloading, or after: recomputation is not switched off, and not offloaded."""
 
@@ -60,7 +61,7 @@ def test_checkpoint_wrapper(impl: CheckpointImpl, applied: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["flux", "sd3", "wan", "unet", "clip", "t5", "a LoRA"])
+@pytest.mark.parametrize("name", ["flux", "wan", "unet", "t5", "a LoRA"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_models_of_diffusers_and_transformers(name: str, checkpointing: bool) -> None:
     build, inputs = tiny_models.MODELS["flux" if name == "a LoRA" else name]

@@ -85,7 +85,7 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
         ({"offload_device": None}, ConfigError, "offload_device"),
         ({"onload_device": "nonsense"}, DeviceError, "onload_device"),
         ({"onload_device": "meta"}, DeviceError, "meta"),
-        ({"onload_device": 3.5}, DeviceError, "expected its name"),
+        ({"onload_device": 3.5}, DeviceError, "onload_device=3.5 isn't a device. Use 'cuda'"),
         ({"onload_device": "cuda:99"}, DeviceError, "cuda:99"),
         ({"onload_device": "cpu:7"}, DeviceError, "cpu:7"),
         ({"offload_type": "nonsense"}, ConfigError, "offload_type"),
