@@ -20,9 +20,12 @@ import tempfile
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
@@ -35,16 +38,23 @@ _CLEAN = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
 _BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _HIDDEN = """
 import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import DistributionFinder, MetadataPathFinder
 
-class Hidden:
+class Shared:
+    '''Finds these packages, and no others, in the environment that made this one.'''
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name in ("accelerate", "diffusers", "huggingface_hub", "peft", "safetensors", "transformers"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return PathFinder.find_spec(name, {folders}, target) if path is None and name in {modules} else None
 
-sys.meta_path.insert(0, Hidden)
+    @staticmethod
+    def find_distributions(context=DistributionFinder.Context()):
+        for found in MetadataPathFinder.find_distributions(DistributionFinder.Context(name=context.name, path={folders})):
+            if found.metadata["Name"].lower().replace("_", "-").replace(".", "-") in {names}:
+                yield found
+
+sys.meta_path.append(Shared)
 """
-"""Lets an environment without extras find none of what extras bring."""
 _FIRST = """
 import group_offload
 from importlib.metadata import version
@@ -52,6 +62,10 @@ from pathlib import Path
 assert Path(group_offload.__file__).is_relative_to({environment!r}), group_offload.__file__
 assert group_offload.__version__ == version("group-offload")
 assert (Path(group_offload.__file__).parent / "py.typed").exists()
+"""
+_WITHOUT_DIFFUSERS = """
+from importlib.util import find_spec
+assert find_spec("diffusers") is None, "this environment is to be without extras"
 """
 _WITH_DIFFUSERS = """
 import functools
@@ -130,10 +144,45 @@ def make(environment: Path, wheel: Path, extra: str, *, is_full: bool, pip_optio
         return python
     call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", "--no-deps", wheel)
     [site] = environment.glob("lib/python*/site-packages")
-    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "_hidden.py").write_text("" if extra else _HIDDEN)
-    (site / "_shared.pth").write_text("\n".join([*folders, "import _hidden"]))
+    [metadata] = site.glob("group_offload-*.dist-info")
+    shared = needed(Distribution.at(metadata), {extra})
+    tops = {Path(file).parts[0].partition(".")[0] for found in shared.values() for file in found.files or ()}
+    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *foreign_folders(shared)})
+    (site / "_shared.py").write_text(_HIDDEN.format(folders=folders, modules=tops, names=set(shared)))
+    (site / "_shared.pth").write_text("import _shared\n")
     return python
+
+
+def needed(ours: Distribution, extras: set[str]) -> dict[str, Distribution]:
+    """The distributions that the wheel needs with these extras, and what those need, as they are installed here."""
+    found: dict[str, Distribution] = {}
+    todo = [(ours, frozenset(extras))]
+    seen = set(todo)
+    while todo:
+        one, asked = todo.pop()
+        for line in one.requires or ():
+            requirement = Requirement(line)
+            name = canonicalize_name(requirement.name)
+            if requirement.marker and not any(requirement.marker.evaluate({"extra": e}) for e in asked or {""}):
+                continue
+            try:
+                next_one = ours if name == "group-offload" else distribution(name)
+            except PackageNotFoundError:
+                if one is ours:
+                    raise
+                continue  # of others: they have run without it so far
+            if next_one is not ours:
+                found[name] = next_one
+            item = (next_one, frozenset(requirement.extras))
+            if item not in seen:
+                seen.add(item)
+                todo.append(item)
+    return found
+
+
+def foreign_folders(shared: dict[str, Distribution]) -> set[str]:
+    """Where they lie, if that is not the folder of this environment's packages."""
+    return {str(found.locate_file("")).rstrip("/") for found in shared.values()}
 
 
 def use(python: Path, environment: Path, extra: str) -> list[str]:
@@ -141,18 +190,19 @@ def use(python: Path, environment: Path, extra: str) -> list[str]:
     folder = environment / "work"
     folder.mkdir()
     is_bare = not extra
-    probe = "try:\n    import diffusers\nexcept ImportError:\n    print('no diffusers')"
-    has_diffusers = "no diffusers" not in call(python, "-c", probe, **_CLEAN)
+    has_diffusers = call(
+        python, "-c", "from importlib.util import find_spec; print(find_spec('diffusers') is not None)", **_CLEAN
+    )
     blocks = _BLOCK.findall((ROOT / "README.md").read_text())
     lines = [_FIRST.format(environment=str(environment))]
-    if has_diffusers:
+    if has_diffusers.strip() == "True":
         assert not is_bare
         shutil.copy(ROOT / "examples" / "tiny.py", folder)
         chosen = [code for _, code in blocks]
         lines += [_WITH_DIFFUSERS.format(model=MODEL), *chosen, _LAST.format(model=MODEL)]
     else:
         chosen = [code for mark, code in blocks if mark == "run"]
-        lines += chosen
+        lines += [_WITHOUT_DIFFUSERS if is_bare else "", *chosen]
     script = "\n".join(lines).replace("/nvme/", f"{folder}/nvme/")
     if "vram_budget" in script and not torch.accelerator.is_available():
         script = script.replace("vram_budget=", "ram_budget=")  # the CPU has no memory of its own
