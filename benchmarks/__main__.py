@@ -15,7 +15,6 @@ NAMES = {
     "weights": "one model: resident, under diffusers' group offloading, under accelerate, under this package",
     "pipeline": "a whole pipeline: time of an image or a video, and the device's peak",
     "card": "whole pipelines on a device whose memory another process holds, but for some GiB",
-    "files": "a model that is larger than RAM, on the CPU, and how fast its files are read",
     "opening": "RAM and time that it takes to open a checkpoint",
     "training": "a LoRA over frozen weights that are offloaded",
     "activations": "training steps with activations on the device, recomputed, and offloaded",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .disk import files_in, size_of
-from .machine import GIB, forget_device_peak
+from .machine import GIB, said, say
 from .models import Model, make_model
-from .processes import say
+from .processes import QUIET
 
 
 @contextmanager
@@ -29,27 +29,41 @@ def folder_of(options: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_sure(model: Model, device: torch.device, folder: Path, shard_bytes: int | None) -> None:
-    """Save the model's checkpoint if it is not there yet. This process holds no memory of the device afterwards."""
-    if not (folder / "config.json").exists():
-        save(model, device, folder, shard_bytes)
-    forget_device_peak(device)
-
-
-def save(
-    model: Model, device: torch.device, folder: Path, shard_bytes: int | None, dtype: torch.dtype | None = None
+def make_sure(
+    models: Mapping[Path, Model], device: str, shard_bytes: int | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the model's checkpoint: the weights of `make_model`. It is on the drive, and in the page cache, afterwards.
+    """Save those checkpoints that are not in their folders yet. The program ends if that fails.
 
     Args:
         shard_bytes: the most that a file has; default: what `save_pretrained` takes.
-        dtype: default: the model's own.
+        dtype: default: that of each model.
     """
-    start = time.perf_counter()
-    module: Any = make_model(model, device, resident=False, dtype=dtype)
-    module.save_pretrained(folder, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
-    for file in files_in(folder):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    took = time.perf_counter() - start
-    say(f"checkpoint of {size_of(files_in(folder)) / GIB:.2f} GiB saved in {took:.1f} s")
+    missing = {folder: model for folder, model in models.items() if not (folder / "config.json").exists()}
+    if missing and not apart(save, missing, device, shard_bytes, dtype):
+        raise SystemExit("The checkpoint could not be saved.")
+
+
+def apart(work: Callable[..., None], *args: Any) -> bool:
+    """Call `work` in a process of its own, so that this one needs no memory of the device. Returns whether that went well."""
+    process = multiprocessing.get_context("spawn").Process(target=_quietly, args=(work, *args))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _quietly(work: Callable[..., None], *args: Any) -> None:
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    work(*args)
+
+
+def save(models: Mapping[Path, Model], device: str, shard_bytes: int | None, dtype: torch.dtype | None) -> None:
+    """Write the weights of `make_model`. They are on the drive, and in the page cache, afterwards."""
+    for folder, model in models.items():
+        with said(f"save {model.name}"):
+            module: Any = make_model(model, torch.device(device), resident=False, dtype=dtype)
+            module.save_pretrained(folder, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
+            for file in files_in(folder):
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        say(f"checkpoint of {size_of(files_in(folder)) / GIB:.2f} GiB")

@@ -78,6 +78,24 @@ def read_all(files: Sequence[Path], num_threads: int, *, direct: bool) -> float:
             buffer.close()
 
 
+def warm(files: Sequence[Path], num_threads: int = 8) -> None:
+    """Bring the files into the page cache."""
+    if files and (cached_bytes(files) or 0) < size_of(files):  # or the kernel does not tell
+        read_all(files, num_threads, direct=False)
+
+
+def drive_speed(files: Sequence[Path], num_threads: int, most_bytes: int) -> float | None:
+    """Bytes a second past the page cache, of so much of the files; None if the file system has no direct reads."""
+    chosen: list[Path] = []
+    for file in files:
+        if size_of(chosen) < most_bytes:
+            chosen.append(file)
+    try:
+        return size_of(chosen) / read_all(chosen, num_threads, direct=True)
+    except OSError:
+        return None
+
+
 def drop_page_cache(files: Sequence[Path], *, may_drop_all: bool) -> str:
     """Let the page cache forget these files. Returns how.
 

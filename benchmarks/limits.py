@@ -1,4 +1,4 @@
-"""Limits the RAM of one process, the page cache that it fills included: with a control group of its own (Linux)."""
+"""Limits the RAM of processes, the page cache that they fill included: with a control group of their own (Linux)."""
 
 from __future__ import annotations
 
@@ -9,55 +9,50 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .machine import say
 
 _ENTER = (
     "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """The files of a control group."""
-
-    limit: str
-    peak: str
-    current: str
-    anonymous: str
-    cache: str
-    """These two are in memory.stat."""
-    events: str
-    without_swap: tuple[tuple[str, str], ...]
-    """What is written to which file. It need not be there: most machines have no swap."""
-
-
-_VERSIONS = {
-    2: _Names(
-        limit="memory.max",
-        peak="memory.peak",
-        current="memory.current",
-        anonymous="anon",
-        cache="file",
-        events="memory.events",
-        without_swap=(("memory.swap.max", "0"),),
-    ),
-    1: _Names(
-        limit="memory.limit_in_bytes",
-        peak="memory.max_usage_in_bytes",
-        current="memory.usage_in_bytes",
-        anonymous="total_rss",
-        cache="total_cache",
-        events="memory.oom_control",
-        without_swap=(("memory.swappiness", "0"),),
-    ),
+_FILES: dict[int, dict[str, str]] = {
+    2: {
+        "limit": "memory.max",
+        "peak": "memory.peak",
+        "current": "memory.current",
+        "anonymous": "anon",
+        "cache": "file",
+        "events": "memory.events",
+        "swap": "memory.swap.max",
+    },
+    1: {
+        "limit": "memory.limit_in_bytes",
+        "peak": "memory.max_usage_in_bytes",
+        "current": "memory.usage_in_bytes",
+        "anonymous": "total_rss",
+        "cache": "total_cache",
+        "events": "memory.oom_control",
+        "swap": "memory.swappiness",
+    },
 }
+"""The files of a control group, by its version; "anonymous" and "cache" are lines of memory.stat."""
+
+
+def limit_ram(num_bytes: int, facts: dict[str, Any]) -> MemoryGroup | None:
+    """What limits the RAM of processes, until it is removed. None if no limit can be set here: `facts` says why."""
+    try:
+        return MemoryGroup(num_bytes)
+    except OSError as error:
+        facts["group_error"] = str(error)
+        say(f"no limit of RAM: {error}")
+        return None
 
 
 class MemoryGroup:
-    """A control group for one process. It is below that of this process, where that can be."""
+    """A control group. It is below that of this process, where that can be."""
 
     def __init__(self, limit_bytes: int) -> None:
         """
@@ -76,14 +71,13 @@ class MemoryGroup:
         raise OSError("; ".join(reasons) or "no control groups of memory are mounted")
 
     def _make(self, version: int, parent: Path) -> None:
-        self._names = _VERSIONS[version]
+        self._files = _FILES[version]
         self.folder = Path(tempfile.mkdtemp(prefix="group-offload-", dir=parent))
         self.where = f"version {version}, {self.folder}"
         try:
-            (self.folder / self._names.limit).write_text(str(self.limit_bytes))
-            for name, content in self._names.without_swap:
-                with suppress(OSError):
-                    (self.folder / name).write_text(content)
+            (self.folder / self._files["limit"]).write_text(str(self.limit_bytes))
+            with suppress(OSError):  # most machines have no swap
+                (self.folder / self._files["swap"]).write_text("0")
             done = subprocess.run(self.command(["-S", "-c", ""]), capture_output=True, text=True, timeout=20)
             if done.returncode:
                 raise OSError(f"no process gets in: {done.stderr.strip().splitlines()[-1:]}")
@@ -97,14 +91,15 @@ class MemoryGroup:
 
     def usage(self) -> dict[str, Any]:
         """Bytes: the most that was charged to the group, and what is now. None is what this kernel does not tell."""
-        names, stat = self._names, self._fields("memory.stat")
+        stat = self._lines("memory.stat")
+        peak, current = (self._lines(self._files[name]).get("") for name in ("peak", "current"))
         return {
             "group_limit_bytes": self.limit_bytes,
-            "group_peak_bytes": self._number(names.peak),
-            "group_bytes": self._number(names.current),
-            "group_anonymous_bytes": stat.get(names.anonymous),
-            "group_cache_bytes": stat.get(names.cache),
-            "group_oom_kills": self._fields(names.events).get("oom_kill"),
+            "group_peak_bytes": peak,
+            "group_bytes": current,
+            "group_anonymous_bytes": stat.get(self._files["anonymous"]),
+            "group_cache_bytes": stat.get(self._files["cache"]),
+            "group_oom_kills": self._lines(self._files["events"]).get("oom_kill"),
             "group": self.where,
         }
 
@@ -120,18 +115,13 @@ class MemoryGroup:
             else:
                 return
 
-    def _number(self, name: str) -> int | None:
-        try:
-            return int((self.folder / name).read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _fields(self, name: str) -> dict[str, int]:
+    def _lines(self, name: str) -> dict[str, int]:
+        """The numbers in a file, by the word before each; {} if there is no such file."""
         try:
             lines = (self.folder / name).read_text().splitlines()
         except OSError:
             return {}
-        return {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdecimal()}
+        return {key: int(value) for key, _, value in (line.rpartition(" ") for line in lines) if value.isdecimal()}
 
 
 def _parents_version_2(reasons: list[str]) -> Iterator[tuple[int, Path]]:
@@ -152,9 +142,7 @@ def _parents_version_2(reasons: list[str]) -> Iterator[tuple[int, Path]]:
 
 def _parents_version_1(reasons: list[str]) -> Iterator[tuple[int, Path]]:
     roots = [root for root, options in _mounts("cgroup") if "memory" in options.split(",")]
-    if not roots:
-        roots = _mounted_version_1(reasons)
-    for root in roots:
+    for root in roots or _mounted_version_1(reasons):
         own = root / _own_group("memory").lstrip("/")
         yield from ((1, parent) for parent in dict.fromkeys((own, root)) if parent.is_dir())
 
@@ -178,12 +166,10 @@ def _mounted_version_1(reasons: list[str]) -> list[Path]:
 
 
 def _mounts(kind: str) -> list[tuple[Path, str]]:
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    return [(Path(each[1]), each[3]) for each in fields if len(each) > 3 and each[2] == kind]
+    with suppress(OSError):
+        fields = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        return [(Path(each[1]), each[3]) for each in fields if len(each) > 3 and each[2] == kind]
+    return []
 
 
 def _own_group(controller: str) -> str:

@@ -13,16 +13,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
 
 BANDWIDTH_BYTES = 1 << 30
-PROFILED_STEPS, TIMED_STARTS = 3, 7
+PROFILED_STEPS = 3
 GIB = 1 << 30
 SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
 """The host waits for the device."""
@@ -41,15 +40,17 @@ QUANTISERS = ("torchao", "bitsandbytes", "optimum-quanto", "gguf", "sdnq")
 
 def measure_machine(device: torch.device) -> dict[str, Any]:
     """The machine that the arms run on, and what its link to the device can do."""
+    is_cpu = device.type == "cpu"
+    back = None if is_cpu else CopiesBeside(BANDWIDTH_BYTES, device, BANDWIDTH_BYTES).back
     return {
-        "device": _device_name(device),
+        "device": "CPU" if is_cpu else str(getattr(torch, device.type).get_device_name(device)),
         "cpu_count": os.cpu_count(),
         "ram_bytes": psutil.virtual_memory().total,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *QUANTISERS)},
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
-        "pinned_h2d_bytes_per_s": _pinned_bandwidth(device),
+        "pinned_h2d_bytes_per_s": None if back is None else bandwidth(back, device, repeats=8),
     }
 
 
@@ -63,12 +64,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _pinned_bandwidth(device: torch.device) -> float | None:
-    if device.type == "cpu":
-        return None
-    return bandwidth(CopiesBeside(BANDWIDTH_BYTES, device, BANDWIDTH_BYTES).back, device, repeats=8)
-
-
 def bandwidth(copy: Callable[[], object], device: torch.device, *, repeats: int) -> float:
     """Bytes a second if `copy` copies BANDWIDTH_BYTES: the median of all times but the first."""
     times = []
@@ -79,12 +74,6 @@ def bandwidth(copy: Callable[[], object], device: torch.device, *, repeats: int)
         synchronize(device)
         times.append(time.perf_counter() - start)
     return BANDWIDTH_BYTES / statistics.median(times[1:])
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
-    return str(getattr(torch, device.type).get_device_name(device))
 
 
 def default_device() -> str:
@@ -121,6 +110,19 @@ def elapsed(start: Any, end: Any) -> float:
     return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 
+def say(text: str, elapsed: float | None = None) -> None:
+    when = "        " if elapsed is None else f"[{elapsed:4.0f} s]"
+    print(f"{when} {text}\n", end="", file=sys.stderr, flush=True)  # one write: several processes may say something
+
+
+@contextlib.contextmanager
+def said(what: str) -> Iterator[None]:
+    """Say how long the block took."""
+    start = time.perf_counter()
+    yield
+    say(f"{what}: {time.perf_counter() - start:.1f} s")
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -148,6 +150,11 @@ def forget_device_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def reset_peak(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
 def device_peak(device: torch.device) -> int | None:
     """The most that torch's allocator counted as allocated."""
     return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
@@ -171,12 +178,19 @@ def alloc_retries(device: torch.device) -> int:
 class PeakWatch:
     """The most device memory since `with`, though somebody else resets torch's counters: budgets measure single passes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peaks: list[tuple[int, int]] = []
+    def __init__(self, device: torch.device, *, forgets: bool = True) -> None:
+        """
+        Args:
+            forgets: whether the device gets back what the allocator keeps, before.
+        """
+        self._device, self._forget = device, forget_device_peak if forgets else reset_peak
+        self.allocated: int | None = None
+        """As `device_peak`. Known after `with`."""
+        self.reserved: int | None = None
+        """As `device_reserved`."""
 
     def __enter__(self) -> PeakWatch:
-        forget_device_peak(self._device)
+        self._forget(self._device)
         if self._device.type != "cpu":
             runtime = getattr(torch, self._device.type)
             self._reset = runtime.reset_peak_memory_stats
@@ -188,20 +202,9 @@ class PeakWatch:
             self._note()
             getattr(torch, self._device.type).reset_peak_memory_stats = self._reset
 
-    @property
-    def allocated(self) -> int | None:
-        """As `device_peak`. Known after `with`."""
-        return max((allocated for allocated, _ in self._peaks), default=None)
-
-    @property
-    def reserved(self) -> int | None:
-        """As `device_reserved`."""
-        return max((reserved for _, reserved in self._peaks), default=None)
-
     def _note(self) -> None:
-        self._peaks.append(
-            (torch.accelerator.max_memory_allocated(self._device), torch.accelerator.max_memory_reserved(self._device))
-        )
+        self.allocated = max(self.allocated or 0, torch.accelerator.max_memory_allocated(self._device))
+        self.reserved = max(self.reserved or 0, torch.accelerator.max_memory_reserved(self._device))
 
     def _note_and_reset(self, *args: Any, **kwargs: Any) -> None:
         self._note()
@@ -226,17 +229,25 @@ def process_memory() -> dict[str, int | None]:
     }
 
 
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Memory of a process that is in no file: RssAnon, and RssShmem, in which page-locked memory of torch is counted."""
+    with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+        status = file.read(1 << 12)
+    found = (status.partition(name)[2].split(maxsplit=1)[:1] for name in (b"RssAnon:", b"RssShmem:"))
+    return sum(int(value[0]) << 10 for value in found if value)
+
+
+def share_of_anonymous_bytes() -> int:
+    """The same for this process, where memory that N processes have mapped counts 1/N in each."""
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
 class CopiesBeside:
     """Copies bytes for nothing, on streams of their own: out to page-locked RAM, or back to the device."""
 
-    def __init__(
-        self, num_bytes: int, device: torch.device, buffer_bytes: int, *, follows_compute: bool = False
-    ) -> None:
-        """
-        Args:
-            follows_compute: whether a copy begins when compute has come to where it was asked for.
-        """
-        self._num_bytes, self._compute_on, self._follows_compute = num_bytes, device, follows_compute
+    def __init__(self, num_bytes: int, device: torch.device, buffer_bytes: int) -> None:
+        self._num_bytes = num_bytes
         size = min(num_bytes, buffer_bytes)
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
         self._device = torch.empty_like(self._host, device=device)
@@ -249,8 +260,6 @@ class CopiesBeside:
         self._copy(self._streams[1], self._device, self._host)
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if stream is not None and self._follows_compute:
-            stream.wait_stream(torch.accelerator.current_stream(self._compute_on))
         with stream or contextlib.nullcontext():
             for start in range(0, self._num_bytes, max(1, target.numel())):
                 size = min(target.numel(), self._num_bytes - start)
@@ -307,33 +316,3 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
         "device_allocations": sum(allocations.values()),
         "driver_calls": {**synchronisations, **allocations},
     }
-
-
-def time_first_kernel(step: Callable[[], object], device: torch.device) -> list[float]:
-    """What the host does in each of some `step`s before the first layer computes, in seconds. Nothing else runs as one begins.
-
-    A layer is a linear one, a convolution or an embedding: nothing else launches a kernel before in the models here.
-    """
-    names = ("linear", "conv2d", "conv3d", "embedding")
-    kinds = {name: getattr(torch.nn.functional, name) for name in names}
-    at: list[float] = []
-
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            at.append(time.perf_counter())
-            return function(*args, **kwargs)
-
-        return note
-
-    found = []
-    with contextlib.ExitStack() as stack:
-        for name, function in kinds.items():
-            stack.enter_context(mock.patch.object(torch.nn.functional, name, noting(function)))
-        for _ in range(TIMED_STARTS):
-            synchronize(device)
-            at.clear()
-            start = time.perf_counter()
-            step()
-            found.append(at[0] - start)
-        synchronize(device)
-    return found

@@ -6,9 +6,11 @@ Weights are random. Every process draws the same ones: on the device, each tenso
 from __future__ import annotations
 
 import importlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -372,122 +374,32 @@ class QwenVaeDecode(VaeDecode):
 # ------------------------------------------------------------------------------------------------ by name
 
 
-def _large() -> Iterator[tuple[str, Model]]:
-    flux: dict[str, Any] = {"num_layers": 19, "num_single_layers": 38}
-    flux |= {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
-    flux |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "guidance_embeds": False}
-    yield "flux", Flux(name="flux1", config=flux, sizes={"tokens": 4096, "text_tokens": 512})
-    control = {**flux, "num_layers": 5, "num_single_layers": 10}
-    yield "flux-control", FluxControl(name="flux-control", config=control, sizes={"tokens": 4096, "text_tokens": 512})
-    wan = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128}
-    wan |= {"ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
-    frames = {"frames": 21, "height": 60, "width": 104}
-    yield "wan14b", Wan(name="wan14b", config=wan, sizes={**frames, "text_tokens": 512})
-    qwen: dict[str, Any] = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64}
-    qwen |= {"joint_attention_dim": 3584, "axes_dims_rope": (16, 56, 56)}
-    yield "qwen-image", QwenImage(name="qwen-image", config=qwen, sizes={"tokens": 4096, "text_tokens": 512})
-    unet = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64}
-    unet |= {"attention_head_dim": 8}  # the number of heads, by diffusers' name for it
-    yield "unet-sd15", UNet(name="unet-sd15", config=unet, sizes={"batch": 2})
-    unet = {"block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "sample_size": 128}
-    unet = unet | {"attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10)}
-    unet |= {"down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2)}
-    unet |= {"up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"), "use_linear_projection": True}
-    unet |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
-    unet |= {"projection_class_embeddings_input_dim": 2816}
-    yield "unet-sdxl", UNetXl(name="unet-sdxl", config=unet, sizes={"batch": 2})
-    vae: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
-    vae |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae |= {"use_quant_conv": True, "use_post_quant_conv": True, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-    yield "vae-decode", VaeDecode(name="vae-decode", config=vae, sizes={"size": 128})
-    t5: dict[str, Any] = {"num_layers": 24, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "d_kv": 64}
-    t5 |= {"vocab_size": 32128, "feed_forward_proj": "gated-gelu", "use_cache": False}
-    yield "t5-xxl", T5Encoder(name="t5-xxl", config=t5, sizes={"tokens": 512})
-    yield "umt5-xxl", Umt5Encoder(name="umt5-xxl", config={**t5, "vocab_size": 256384}, sizes={"tokens": 512})
-    yield "wan-vae-decode", WanVaeDecode(name="wan-vae-decode", config={"base_dim": 96}, sizes=frames)
-    clip = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    clip |= _clip_tokens(vocabulary=49408, tokens=77)
-    yield "clip-l", ClipText(name="clip-l", config=clip, sizes={"tokens": 77})
-    clip = clip | {"num_hidden_layers": 32, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20}
-    clip |= {"hidden_act": "gelu", "projection_dim": 1280}
-    yield "clip-g", ClipTextProjected(name="clip-g", config=clip, sizes={"tokens": 77})
-    vl: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
-    vl |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6}
-    vl |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-    vl |= {"vision": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584}, "use_cache": False}
-    yield "qwen-vl", QwenVl(name="qwen-vl", config=vl, sizes={"tokens": 64})
-    yield "qwen-vae-decode", QwenVaeDecode(name="qwen-vae-decode", config={"base_dim": 96}, sizes={"size": 128})
+def _all() -> tuple[dict[str, Model], dict[str, Model]]:
+    """The models of models.json at their sizes, and tiny. An entry says what it changes of the one that it is "like"."""
+    large: dict[str, Model] = {}
+    small: dict[str, Model] = {}
+    changes: dict[str, dict[str, Any]] = {}
+    for name, entry in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
+        like = large.get(entry.get("like"))
+        kind = globals()[entry["kind"]] if "kind" in entry else type(like)
+        config, sizes = (
+            {**(getattr(like, part) if like else {}), **entry.get(part, {})} for part in ("config", "sizes")
+        )
+        large[name] = kind(name=entry.get("name", name), config=_with_tuples(config), sizes=sizes)
+        if entry.get("small") == entry.get("like", ""):
+            small[name] = small[entry["like"]]
+            continue
+        changes[name] = {**changes.get(entry.get("like"), {}), "name": f"small-{name}", **entry.get("small", {})}
+        small[name] = large[name].resized(**_with_tuples(changes[name]))
+    return large, small
 
 
-def _clip_tokens(vocabulary: int, tokens: int) -> dict[str, int]:
-    special = {"eos_token_id": vocabulary - 1, "bos_token_id": vocabulary - 2, "pad_token_id": 1}
-    return {"vocab_size": vocabulary, "max_position_embeddings": tokens, **special}
+def _with_tuples(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
-def _small(large: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
-    width: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 32}
-    few = {"height": 8, "width": 8, "frames": 3}
-    t5 = {"num_layers": 3, "d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16, "vocab_size": 100, "tokens": 16}
-    clip = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2}
-    channels = {"block_out_channels": (32, 32, 64, 64)}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]}
-    flux: dict[str, Any] = {"num_layers": 3, "num_single_layers": 6, "axes_dims_rope": (8, 12, 12)}
-    flux |= {"tokens": 64, "text_tokens": 16}
-    flux |= {**width, "joint_attention_dim": 64, "pooled_projection_dim": 32}
-    changes: dict[str, dict[str, Any]] = {
-        "flux": {**flux, "name": "small"},
-        "flux-control": {**flux, "num_layers": 1, "num_single_layers": 2},
-        "wan14b": {**width, **few, "num_layers": 4, "ffn_dim": 256, "text_dim": 64, "freq_dim": 32, "text_tokens": 16},
-        "qwen-image": {
-            **width,
-            "num_layers": 3,
-            "joint_attention_dim": 64,
-            "axes_dims_rope": (8, 12, 12),
-            "tokens": 16,
-            "text_tokens": 8,
-        },
-        "unet-sd15": {**channels, "cross_attention_dim": 32, "attention_head_dim": 2, "sample_size": 16},
-        "unet-sdxl": {
-            "block_out_channels": (32, 32, 64),
-            "cross_attention_dim": 64,
-            "attention_head_dim": (1, 2, 2),
-            "transformer_layers_per_block": (1, 1, 2),
-            "sample_size": 8,
-            "addition_time_embed_dim": 16,
-            "projection_class_embeddings_input_dim": 6 * 16 + 32,
-        },
-        "vae-decode": {**channels, "size": 8},
-        "t5-xxl": t5,
-        "umt5-xxl": t5,
-        "wan-vae-decode": {**few, "base_dim": 8},
-        "clip-l": {**clip, **_clip_tokens(vocabulary=100, tokens=16), "tokens": 16},
-        "clip-g": {**clip, **_clip_tokens(vocabulary=100, tokens=16), "projection_dim": 32, "tokens": 16},
-        "qwen-vl": {
-            "num_hidden_layers": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_attention_heads": 4,
-            "vocab_size": 100,
-            "num_key_value_heads": 2,
-            "bos_token_id": 98,
-            "eos_token_id": 99,
-            "vision": {**vision, "out_hidden_size": 64},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-        },
-        "qwen-vae-decode": {"base_dim": 8, "size": 8},
-    }
-    for name, sizes in changes.items():
-        yield name, large[name].resized(**{"name": f"small-{name}", **sizes})
-
-
-MODELS = dict(_large())
-SMALL = dict(_small(MODELS))
-# For machines without an accelerator: large to read, little to compute.
-MODELS["flux-6gib"] = MODELS["flux"].resized(
-    "flux-6gib", num_layers=12, num_single_layers=62, num_attention_heads=12, tokens=16, text_tokens=16
-)
-MODELS["flux-4gib"] = MODELS["flux"].resized("flux-4gib", num_layers=4, num_single_layers=20, num_attention_heads=12)
-SMALL["flux-6gib"] = SMALL["flux-4gib"] = SMALL["flux"]
+# Of flux-6gib and flux-4gib, for machines without an accelerator, there is much to read and little to compute.
+MODELS, SMALL = _all()
 NAMES = (*MODELS, "small")
 
 

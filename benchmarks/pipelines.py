@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,16 +20,20 @@ SECOND_EXPERT = 1000
 class Pipeline(ABC):
     """A pipeline, and what it is asked for."""
 
-    product: ClassVar[str]
+    product: ClassVar[str] = "image"
     """What a call makes, for people."""
-    denoisers: ClassVar[tuple[str, ...]]
+    denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     """The models that run in denoising steps, in the order in which they take turns."""
     decodes_tiles: ClassVar[bool] = False
     """Whether the decoding of a larger image, tile by tile, is measured after the images."""
-    is_measured_alone: ClassVar[bool]
-    """Whether each of its models is measured in a process of its own, too."""
-    models: Mapping[str, Model]
-    """By their names in it, with the inputs that the pipeline gives them."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.models: dict[str, Model] = self.chosen(SMALL if small else MODELS, small)
+        """By their names in it, with the inputs that the pipeline gives them."""
+
+    @abstractmethod
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        """Its models, of the large or the small ones."""
 
     @property
     def min_steps(self) -> int:
@@ -37,93 +42,84 @@ class Pipeline(ABC):
 
     def make(self, device: torch.device) -> Any:
         """The pipeline, its weights in ordinary RAM."""
-        modules = {name: make_model(model, device, resident=False) for name, model in self.models.items()}
+        return self._quiet({name: make_model(model, device, resident=False) for name, model in self.models.items()})
+
+    def open(self, folder: Path) -> Any:
+        """The pipeline, its weights views of files."""
+        from .weights import load
+
+        return self._quiet({name: load(model, folder / name) for name, model in self.models.items()})
+
+    def _quiet(self, modules: dict[str, Any]) -> Any:
         pipe = self.assemble(modules)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     @abstractmethod
-    def assemble(self, modules: Mapping[str, Any]) -> Any: ...
+    def assemble(self, modules: dict[str, Any]) -> Any: ...
+
+    def tokenizers(self) -> dict[str, Any]:
+        """Those of its text encoders, by their names in the pipeline."""
+        return {
+            name.replace("text_encoder", "tokenizer"): _tokenizer(model)
+            for name, model in self.models.items()
+            if name.startswith("text_encoder")
+        }
 
     def ask_for(self, size: int) -> None:
         """Let the next images be `size` pixels wide and high."""
-        self.models = {**self.models, "vae": self.models["vae"].resized(size=size // 8)}
+        self.models["vae"] = self.models["vae"].resized(size=size // 8)
 
     def thin_out(self, fraction: float) -> None:
         """Leave so much of the blocks of each model that has blocks which are all alike."""
-
-        def thinned(model: Model) -> Model:
+        for name, model in self.models.items():
             counts: dict[str, Any] = {
                 field: max(1, round(fraction * model.config[field])) for field in model.block_fields
             }
-            return model.resized(**counts)
+            self.models[name] = model.resized(**counts)
 
-        self.models = {name: thinned(model) for name, model in self.models.items()}
-
-    @abstractmethod
     def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
         """One image or video."""
-
-
-class Image(Pipeline):
-    """One that is called with a prompt and gives an image."""
-
-    product = "image"
-
-    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
-        size = 8 * self.models["vae"].sizes["size"]
-        images: torch.Tensor = pipe(
-            prompt=PROMPT,
-            height=size,
-            width=size,
+        output: torch.Tensor = pipe(
             num_inference_steps=num_steps,
             generator=torch.Generator().manual_seed(0),
             callback_on_step_end=on_step_end,
-            output_type="pt",
-            **self.arguments(size),
-        ).images
-        return images
+            **{"output_type": "pt", **self.arguments(pipe)},
+        )[0]
+        return output
 
-    def arguments(self, size: int) -> dict[str, Any]:
+    def arguments(self, pipe: Any) -> dict[str, Any]:
         """What the pipeline is told beside."""
-        return {}
+        size = 8 * self.models["vae"].sizes["size"]
+        return {"prompt": PROMPT, "height": size, "width": size}
 
 
-class FluxImage(Image):
+class FluxImage(Pipeline):
     """diffusers' `FluxPipeline`: CLIP-L, T5-XXL with half of its blocks, 4 + 8 of the transformer's 19 + 38, and the VAE."""
-
-    denoisers = ("transformer",)
-    is_measured_alone = True
 
     is_whole: ClassVar[bool] = False
     """Whether no block is left out."""
 
-    def __init__(self, *, small: bool) -> None:
-        found = SMALL if small else MODELS
-        vae = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
         is_cut = not (small or self.is_whole)
         blocks = {"num_layers": 4, "num_single_layers": 8} if is_cut else {}
         if small:
             blocks = {"num_layers": 2, "num_single_layers": 3, "tokens": 16}
-        self.models: dict[str, Model] = {
+        return {
             "text_encoder": found["clip-l"],
             "text_encoder_2": found["t5-xxl"].resized(num_layers=12) if is_cut else found["t5-xxl"],
             "transformer": found["flux"].resized("flux1", **blocks),
-            "vae": found["vae-decode"].resized(**vae),
+            "vae": found["vae-decode"].resized(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False),
         }
 
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+    def assemble(self, modules: dict[str, Any]) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxControlNetPipeline, FluxPipeline
 
-        return FluxPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            tokenizer=_tokenizer(self.models["text_encoder"]),
-            tokenizer_2=_tokenizer(self.models["text_encoder_2"]),
-            **modules,
-        )
+        kind = FluxControlNetPipeline if "controlnet" in modules else FluxPipeline
+        return kind(scheduler=FlowMatchEulerDiscreteScheduler(), **self.tokenizers(), **modules)
 
-    def arguments(self, size: int) -> dict[str, Any]:
-        return {"max_sequence_length": self.models["text_encoder_2"].num_tokens}
+    def arguments(self, pipe: Any) -> dict[str, Any]:
+        return {**super().arguments(pipe), "max_sequence_length": self.models["text_encoder_2"].num_tokens}
 
 
 class WholeFluxImage(FluxImage):
@@ -139,29 +135,18 @@ class ControlledFluxImage(WholeFluxImage):
     """
 
     decodes_tiles = True
-    is_measured_alone = False
 
-    def __init__(self, *, small: bool) -> None:
-        super().__init__(small=small)
-        found = SMALL if small else MODELS
-        tokens = {"tokens": self.models["transformer"].sizes["tokens"]}
-        self.models = {**self.models, "controlnet": found["flux-control"].resized(**tokens)}
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        models = super().chosen(found, small)
+        models["controlnet"] = found["flux-control"].resized(tokens=models["transformer"].sizes["tokens"])
         if not small:
-            self.models["text_encoder_2"] = found["t5-xxl"].resized(num_layers=12)
+            models["text_encoder_2"] = found["t5-xxl"].resized(num_layers=12)
+        return models
 
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, FluxControlNetPipeline
-
-        return FluxControlNetPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            tokenizer=_tokenizer(self.models["text_encoder"]),
-            tokenizer_2=_tokenizer(self.models["text_encoder_2"]),
-            **modules,
-        )
-
-    def arguments(self, size: int) -> dict[str, Any]:
-        image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(1))
-        return {**super().arguments(size), "control_image": image}
+    def arguments(self, pipe: Any) -> dict[str, Any]:
+        found = super().arguments(pipe)
+        shape = (1, 3, found["height"], found["width"])
+        return {**found, "control_image": torch.rand(shape, generator=torch.Generator().manual_seed(1))}
 
 
 class WanVideo(Pipeline):
@@ -172,48 +157,45 @@ class WanVideo(Pipeline):
 
     product = "video"
     denoisers = ("transformer", "transformer_2")
-    is_measured_alone = False
     num_blocks: ClassVar[int] = 10
+    num_text_blocks: ClassVar[int] = 12
     frames: ClassVar[int] = 5
     """Of latents."""
     guidance: ClassVar[float] = 1.0
 
-    def __init__(self, *, small: bool) -> None:
-        found, frames = (SMALL, 2) if small else (MODELS, self.frames)
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        frames = 2 if small else self.frames
         expert = found["wan14b"].resized("wan14b", frames=frames, num_layers=3 if small else self.num_blocks)
-        self.models = {
-            "text_encoder": found["umt5-xxl"] if small else found["umt5-xxl"].resized(num_layers=12),
+        text = found["umt5-xxl"] if small else found["umt5-xxl"].resized(num_layers=self.num_text_blocks)
+        return {
+            "text_encoder": text,
             "transformer": expert,
             "transformer_2": replace(expert, first_number=SECOND_EXPERT),
             "vae": found["wan-vae-decode"].resized(frames=frames),
         }
 
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
+    def assemble(self, modules: dict[str, Any]) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
-        return WanPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            tokenizer=_tokenizer(self.models["text_encoder"]),
-            boundary_ratio=0.5,
-            **modules,
-        )
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        return WanPipeline(scheduler=scheduler, boundary_ratio=0.5, **self.tokenizers(), **modules)
 
-    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
+    def ask_for(self, size: int) -> None:
+        """`size` is that of the shorter side."""
+        high, wide = 2 * (size // 16), 2 * (size * 26 // 15 // 16)
+        self.models["vae"] = self.models["vae"].resized(height=high, width=wide)
+
+    def arguments(self, pipe: Any) -> dict[str, Any]:
         sizes = self.models["vae"].sizes
-        frames: torch.Tensor = pipe(
-            prompt=PROMPT,
-            negative_prompt=PROMPT.split()[-1],
-            height=8 * sizes["height"],
-            width=8 * sizes["width"],
-            num_frames=4 * (sizes["frames"] - 1) + 1,
-            num_inference_steps=num_steps,
-            guidance_scale=self.guidance,
-            max_sequence_length=pipe.tokenizer.model_max_length,
-            generator=torch.Generator().manual_seed(0),
-            callback_on_step_end=on_step_end,
-            output_type="pt",
-        ).frames
-        return frames
+        return {
+            "prompt": PROMPT,
+            "negative_prompt": PROMPT.split()[-1],
+            "height": 8 * sizes["height"],
+            "width": 8 * sizes["width"],
+            "num_frames": 4 * (sizes["frames"] - 1) + 1,
+            "guidance_scale": self.guidance,
+            "max_sequence_length": pipe.tokenizer.model_max_length,
+        }
 
 
 class GuidedWanVideo(WanVideo):
@@ -225,126 +207,81 @@ class GuidedWanVideo(WanVideo):
 
 
 class WholeWanVideo(GuidedWanVideo):
-    """The same with all of UMT5-XXL's blocks, and 9 frames. A size is that of the shorter side."""
+    """The same with all of UMT5-XXL's blocks, and 9 frames."""
 
+    num_text_blocks = 24
     frames = 3
 
-    def __init__(self, *, small: bool) -> None:
-        super().__init__(small=small)
-        if not small:
-            self.models = {**self.models, "text_encoder": MODELS["umt5-xxl"]}
 
-    def ask_for(self, size: int) -> None:
-        high, wide = 2 * (size // 16), 2 * (size * 26 // 15 // 16)
-        self.models = {**self.models, "vae": self.models["vae"].resized(height=high, width=wide)}
-
-
-class SdxlImage(Image):
+class SdxlImage(Pipeline):
     """diffusers' `StableDiffusionXLPipeline` with guidance: CLIP-L, CLIP-G, the UNet and the VAE."""
 
     denoisers = ("unet",)
-    is_measured_alone = False
 
-    def __init__(self, *, small: bool) -> None:
-        found = SMALL if small else MODELS
-        self.models = {
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        return {
             "text_encoder": found["clip-l"],
             "text_encoder_2": found["clip-g"],
             "unet": found["unet-sdxl"],
             "vae": found["vae-decode"].resized(scaling_factor=0.13025, shift_factor=None),
         }
 
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
+    def assemble(self, modules: dict[str, Any]) -> Any:
         from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
-        return StableDiffusionXLPipeline(
-            scheduler=EulerDiscreteScheduler(
-                beta_start=0.00085,
-                beta_end=0.012,
-                beta_schedule="scaled_linear",
-                timestep_spacing="leading",
-                steps_offset=1,
-            ),
-            tokenizer=_tokenizer(self.models["text_encoder"]),
-            tokenizer_2=_tokenizer(self.models["text_encoder_2"]),
-            add_watermarker=False,
-            **modules,
-        )
+        betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+        scheduler = EulerDiscreteScheduler(**betas, timestep_spacing="leading", steps_offset=1)
+        return StableDiffusionXLPipeline(scheduler=scheduler, add_watermarker=False, **self.tokenizers(), **modules)
 
 
-class GuidedQwenImage(Pipeline):
-    """diffusers' `QwenImagePipeline` with true guidance: its transformer, from embeddings of two prompts to latents."""
+class QwenImage(Pipeline):
+    """diffusers' `QwenImagePipeline` with true guidance: Qwen2.5-VL, the transformer and the VAE."""
 
-    product = "image"
-    denoisers = ("transformer",)
-    is_measured_alone = False
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        names = {"text_encoder": "qwen-vl", "transformer": "qwen-image", "vae": "qwen-vae-decode"}
+        return {name: found[model] for name, model in names.items()}
 
-    def __init__(self, *, small: bool) -> None:
-        self.models = {"transformer": (SMALL if small else MODELS)["qwen-image"]}
-
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
+    def assemble(self, modules: dict[str, Any]) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 
-        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-        return QwenImagePipeline(scheduler=scheduler, vae=None, text_encoder=None, tokenizer=None, **modules)
+        # They have to be named, even if there are none.
+        parts = {"vae": None, "text_encoder": None, "tokenizer": None, **self.tokenizers(), **modules}
+        return QwenImagePipeline(scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), **parts)
 
-    def call(self, pipe: Any, num_steps: int, on_step_end: Callable[..., Any]) -> torch.Tensor:
+    def arguments(self, pipe: Any) -> dict[str, Any]:
+        return {**super().arguments(pipe), "negative_prompt": PROMPT.split()[-1], "true_cfg_scale": 4.0}
+
+
+class GuidedQwenImage(QwenImage):
+    """Its transformer alone, from embeddings of two prompts to latents."""
+
+    def chosen(self, found: Mapping[str, Model], small: bool) -> dict[str, Model]:
+        return {"transformer": found["qwen-image"]}
+
+    def arguments(self, pipe: Any) -> dict[str, Any]:
         model = self.models["transformer"]
         size = 16 * int(model.num_tokens**0.5)
         draw = Draw(torch.device("cpu"), model.dtype)
-        prompts = [draw.normal(1, model.sizes["text_tokens"], model.config["joint_attention_dim"]) for _ in range(2)]
-        latents: torch.Tensor = pipe(
-            prompt_embeds=prompts[0].to(pipe._execution_device),
-            negative_prompt_embeds=prompts[1].to(pipe._execution_device),
-            true_cfg_scale=4.0,
-            height=size,
-            width=size,
-            num_inference_steps=num_steps,
-            generator=torch.Generator().manual_seed(0),
-            callback_on_step_end=on_step_end,
-            output_type="latent",
-        ).images
-        return latents
+        shape = (1, model.sizes["text_tokens"], model.config["joint_attention_dim"])
+        prompts = [draw.normal(*shape).to(pipe._execution_device) for _ in range(2)]
+        names = dict(zip(("prompt_embeds", "negative_prompt_embeds"), prompts, strict=True))
+        return {**names, "true_cfg_scale": 4.0, "height": size, "width": size, "output_type": "latent"}
 
 
-class WholeQwenImage(Image):
-    """The same from the prompts to the image: Qwen2.5-VL, the transformer and the VAE."""
-
-    denoisers = ("transformer",)
-    is_measured_alone = False
-
-    def __init__(self, *, small: bool) -> None:
-        found = SMALL if small else MODELS
-        self.models = {
-            "text_encoder": found["qwen-vl"],
-            "transformer": found["qwen-image"],
-            "vae": found["qwen-vae-decode"],
-        }
-
-    def assemble(self, modules: Mapping[str, Any]) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
-
-        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-        return QwenImagePipeline(scheduler=scheduler, tokenizer=_tokenizer(self.models["text_encoder"]), **modules)
-
-    def arguments(self, size: int) -> dict[str, Any]:
-        return {"negative_prompt": PROMPT.split()[-1], "true_cfg_scale": 4.0}
-
-
-PIPELINES: dict[str, type[FluxImage] | type[WanVideo]] = {
+PIPELINES: dict[str, type[Pipeline]] = {
     "flux": FluxImage,
     "flux-control": ControlledFluxImage,
     "flux-whole": WholeFluxImage,
     "wan": WanVideo,
-}
-GUIDED: dict[str, type[GuidedWanVideo] | type[GuidedQwenImage]] = {"wan": GuidedWanVideo, "qwen": GuidedQwenImage}
-"""Those that call a denoiser two times in each step."""
-WHOLE: dict[str, Callable[..., Pipeline]] = {
-    "flux": WholeFluxImage,
+    "wan-guided": GuidedWanVideo,
+    "wan-whole": WholeWanVideo,
     "sdxl": SdxlImage,
-    "wan": WholeWanVideo,
-    "qwen": WholeQwenImage,
+    "qwen": QwenImage,
+    "qwen-guided": GuidedQwenImage,
 }
+GUIDED = {"wan": "wan-guided", "qwen": "qwen-guided"}
+"""Those that call a denoiser two times in each step."""
+WHOLE = {"flux": "flux-whole", "sdxl": "sdxl", "wan": "wan-whole", "qwen": "qwen"}
 """Those with all of their models and all blocks."""
 
 

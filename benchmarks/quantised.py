@@ -27,12 +27,13 @@ from .machine import (
     fix_algorithms,
     forget_device_peak,
     measure_machine,
+    say,
     sha256,
     synchronize,
     wait_for_output,
 )
 from .options import add, model_of
-from .processes import say
+from .report import first_line
 
 
 def _torchao(name: str, **options: Any) -> Callable[[nn.Module], None]:
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace) -> Path | None:
                     arm["host_bytes"] = handle.stats().host_bytes
                     handle.remove()
             except Exception as error:
-                arm, module = {"error": _first_line(error)}, None
+                arm, module = {"error": first_line(error)}, None
             report["arms"][f"{kind}, {name}"] = arm
             path = reports.write(report, options.output)  # at once: a run that is cut short leaves what it has
             if reference is None:
@@ -230,30 +231,11 @@ def _measure(
     return {"step_s": seconds, "peak_bytes": device_peak(device), **facts}
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.120}"
-
-
 def render(report: Mapping[str, Any]) -> str:
-    """A report of this benchmark as Markdown: a row for each kind, a column for each arm.
-
-    A cell has the step, in a row, and the peak on the device. It says so where the bits are not those of the resident model.
-    """
+    """A report of this benchmark as Markdown: a row for each arm of each kind. A step is one of several in a row."""
     facts = f"{report['model']['what']}; {reports.machine_facts(report, 'diffusers', *QUANTISERS)}."
-    rows = [["kind", *ARMS]]
-    for kind in dict.fromkeys(name.partition(", ")[0] for name in report["arms"]):
-        rows.append([kind, *(_cell(report["arms"].get(f"{kind}, {arm}")) for arm in ARMS)])
-    return "\n".join([facts, "", reports.markdown(rows)])
-
-
-def _cell(arm: reports.Arm | None) -> str:
-    if arm is None:
-        return ""
-    if "error" in arm:
-        return str(arm["error"])
-    shown = f"{reports.seconds(arm['step_s'])}, {reports.gib(arm['peak_bytes'])}".removesuffix(", ")
-    differs = "" if arm["is_equal"] else ", **other bits**"
-    return shown + differs + ("" if arm["is_finite"] else ", **not finite**")
+    columns = ("step_s", "peak_bytes", "is_equal", "is_finite")
+    return "\n".join([facts, "", reports.table(report["arms"], columns, "step_s")])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

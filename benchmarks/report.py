@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .machine import GIB
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MAX_WIDTH = 48
 Arm = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Arm], str]]
-"""The titles of a table, and what each shows of an arm."""
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -48,20 +49,48 @@ def write(report: Mapping[str, Any], folder: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def table(arms: Mapping[str, Arm], columns: Columns, done: str, head: str = "") -> str:
+def table(arms: Mapping[str, Arm], columns: Sequence[str], done: str, head: str = "") -> str:
     """One row for each arm; an arm that failed says why. Columns that are empty in all rows are left out.
 
     Args:
+        columns: the keys of what is shown.
         done: the key that an arm has which did not fail.
         head: the title of the arms' names.
     """
-    cells = {name: [column(arm) if done in arm else "" for column in columns.values()] for name, arm in arms.items()}
+    cells = {name: [shown(key, arm.get(key)) if done in arm else "" for key in columns] for name, arm in arms.items()}
     kept = [at for at in range(len(columns)) if any(row[at] for row in cells.values())] or [0]
-    rows = [(head, *(title for at, title in enumerate(columns) if at in kept))]
+    rows = [(head, *(_title(key) for at, key in enumerate(columns) if at in kept))]
     for name, row in cells.items():
-        shown = [row[at] for at in kept]
-        rows.append((name, *(shown if done in arms[name] else [arms[name]["error"], *shown[1:]])))
+        texts = [row[at] for at in kept]
+        rows.append((name, *(texts if done in arms[name] else [arms[name]["error"], *texts[1:]])))
     return markdown(rows)
+
+
+_TITLES = {
+    "s": "time",
+    "setup_s": "set-up",
+    "rss_bytes": "RSS",
+    "rss_peak_bytes": "RSS peak",
+    "host_synchronisations": "waits",
+}
+_TITLES |= {"device_allocations": "allocations", "group_peak_bytes": "RSS + cache", "device_reserved_bytes": "reserved"}
+
+
+def _title(key: str) -> str:
+    return _TITLES.get(key) or re.sub("^is_|_s$|_bytes$", "", key).replace("_", " ")
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as the end of its key says: times in seconds, sizes in GiB, numbers with two digits."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool):
+        return verdict(value)
+    if key == "s" or key.endswith("_s"):
+        return seconds(value)
+    if key.endswith("_bytes"):
+        return gib(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -98,14 +127,6 @@ def gib(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
 
 
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.0f} MiB"
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def verdict(is_equal: bool | None) -> str:
     """Whether an output has the bits of the reference; None: there is none."""
     return "not compared" if is_equal is None else "yes" if is_equal else "**no**"
@@ -118,3 +139,10 @@ def is_equal(arm: Arm, reference: str | None, repeats: str) -> bool | None:
         repeats: the key that says whether the arm repeats itself.
     """
     return None if reference is None else arm["output_sha256"] == reference and arm[repeats]
+
+
+def first_line(error: Exception) -> str:
+    """What was wrong, in a row of a table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"

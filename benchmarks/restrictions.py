@@ -29,9 +29,7 @@ def _little_locked() -> Iterator[None]:
     locked: dict[int, int] = {}
     pin = AcceleratorBackend.pin
 
-    def pin_some(
-        self: AcceleratorBackend, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False
-    ) -> bool:
+    def pin_some(self: Any, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         if sum(locked.values()) + memory.numel() > _LOCKED_BYTES or not pin(self, memory, undo, read_only=read_only):
             return False
         address, unlock = memory.data_ptr(), undo.pop()

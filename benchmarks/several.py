@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,20 +23,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import checkpoints, report, training
+from . import checkpoints, processes, report, training, weights
 from .arms import parse_size
 from .disk import drop_page_cache, files_in, transferred
-from .limits import MemoryGroup
-from .machine import default_device, fix_algorithms, fix_training_algorithms, measure_machine, sha256, synchronize
+from .limits import MemoryGroup, limit_ram
+from .machine import (
+    default_device,
+    fix_training_algorithms,
+    measure_machine,
+    said,
+    say,
+    sha256,
+    share_of_anonymous_bytes,
+    synchronize,
+)
 from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
-from .processes import QUIET, limit_ram, said, say, share_of_anonymous_bytes
-from .weights import load, preload
+from .report import gib
 
-RESIDENT, PARALLEL, PARALLEL_RESIDENT = "resident", "context parallel", "context parallel, resident"
-COMPILED, SHARDED, LORA, SHARDED_LORA = "compiled", "FSDP2", "LoRA", "FSDP2 with a LoRA"
-RESIDENT_LORA = "LoRA, resident"
-COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT = "compiled, context parallel", "compiled, context parallel, resident"
 BAR = 0.6
 """At most so much of one GPU's time an arm that shares is to take."""
 TRACED = "shared"
@@ -57,8 +59,9 @@ class Arm:
     """What runs in the same processes: "RAM", "files" (with little RAM) or "training"."""
     share: bool | None = None
     """None: one GPU runs, and the others wait."""
-    form: str = ""
-    """What is made of the module before. The module cannot be used for another form afterwards."""
+    form: tuple[str, ...] = ()
+    """What is made of the module before: "context parallel", "compiled", "LoRA", "FSDP2", "resident". The module cannot be used
+    for another form afterwards."""
     reference: str = "one GPU"
     """The arm whose time this one's is compared with."""
     same_as: str = "one GPU"
@@ -68,59 +71,64 @@ class Arm:
     """Whether weights are packed, into files of a folder."""
 
 
-ARMS = {
-    "one GPU": Arm(),
-    "each alone": Arm(share=False),
-    "shared": Arm(share=True),
-    "context parallel, each alone": Arm(share=False, form=PARALLEL, same_as="context parallel, each alone"),
-    "context parallel, shared": Arm(share=True, form=PARALLEL, same_as="context parallel, each alone"),
-    "resident": Arm(share=False, form=RESIDENT),
-    "context parallel, resident": Arm(share=False, form=PARALLEL_RESIDENT, same_as="context parallel, each alone"),
-    "FSDP2": Arm(share=False, form=SHARDED),
+SHARES: dict[str, bool | None] = {
+    "one GPU": None,
+    "each alone": False,
+    "shared": True,
+    "resident": False,
+    "FSDP2": False,
 }
-DEFAULT = tuple(name for name, arm in ARMS.items() if arm.form in ("", PARALLEL))
-for _name, _share in (("one GPU", None), ("each alone", False), ("shared", True)):
-    _bar = BAR if _share else None
-    _first = "compiled, one GPU"
-    _own = "compiled, each alone" if _share else _first  # each process compiles for itself
-    ARMS[f"compiled, {_name}"] = Arm(share=_share, form=COMPILED, reference=_first, same_as=_own, bar=_bar)
-    _packed = {"share": _share, "packs": True, "bar": _bar}
-    ARMS[f"packed, {_name}"] = Arm(reference="packed, one GPU", **_packed)
-    _first = "compiled and packed, one GPU"
-    ARMS[f"compiled and packed, {_name}"] = Arm(form=COMPILED, reference=_first, same_as=_own, **_packed)
-    _first = "files, one GPU"
-    ARMS[f"files, {_name}"] = Arm(kind="files", share=_share, reference=_first, same_as=_first, bar=_bar)
-    _own = "LoRA, each alone" if _share is not None else "LoRA, one GPU"  # a batch is other arithmetic
-    ARMS[f"LoRA, {_name}"] = Arm(
-        kind="training", share=_share, form=LORA, reference="LoRA, one GPU", same_as=_own, bar=_bar
+
+
+def arm_of(name: str) -> Arm:
+    """The arm that a name says: "compiled, context parallel, shared"."""
+    *parts, how = name.split(", ")
+    share, prefix = SHARES[how], ", ".join(parts)
+    words = [word for part in parts for word in part.split(" and ")]
+    form = tuple(word for word in words if word in ("context parallel", "compiled", "LoRA"))
+    form += (how,) if how in ("resident", "FSDP2") else ()
+    reference = same_as = f"{prefix}, one GPU" if prefix and "context parallel" not in words else "one GPU"
+    if "context parallel" in words:
+        reference = "compiled, one GPU" if "compiled" in words else "one GPU"
+        same_as = f"{prefix}, each alone"
+    elif words in (["compiled"], ["compiled", "packed"]):
+        same_as = "compiled, each alone" if share else "compiled, one GPU"  # each process compiles for itself
+    elif words == ["packed"]:
+        same_as = "one GPU"
+    elif words == ["LoRA"] and share is not None:
+        same_as = "LoRA, each alone"  # a batch is other arithmetic
+    kind = {"files": "files", "LoRA": "training"}.get(prefix, "RAM")
+    has_bar = bool(share and parts and (words != ["context parallel"]))
+    return Arm(
+        kind=kind,
+        share=share,
+        form=form,
+        reference=reference,
+        same_as=same_as,
+        bar=BAR if has_bar else None,
+        packs="packed" in words,
     )
-for _name, _share, _form in (
-    ("each alone", False, COMPILED_PARALLEL),
-    ("shared", True, COMPILED_PARALLEL),
-    ("resident", False, COMPILED_PARALLEL_RESIDENT),
-):
-    _own, _bar = "compiled, context parallel, each alone", BAR if _share else None
-    ARMS[f"compiled, context parallel, {_name}"] = Arm(
-        share=_share, form=_form, reference="compiled, one GPU", same_as=_own, bar=_bar
+
+
+DEFAULT = ("one GPU", "each alone", "shared", "context parallel, each alone", "context parallel, shared")
+_PREFIXES = ("compiled", "packed", "compiled and packed", "files", "LoRA")
+ARMS = {
+    name: arm_of(name)
+    for name in (
+        *DEFAULT,
+        "resident",
+        "context parallel, resident",
+        "FSDP2",
+        *(f"{prefix}, {how}" for prefix in _PREFIXES for how in ("one GPU", "each alone", "shared")),
+        *(f"compiled, context parallel, {how}" for how in ("each alone", "shared", "resident")),
+        *(f"LoRA, {how}" for how in ("FSDP2", "resident")),
     )
-for _name, _form in (("LoRA, FSDP2", SHARDED_LORA), ("LoRA, resident", RESIDENT_LORA)):
-    ARMS[_name] = Arm(kind="training", share=False, form=_form, reference="LoRA, one GPU", same_as="LoRA, each alone")
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add(
-        parser,
-        "model",
-        "blocks",
-        "tokens",
-        "small",
-        "arms",
-        "list",
-        "disk",
-        "checkpoint",
-        steps=10,
-        device=default_device(),
-    )
+    add(parser, "model", "blocks", "tokens", "small", "arms", "list", "disk", "checkpoint")
+    add(parser, steps=10, device=default_device())
     parser.set_defaults(arms=[*DEFAULT])
     parser.add_argument(
         "--ranks",
@@ -157,11 +165,11 @@ def run(options: argparse.Namespace) -> Path | None:
         checkpoint = stack.enter_context(checkpoints.folder_of(options))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # All of them import at the same time, while the checkpoint is made.
-        processes = {team: _team(*team, options, stack, found["ram"]) for team in teams}
+        every = {team: _team(*team, options, stack, found["ram"]) for team in teams}
         found["machine"] = measure_machine(device)
-        checkpoints.make_sure(model, device, checkpoint, SHARD_BYTES)
+        checkpoints.make_sure({checkpoint: model}, options.device, SHARD_BYTES)
         for (kind, num_ranks), names in teams.items():
-            ranks, group = processes[kind, num_ranks]
+            ranks, group = every[kind, num_ranks]
             team = f"{kind}, {_gpus(num_ranks)}"
             if kind == "files":
                 drop_page_cache(files_in(checkpoint), may_drop_all=not options.small)
@@ -178,17 +186,16 @@ def run(options: argparse.Namespace) -> Path | None:
                 "trace": str(options.trace.absolute()) if options.trace and num_ranks == options.ranks[0] else None,
             }
             with said(f"all arms of {team}"):
-                error = _work(ranks, job, until)
+                results = _work(ranks, job, until - time.monotonic())
+            error = "; ".join(dict.fromkeys(result["error"] for result in results if "error" in result))
             if group is not None:
                 found["ram"][team] = group.usage()
-            files = [folder / team / f"rank{rank}.json" for rank in range(num_ranks)]
-            results = [json.loads(file.read_text()) for file in files if file.exists()]
             for name in names:
                 done = [result[name] for result in results if name in result]
                 is_whole = len(done) == (1 if ARMS[name].share is None else num_ranks)
                 title = name if len(options.ranks) == 1 or not _differs(ARMS[name]) else _title(name, num_ranks)
                 facts = {"arm": name, "num_ranks": num_ranks}
-                found["arms"][title] = {**facts, "ranks": done} if is_whole else {**facts, "error": error}
+                found["arms"][title] = {**facts, **({"ranks": done} if is_whole else {"error": error})}
             path = report.write(found, options.output)
     return path
 
@@ -208,39 +215,35 @@ def _title(name: str, num_ranks: int) -> str:
 
 def _team(
     kind: str, num_ranks: int, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
-) -> tuple[list[subprocess.Popen[str]], MemoryGroup | None]:
+) -> tuple[list[processes.Child], MemoryGroup | None]:
     """The processes of one kind, and what limits their RAM. They wait for their job."""
     group: MemoryGroup | None = None
     if kind == "files":
-        group = limit_ram(parse_size(options.ram), stack, limits.setdefault(f"{kind}, {_gpus(num_ranks)}", {}))
-    arguments = ["-m", "benchmarks.several"]
-    command = [sys.executable, *arguments] if group is None else group.command(arguments)
+        group = limit_ram(parse_size(options.ram), limits.setdefault(f"{kind}, {_gpus(num_ranks)}", {}))
+        if group is not None:
+            stack.callback(group.remove)
     # As torchrun does it: else the threads of all ranks, as many as the host has cores in each, wait for each other.
-    environment, ranks = {"OMP_NUM_THREADS": "1", **QUIET, **os.environ}, []
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    ranks = []
     for _ in range(num_ranks):
-        ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True))
-        stack.callback(ranks[-1].communicate)
+        ranks.append(processes.Child("several", group, environment))
+        stack.callback(ranks[-1].end)
         stack.callback(ranks[-1].kill)
     return ranks, group
 
 
-def _work(ranks: Sequence[subprocess.Popen[str]], job: Mapping[str, Any], until: float) -> str | None:
-    """Let the ranks do their job. Returns what went wrong."""
-    for rank, each in enumerate(ranks):
-        with suppress(BrokenPipeError):  # it has ended: its status says so
-            assert each.stdin is not None
-            each.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
-            each.stdin.flush()
-    error = None
-    while None in (statuses := [each.poll() for each in ranks]):
-        if error is None and any(statuses):
-            error, until = f"the ranks ended with {statuses}", min(until, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() >= until:
-            for each in ranks:
-                each.kill()
-            return error or "stopped: the time for all arms was over"
-        time.sleep(0.05)
-    return error or f"the ranks ended with {statuses}"
+def _work(ranks: Sequence[processes.Child], job: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
+    """Let the ranks do their job. Returns what each of them has measured, and what went wrong."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        begun = [pool.submit(each.run, {**job, "rank": rank}, limit) for rank, each in enumerate(ranks)]
+        open_: set[Any] = set(begun)
+        while open_:
+            done, open_ = wait(open_, return_when=FIRST_COMPLETED)
+            if open_ and any("error" in each.result() for each in done):
+                wait(open_, GRACE_SECONDS)  # they would wait for the one that failed
+                for each in ranks:
+                    each.kill()
+        return [each.result() for each in begun]
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -272,7 +275,9 @@ def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         compared = rows.get(reference, row if name == reference else {})
         if "step_s" in compared:
             row["of_one"] = _time(row) / _time(compared)
-            row["is_met"] = None if facts.bar is None else row["of_one"] <= facts.bar
+            row["bar"] = (
+                "" if facts.bar is None else f"{facts.bar}: {'met' if row['of_one'] <= facts.bar else 'MISSED'}"
+            )
         expected = outputs.get(same_as, [])
         if expected and name != same_as:
             row["is_equal"] = all(output == expected[rank % len(expected)] for rank, output in enumerate(outputs[name]))
@@ -284,26 +289,8 @@ def _time(row: Mapping[str, Any]) -> float:
     return float(row.get("in_a_row_s") or row["step_s"])
 
 
-def _against_one(row: Mapping[str, Any]) -> str:
-    verdict = {True: f" (bar {BAR}: met)", False: f" (bar {BAR}: MISSED)", None: ""}[row.get("is_met")]
-    return f"{report.number(row.get('of_one'), 3)}{verdict}"
-
-
-COLUMNS: report.Columns = {
-    "set-up": lambda row: report.seconds(row["setup_s"]),
-    "step": lambda row: report.seconds(row["step_s"]),
-    "forward": lambda row: report.seconds(row.get("forward_s")),
-    "backward": lambda row: report.seconds(row.get("backward_s")),
-    "predicted": lambda row: report.seconds(row.get("predicted_s")),
-    "in a row": lambda row: report.seconds(row.get("in_a_row_s")),
-    "host": lambda row: report.seconds(row.get("host_s")),
-    "against one GPU": _against_one,
-    "bits": lambda row: {True: "equal", False: "DIFFERENT", None: ""}[row.get("is_equal")],
-    "gathered a step": lambda row: report.gib(row["gathered_bytes"]),
-    "from the drive a step, all": lambda row: report.gib(row["drive_bytes"]) if row["drive_bytes"] else "",
-    "missed": lambda row: str(row["missed"]),
-    "anonymous RAM, all": lambda row: report.gib(row["anonymous_bytes"]),
-}
+COLUMNS = ("setup_s", "step_s", "forward_s", "backward_s", "predicted_s", "in_a_row_s", "host_s", "of_one", "bar")
+COLUMNS += ("is_equal", "gathered_bytes", "drive_bytes", "missed", "anonymous_bytes")
 
 
 def render(found: Mapping[str, Any]) -> str:
@@ -317,7 +304,7 @@ def render(found: Mapping[str, Any]) -> str:
     ]
     for kind, limit in found.get("ram", {}).items():
         refusal = limit.get("group_error")
-        text = f"RAM was not restricted: {refusal}" if refusal else f"{report.gib(limit['group_limit_bytes'])} of RAM"
+        text = f"RAM was not restricted: {refusal}" if refusal else f"{gib(limit['group_limit_bytes'])} of RAM"
         plans.append(f"- {kind}, all ranks: {text}")
     return "\n".join(
         [head + report.machine_facts(found), "", report.table(judge(found), COLUMNS, "step_s"), "", *plans]
@@ -326,22 +313,26 @@ def render(found: Mapping[str, Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------ one rank
 
+preload = weights.preload
 
-def run_rank(job: Mapping[str, Any]) -> None:
-    rank, folder = job["rank"], Path(job["folder"])
+
+def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """What one rank does: all arms of a kind, one after another."""
+    rank = job["rank"]
     device = torch.device("cpu" if job["device"] == "cpu" else f"{job['device']}:{rank}")
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
-    (fix_training_algorithms if job["kind"] == "training" else fix_algorithms)()
+    if job["kind"] == "training":
+        fix_training_algorithms()
     dist.init_process_group(
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
-        init_method=f"file://{folder}/meeting",
+        init_method=f"file://{job['folder']}/meeting",
         rank=rank,
         world_size=job["num_ranks"],
     )
     result: dict[str, Any] = {}
     module: nn.Module | None = None
-    form = ""
+    form: tuple[str, ...] = ()
     for name in job["arms"]:
         arm, start = ARMS[name], time.perf_counter()
         if module is None or form != arm.form:
@@ -351,33 +342,34 @@ def run_rank(job: Mapping[str, Any]) -> None:
         loaded = time.perf_counter() - start
         dist.barrier()
         if rank == 0 or arm.share is not None:
-            measure = train if job["kind"] == "training" else infer
-            result[name] = {"load_s": loaded, **measure(name, module, job, device)}
+            with torch.set_grad_enabled(job["kind"] == "training"):
+                measure = train if job["kind"] == "training" else infer
+                result[name] = {"load_s": loaded, **measure(name, module, job, device)}
             say(f"{name}, rank {rank}, {time.perf_counter() - start:.1f} s: {result[name]}")
-            (folder / f"rank{rank}.json").write_text(json.dumps(result))
+            processes.tell_so_far(result)
         dist.barrier()
     dist.destroy_process_group()
+    return result
 
 
 def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
     """The module, loaded from the checkpoint, in the form that an arm needs."""
-    module = load(find(**job["model"]), Path(job["checkpoint"]))
-    if arm.form in (PARALLEL, PARALLEL_RESIDENT, COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT):
+    module: Any = weights.load(find(**job["model"]), Path(job["checkpoint"]))
+    if "context parallel" in arm.form:
         from diffusers import ContextParallelConfig
 
-        module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))  # type: ignore[operator]
-    if arm.form in (COMPILED, COMPILED_PARALLEL, COMPILED_PARALLEL_RESIDENT):  # then the host launches few kernels
-        module.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-    if arm.form in (LORA, SHARDED_LORA, RESIDENT_LORA):
+        module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=job["num_ranks"]))
+    if "compiled" in arm.form:  # then the host launches few kernels
+        module.compile_repeated_blocks(fullgraph=True)
+    if "LoRA" in arm.form:
         training.add_lora(module.train(), LORA_RANK)
-    return module
+    return module  # type: ignore[no-any-return]
 
 
 def sharing_of(arm: Arm) -> dict[str, Any]:
     return {} if arm.share is None else {"process_group": dist.group.WORLD, "share": arm.share}
 
 
-@torch.no_grad()
 def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     from group_offload import apply_group_offloading
 
@@ -387,9 +379,9 @@ def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
     meet()
     start = time.perf_counter()
     handle: Any = None
-    if arm.form == SHARDED:
+    if "FSDP2" in arm.form:
         training.shard(module, device)
-    elif arm.form in (RESIDENT, PARALLEL_RESIDENT, COMPILED_PARALLEL_RESIDENT):
+    elif "resident" in arm.form:
         module.to(device)
     else:
         where = "disk" if arm.kind == "files" else "cpu"
@@ -454,13 +446,13 @@ def _counts(handle: Any) -> dict[str, float]:
 
 def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A LoRA's steps, each with one sample for each rank: in one batch, or under DDP."""
-    arm = ARMS[name]
-    inputs = samples(find(**job["model"]), device, job["num_ranks"], None if arm.share is None else job["rank"])
-    way = {SHARDED_LORA: "fsdp2", RESIDENT_LORA: "resident"}.get(arm.form, "ours block")
-    if arm.form == RESIDENT_LORA:
+    arm, model = ARMS[name], find(**job["model"])
+    inputs = samples(model, device, job["num_ranks"], None if arm.share is None else job["rank"])
+    way = "fsdp2" if "FSDP2" in arm.form else "resident" if "resident" in arm.form else "ours block"
+    if way == "resident":
         module.to(device)
     options = argparse.Namespace(device=str(device), steps=job["num_steps"], min_bytes=0)
-    training_run = training.Run(f"{way} + checkpointing", module, options)
+    training_run = training.Run(f"{way} + checkpointing", model, module, options)
     start = time.perf_counter()
     training_run.open(Path(job["folder"]), **sharing_of(arm))
     setup = time.perf_counter() - start
@@ -482,7 +474,6 @@ def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
             "plan": "" if handle is None else handle.plan.gpus,
         }
     finally:
-        torch.use_deterministic_algorithms(False)
         training_run.close()
 
 
@@ -506,9 +497,3 @@ def _in_parallel(module: nn.Module) -> nn.Module:
     buffers = [name for name, _ in module.named_buffers()]
     parallel._set_params_and_buffers_to_ignore_for_model(module, [*frozen, *buffers])
     return parallel(module)  # type: ignore[no-any-return]
-
-
-if __name__ == "__main__":
-    preload()
-    if line := sys.stdin.readline():
-        run_rank(json.loads(line))

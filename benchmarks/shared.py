@@ -25,20 +25,17 @@ from . import checkpoints, pipeline, weights
 from . import report as reports
 from .arms import parse_size
 from .disk import drop_page_cache, files_in, transferred
-from .machine import device_peak, forget_device_peak, sha256, synchronize, wait_for_output
+from .machine import device_peak, forget_device_peak, said, say, sha256, synchronize, wait_for_output
 from .models import Model, find, make_inputs
 from .options import add, model_of, sizes_of
-from .pipelines import GUIDED
-from .processes import Relay, limit_ram, said, say
-from .report import gib, machine_facts, number, seconds, verdict
+from .pipelines import GUIDED, PIPELINES
+from .processes import Job, Relay
+from .report import gib, machine_facts
 
-ARMS = {
-    "guidance": "two calls a step",
-    "threads": "one request in each of several threads",
-    "files": "two calls a step, weights in the checkpoint's files, with little RAM",
-    **{name: f"the pipeline {kind.__name__}, weights in RAM" for name, kind in GUIDED.items()},
-}
 DEFAULT = ("guidance", "threads")
+"""Two calls a step, and one request in each of several threads."""
+ARMS = (*DEFAULT, "files", *GUIDED)
+"""The third is two calls a step, weights in the checkpoint's files, with little RAM. The others are pipelines, in RAM."""
 IN_RAM = "RAM"
 """The kind of the default arms, which run in one process. Each of the other arms is a kind of its own."""
 BAR = 0.6
@@ -153,12 +150,9 @@ def run_model(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, An
 
 def run_pipeline(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """A pipeline, made once: its first image is not measured, because the denoisers' forwards are checked in it."""
-    device, made = torch.device(job["device"]), GUIDED[job["kind"]](small=job["model"]["small"])
-    if job["denoiser_blocks"] is not None:
-        made.models = {
-            name: model.resized(num_layers=job["denoiser_blocks"]) if name in made.denoisers else model
-            for name, model in made.models.items()
-        }
+    device, made = torch.device(job["device"]), PIPELINES[GUIDED[job["kind"]]](small=job["model"]["small"])
+    for name in made.denoisers if job["denoiser_blocks"] is not None else ():
+        made.models[name] = made.models[name].resized(num_layers=job["denoiser_blocks"])
     with said("make the pipeline"):
         pipe = made.make(device)
     begin()
@@ -224,8 +218,7 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     return run_pipeline(job, begin) if job["kind"] in GUIDED else run_model(job, begin)
 
 
-def preload() -> None:
-    pipeline.preload()
+preload = pipeline.preload
 
 
 # ------------------------------------------------------------------------------------------------ the parent
@@ -241,34 +234,28 @@ def run(options: argparse.Namespace) -> Path | None:
     report = reports.new("shared", options, model=facts, steps=options.steps, kinds={kind: {} for kind in by_kind})
     with ExitStack() as stack:
         checkpoint = stack.enter_context(checkpoints.folder_of(options))
-        groups = [
-            limit_ram(parse_size(options.ram), stack, report["kinds"][kind]) if kind == "files" else None
-            for kind in by_kind
-        ]
-        relay = Relay(report, options, len(by_kind), groups[0])
         if has_model:
-            checkpoints.make_sure(model, torch.device(options.device), checkpoint, SHARD_BYTES)
-        for (kind, names), next_group in zip(by_kind.items(), [*groups[1:], None], strict=True):
-            job = {
-                "model": sizes_of(options),
-                "kind": kind,
-                "arms": names,
-                "checkpoint": str(checkpoint),
-                **{name: getattr(options, name) for name in ("steps", "warm_up", "threads", "vram", "no_resident")},
-                "denoiser_blocks": options.denoiser_blocks,
-            }
-            drop = None
+            checkpoints.make_sure({checkpoint: model}, options.device, SHARD_BYTES)
+        jobs = []
+        for kind, names in by_kind.items():
+            task = {"model": sizes_of(options), "kind": kind, "arms": names, "checkpoint": str(checkpoint)}
+            kept = ("steps", "warm_up", "threads", "vram", "no_resident", "denoiser_blocks")
+            job = Job(name=kind, task={**task, **{name: getattr(options, name) for name in kept}}, into="kinds")
             if kind == "files":
                 few = {"steps": min(options.steps, FEW_STEPS), "warm_up": min(options.warm_up, FEW_WARM_UP)}
-                job |= {**few, "no_resident": True}
-                drop = partial(drop_page_cache, files_in(checkpoint), may_drop_all=not options.small)
-                drop()  # before the model is loaded, and before it is set up
-            facts = report["kinds"][kind]
-            result = relay.run(kind, job, into="kinds", facts=facts, next_group=next_group, before=drop)
-            report["arms"] |= report["kinds"][kind].pop("arms", {f"{name}, alone": result for name in names})
+                job.task = {**job.task, **few, "no_resident": True}
+                job.ram_limit_bytes = parse_size(options.ram)
+                # Before the model is loaded, and before it is set up.
+                job.prepare = job.before = partial(
+                    drop_page_cache, files_in(checkpoint), may_drop_all=not options.small
+                )
+            jobs.append(job)
+        relay = Relay(report, options, jobs)
+        for job, result in relay:
+            failed = {"error": result.get("error")}
+            report["arms"] |= result.pop("arms", {f"{name}, alone": failed for name in by_kind[job.name]})
             judge(report)
-            relay.write()
-    return relay.end()
+        return relay.path
 
 
 def judge(report: dict[str, Any]) -> None:
@@ -288,22 +275,16 @@ def judge(report: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def render(report: Mapping[str, Any]) -> str:
-    def against_alone(arm: reports.Arm) -> str:
-        bar = "" if "is_met" not in arm else f" (bar {BAR}: {'met' if arm['is_met'] else 'MISSED'})"
-        return f"**{number(arm['of_alone'], 3)}**{bar}"
+COLUMNS = ("step_s", "of_alone", "bar", "forwards_a_second", "num_shared", "moved_bytes", "drive_bytes", "image_s")
+COLUMNS += ("peak_bytes", "is_equal")
 
-    columns: reports.Columns = {
-        "a step": lambda arm: seconds(arm["step_s"]),
-        "of alone": against_alone,
-        "forwards a second": lambda arm: number(arm["num_forwards"] / arm["step_s"], 2),
-        "shared a pass": lambda arm: str(arm["num_shared"]) if arm.get("num_shared") is not None else "",
-        "weights moved a step": lambda arm: gib(arm.get("moved_bytes")),
-        "from the drive a step": lambda arm: gib(arm["drive_bytes"]) if arm.get("drive_bytes") else "",
-        "an image": lambda arm: seconds(arm.get("image_s")),
-        "device peak": lambda arm: gib(arm.get("peak_bytes")),
-        "bits equal": lambda arm: verdict(arm["is_equal"]),
-    }
+
+def render(report: Mapping[str, Any]) -> str:
+    rows = {name: dict(arm) for name, arm in report["arms"].items()}
+    for row in rows.values():
+        if "step_s" in row:
+            row["forwards_a_second"] = row["num_forwards"] / row["step_s"]
+            row["bar"] = f"{BAR}: {'met' if row['is_met'] else 'MISSED'}" if "is_met" in row else ""
     model, lines = report["model"], []
     if "what" in model:
         lines.append(f"- {model['name']}: {model['what']}, {model['goes_in']}, {report['steps']} steps.")
@@ -315,7 +296,7 @@ def render(report: Mapping[str, Any]) -> str:
             made.append(f"{gib(facts['group_limit_bytes'])} of RAM")
         lines += [f"- {kind}: {'; '.join(made)}."] if made else []
     head = f"Weights in RAM, unless an arm says otherwise; {machine_facts(report, 'diffusers')}."
-    return "\n".join([head, "", reports.table(report["arms"], columns, "step_s"), "", *lines])
+    return "\n".join([head, "", reports.table(rows, COLUMNS, "step_s"), "", *lines])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

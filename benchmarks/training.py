@@ -9,22 +9,23 @@ import argparse
 import gc
 import hashlib
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from group_offload import apply_activation_offloading, apply_group_offloading
 
 from . import report as reports
 from .arms import apply_function, parse_size
-from .disk import drop_page_cache, files_in, read_all
+from .disk import drive_speed, drop_page_cache, files_in
 from .machine import (
     GIB,
     alloc_retries,
@@ -36,12 +37,14 @@ from .machine import (
     forget_device_peak,
     mark,
     measure_machine,
+    reset_peak,
+    say,
     synchronize,
 )
-from .models import make_inputs, make_model
+from .models import Model, make_inputs, make_model
 from .options import add, model_of
 from .processes import Budget
-from .report import machine_facts, number
+from .report import first_line, machine_facts
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 PLACES: dict[str, dict[str, Any]] = {
@@ -93,151 +96,178 @@ def add_lora(model: nn.Module, rank: int) -> None:
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     for place, (name, layer) in enumerate(layers):
         if name.endswith(TARGETS):
-            owner, _, last = name.rpartition(".")
-            parent = model.get_submodule(owner)
-            wrapped = Lora(layer, rank, place)
-            if isinstance(parent, (nn.Sequential, nn.ModuleList)):
-                parent[int(last)] = wrapped
-            else:
-                setattr(parent, last, wrapped)
+            model.set_submodule(name, Lora(layer, rank, place))
 
 
-class Moved(NamedTuple):
-    sent: int
-    """To the device."""
-    read: int
-    """From files that are not page-locked."""
-
-    def since(self, before: Moved) -> Moved:
-        return Moved(self.sent - before.sent, self.read - before.read)
+# ------------------------------------------------------------------------------------------------ steps
 
 
-class Run:
-    """One arm, on a model that is there."""
+class Steps:
+    """Steps of training on a model that is there: their bits, their times, and what they take."""
 
-    def __init__(self, name: str, model: nn.Module, options: argparse.Namespace) -> None:
-        self.name, self.model, self.options = name, model, options
-        self.device = torch.device(options.device)
-        self.called: Any = model
-        """What a step calls: the model, or what is wrapped around it."""
+    def __init__(self, model: Model, module: nn.Module, device: torch.device) -> None:
+        self.model, self.module, self.device = model, module, device
+        self.called: Any = module
+        """What a step calls: the module, or what is wrapped around it."""
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What is around forward."""
         self.handle: Any = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """`marks` are the moments of compute's stream when forward begins and ends, and when all is done."""
+        self.marks, self.moved = [mark(self.device)], [self._moved()]
+        with self.around():
+            loss = self.model.call(self.called, inputs).float().square().mean()
+        self.marks.append(mark(self.device))
+        self.moved.append(self._moved())
+        self.after_forward_bytes = allocated(self.device)
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.marks.append(mark(self.device))
+        return loss.detach()
+
+    def _moved(self) -> tuple[int, int]:
+        """Bytes of weights that were sent to the device, and read from files that are not page-locked, so far."""
+        if self.handle is None:
+            return 0, 0
+        stats = self.handle.stats()
+        return sum(stats.bytes_onloaded.values()), stats.bytes_read["direct"] + stats.bytes_read["page cache"]
+
+    def bits(self, inputs: dict[str, torch.Tensor], num_steps: int) -> list[dict[str, str]]:
+        """What is left of each step with deterministic kernels, as hashes: loss, gradients, and weights if they change."""
+        found = []
+        with deterministic():
+            for _ in range(num_steps):
+                self.module.zero_grad(set_to_none=True)
+                torch.manual_seed(0)
+                tensors = {"loss": self.step(inputs)}
+                tensors |= {name: weight.grad for name, weight in self.trained.items() if weight.grad is not None}
+                if self.optimizer is not None:
+                    tensors |= {f"{name}, then": weight.detach() for name, weight in self.trained.items()}
+                found.append({name: _hash(tensor) for name, tensor in tensors.items()})
+        return found
+
+    def time(self, inputs: dict[str, torch.Tensor], num_steps: int, warm_up: int = 0) -> dict[str, Any]:
+        """Time and memory of steps: gradients stay allocated, unless there is an optimizer."""
+        times: list[dict[str, float]] = []
+        forget_device_peak(self.device)
+        for at in range(-warm_up, num_steps):
+            self.module.zero_grad(set_to_none=self.optimizer is not None)
+            if at == 0:
+                reset_peak(self.device)  # and nothing else: no timed step is to allocate anew
+                self.before_timed()
+                retries = alloc_retries(self.device)
+            synchronize(self.device)
+            begun = time.perf_counter()
+            self.step(inputs)
+            host = time.perf_counter() - begun
+            synchronize(self.device)
+            took = time.perf_counter() - begun
+            start, middle, end = self.marks
+            (sent, read), (sent_then, read_then), (sent_last, read_last) = *self.moved, self._moved()
+            times.append(
+                {
+                    "step_s": took,
+                    "host_s": host,
+                    "forward_s": elapsed(start, middle),
+                    "backward_s": elapsed(middle, end),
+                    "sent_forward_bytes": sent_then - sent,
+                    "sent_backward_bytes": sent_last - sent_then,
+                    "read_forward_bytes": read_then - read,
+                    "read_backward_bytes": read_last - read_then,
+                }
+            )
+        timed = times[warm_up:]
+        found = {key: statistics.median(each[key] for each in timed) for key in timed[0]}
+        if self.handle is None:
+            found = {key: value for key, value in found.items() if key.endswith("_s")}
+        return {
+            **found,
+            "steps_s": [each["step_s"] for each in timed],
+            "peak_bytes": device_peak(self.device),
+            "reserved_bytes": device_reserved(self.device),
+            "alloc_retries": alloc_retries(self.device) - retries,
+            "after_forward_bytes": self.after_forward_bytes,
+        }
+
+    def before_timed(self) -> None:
+        """Called before the first step that is timed."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class Run(Steps):
+    """One arm."""
+
+    def __init__(self, name: str, model: Model, module: nn.Module, options: argparse.Namespace) -> None:
+        super().__init__(model, module, torch.device(options.device))
+        self.name, self.options = name, options
         self.activations: Any = None
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.before = [parameter.detach().clone() for parameter in self.trained]
+        self._before = [weight.detach().clone() for weight in self.trained.values()]
 
     def open(self, folder: Path, **sharing: Any) -> None:
         """Offload the model, in the way that the name says.
 
         Args:
-            sharing: `process_group` and `share`, for this package.
+            folder: for group files, of arms that have some.
+            sharing: more options of this package.
         """
         where, *extras = self.name.split(" + ")
+        module: Any = self.module
         if "checkpointing" in extras:
-            self.model.enable_gradient_checkpointing()  # type: ignore[operator]
+            module.enable_gradient_checkpointing()
         else:
-            self.model.disable_gradient_checkpointing()  # type: ignore[operator]
+            module.disable_gradient_checkpointing()
         if where == "fsdp2":
-            shard(self.model, self.device, self.trained)
+            shard(module, self.device, self.trained.values())
         elif where == "diffusers block":
             blocks = {"offload_type": "block_level", "num_blocks_per_group": 1}
-            apply_function("diffusers")(self.model, self.device, {**blocks, "use_stream": self.device.type != "cpu"})
+            apply_function("diffusers")(module, self.device, {**blocks, "use_stream": self.device.type != "cpu"})
         elif where != "resident":
             choice = dict(PLACES[where])
             if choice.pop("in_files", False):
                 choice["offload_to_disk_path"] = folder
             if (share := choice.pop("vram_share", None)) is not None:  # of the weights
-                choice["vram_budget"] = int(share * sum(parameter.nbytes for parameter in self.model.parameters()))
-            self.handle = apply_group_offloading(self.model, self.device, **choice, **sharing)
+                choice["vram_budget"] = int(share * sum(parameter.nbytes for parameter in module.parameters()))
+            self.handle = apply_group_offloading(module, self.device, **choice, **sharing)
             if "ram_budget" in choice:  # what is in the page cache would be taken from there
                 drop_page_cache(files_in(folder), may_drop_all=False)
         if "activations" in extras:
-            self.activations = apply_activation_offloading(
-                self.model, device=self.device, min_bytes=self.options.min_bytes
-            )
+            self.activations = apply_activation_offloading(module, device=self.device, min_bytes=self.options.min_bytes)
 
     def close(self) -> None:
         for handle in (self.activations, self.handle):
             if handle is not None:
                 handle.remove()
         with torch.no_grad():
-            for parameter, value in zip(self.trained, self.before, strict=True):
+            for parameter, value in zip(self.trained.values(), self._before, strict=True):
                 parameter.grad = None
                 parameter.copy_(value)
 
-    def step(self, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """`marks` are the moments of compute's stream when forward begins and ends, and when all is done."""
-        self.marks = [mark(self.device)]
-        loss = self.called(**inputs, return_dict=False)[0].float().square().mean()
-        self.marks.append(mark(self.device))
-        self.after_forward()
-        loss.backward()
-        optimizer.step()
-        self.marks.append(mark(self.device))
-        return loss.detach()  # type: ignore[no-any-return]
-
-    def after_forward(self) -> None:
-        self.after_forward_bytes = allocated(self.device)
-        self.moved_after_forward = self.moved()
-
-    def moved(self) -> Moved:
-        """Bytes of weights, since this arm began."""
-        if self.handle is None:
-            return Moved(0, 0)
-        stats = self.handle.stats()
-        return Moved(sum(stats.bytes_onloaded.values()), stats.bytes_read["direct"] + stats.bytes_read["page cache"])
-
     def measure(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        options = self.options
-        torch.manual_seed(0)
-        optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
-        bits = hashlib.sha256()
-        times, host, phases = [], [], []
-        moved: list[tuple[Moved, Moved]] = []
-        before: Any = None
-        retries = 0
-        for at in range(NUM_COMPARED + options.steps):
-            optimizer.zero_grad()
-            torch.use_deterministic_algorithms(at < NUM_COMPARED)
-            if at == NUM_COMPARED:
-                forget_device_peak(self.device)
-                before = None if self.handle is None else self.handle.stats()
-                retries = alloc_retries(self.device)
-            synchronize(self.device)
-            moved_before = self.moved()
-            begun = time.perf_counter()
-            loss = self.step(inputs, optimizer)
-            host.append(time.perf_counter() - begun)
-            synchronize(self.device)
-            times.append(time.perf_counter() - begun)
-            start, middle, end = self.marks
-            phases.append((elapsed(start, middle), elapsed(middle, end)))
-            moved.append((self.moved_after_forward.since(moved_before), self.moved().since(self.moved_after_forward)))
-            if at < NUM_COMPARED:
-                gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
-                for tensor in (loss, *gradients, *self.trained):
-                    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    bits.update(flat.numpy().tobytes())
-        report: dict[str, Any] = {
-            "step_s": statistics.median(times[NUM_COMPARED:]),
-            "steps_s": times,
-            "host_s": statistics.median(host[NUM_COMPARED:]),
-            "forward_s": statistics.median(forward for forward, _ in phases[NUM_COMPARED:]),
-            "backward_s": statistics.median(backward for _, backward in phases[NUM_COMPARED:]),
-            "peak_bytes": device_peak(self.device),
-            "reserved_bytes": device_reserved(self.device),
-            "alloc_retries": alloc_retries(self.device) - retries,
-            "after_forward_bytes": self.after_forward_bytes,
-            "bits": bits.hexdigest(),
-        }
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=1e-3, foreach=True)
+        bits = hashlib.sha256(str(self.bits(inputs, NUM_COMPARED)).encode()).hexdigest()
+        report = {**self.time(inputs, self.options.steps), "bits": bits}
         if self.handle is not None:
-            after = self.handle.stats()
+            after, before, steps = self.handle.stats(), self._stats_before, self.options.steps
             report |= {
-                "sent_forward_bytes": statistics.median(forward.sent for forward, _ in moved[NUM_COMPARED:]),
-                "sent_backward_bytes": statistics.median(backward.sent for _, backward in moved[NUM_COMPARED:]),
-                "read_forward_bytes": statistics.median(forward.read for forward, _ in moved[NUM_COMPARED:]),
-                "read_backward_bytes": statistics.median(backward.read for _, backward in moved[NUM_COMPARED:]),
-                "stalls_per_step": (after.stalls - before.stalls) / options.steps,
-                "stalled_s": (after.stalled_seconds - before.stalled_seconds) / options.steps,
+                "stalls_per_step": (after.stalls - before.stalls) / steps,
+                "stalled_s": (after.stalled_seconds - before.stalled_seconds) / steps,
                 "pinned_bytes": after.pinned_bytes,
                 "trainable_bytes": after.trainable_bytes,
                 "weight_slots_peak_bytes": after.peak_device_bytes,
@@ -247,8 +277,11 @@ class Run:
             report["activations_bytes_per_step"] = stats.offloaded_bytes // stats.passes
         return report
 
+    def before_timed(self) -> None:
+        self._stats_before = None if self.handle is None else self.handle.stats()
 
-def shard(model: nn.Module, device: torch.device, trained: Sequence[nn.Parameter] = ()) -> None:
+
+def shard(model: nn.Module, device: torch.device, trained: Any = ()) -> None:
     """FSDP2 as one would use it for this: a block at a time, over all processes, and what is trained stays on the device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -273,25 +306,14 @@ def shard(model: nn.Module, device: torch.device, trained: Sequence[nn.Parameter
     fully_shard(model, **choice)
 
 
-def measure_drive(folder: Path) -> float | None:
-    """Bytes a second that a plain reader gets of the files; None if the file system has no direct reads."""
-    files, num_bytes = [], 0
-    for file in files_in(folder):
-        if file.suffix == ".safetensors" and num_bytes < RAW_BYTES:
-            files.append(file)
-            num_bytes += file.stat().st_size
-    drop_page_cache(files, may_drop_all=False)
-    try:
-        return max(num_bytes / read_all(files, num_threads, direct=True) for num_threads in (4, 8))
-    except OSError:
-        return None
-
-
 def limit_device_memory(size: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if size is None else min(1.0, size / total), device)
+
+
+# ------------------------------------------------------------------------------------------------ all arms
 
 
 def run(options: argparse.Namespace) -> Path | None:
@@ -324,35 +346,31 @@ def run(options: argparse.Namespace) -> Path | None:
                 add_lora(module, options.rank)
                 report["weight_bytes"] = sum(parameter.nbytes for parameter in module.parameters())
             assert module is not None
-            arm = Run(name, module, options)
+            arm = Run(name, model, module, options)
             with tempfile.TemporaryDirectory(dir=options.disk) as folder:
                 try:
                     arm.open(Path(folder))
                     report["arms"][name] = arm.measure(inputs)
                 finally:
-                    torch.use_deterministic_algorithms(False)
                     arm.close()
                 if "ram=" in name:
-                    report["arms"][name]["raw_bytes_per_s"] = measure_drive(Path(folder))
+                    files = [file for file in files_in(Path(folder)) if file.suffix == ".safetensors"]
+                    drop_page_cache(files, may_drop_all=False)
+                    speeds = [drive_speed(files, num_threads, RAW_BYTES) or 0 for num_threads in (4, 8)]
+                    report["arms"][name]["raw_bytes_per_s"] = max(speeds) or None
         except (RuntimeError, NotImplementedError) as error:  # torch.OutOfMemoryError is one
-            report["arms"][name] = {"error": _first_line(error)}
-        if "error" in report["arms"][name] or not name.startswith(("resident", "ours")):
+            report["arms"][name] = {"error": first_line(error)}
+        result = report["arms"][name]
+        if "error" in result or not name.startswith(("resident", "ours")):
             whereabouts = module = None  # what the arm did to the model stays
         del arm
         gc.collect()
-        result = report["arms"][name]
-        print(f"{name}: {result.get('error') or result['step_s']}", file=sys.stderr, flush=True)
+        say(f"{name}: {result.get('error') or result['step_s']}")
         judge(report)
         path = reports.write(report, options.output)
     if dist.is_initialized():
         dist.destroy_process_group()
     return path
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    return str(error).partition("\n")[0][:160]
 
 
 def judge(report: dict[str, Any]) -> None:
@@ -381,27 +399,17 @@ def judge(report: dict[str, Any]) -> None:
             arm["times_of_limit"] = arm["step_s"] / arm["limit_s"]
 
 
-COLUMNS: reports.Columns = {
-    **{
-        # Times: of a step as a whole, of compute's stream in it, of the thread that launches, and of waits for weights.
-        f"{part}, s": lambda arm, part=part: number(arm.get(f"{part}_s") or None, 3)  # type: ignore[misc]
-        for part in ("step", "forward", "backward", "host", "stalled")
-    },
-    "peak, GiB": lambda arm: _gib(arm, "peak_bytes"),
-    "reserved, GiB": lambda arm: _gib(arm, "reserved_bytes"),
-    "after forward, GiB": lambda arm: _gib(arm, "after_forward_bytes"),
-    "sent a step, GiB": lambda arm: _gib(arm, "sent_bytes"),
-    "read a step, GiB": lambda arm: _gib(arm, "read_bytes"),
-    "link alone, s": lambda arm: number(arm.get("link_s") or None, 3),
-    "drive alone, s": lambda arm: number(arm.get("drive_s") or None, 3),
-    "limit, s": lambda arm: number(arm.get("limit_s"), 3),
-    "x limit": lambda arm: number(arm.get("times_of_limit"), 3),
-    "same bits": lambda arm: {True: "yes", False: "NO", None: ""}[arm["is_equal"]],
-}
-
-
-def _gib(arm: Mapping[str, Any], key: str) -> str:
-    return number(arm[key] / GIB, 2) if arm.get(key) else ""
+COLUMNS = ("step_s", "forward_s", "backward_s", "host_s", "stalled_s", "peak_bytes", "reserved_bytes")
+COLUMNS += (
+    "after_forward_bytes",
+    "sent_bytes",
+    "read_bytes",
+    "link_s",
+    "drive_s",
+    "limit_s",
+    "times_of_limit",
+    "is_equal",
+)
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,27 +22,27 @@ from . import checkpoints
 from . import report as reports
 from .arms import ARMS, Arm, apply_function, choose, plan_facts
 from .disk import cached_bytes, drop_page_cache, files_in, read_all, size_of, transferred
-from .limits import MemoryGroup
 from .machine import (
     BANDWIDTH_BYTES,
     GIB,
     CopiesBeside,
+    anonymous_bytes,
     count_driver_calls,
     device_peak,
     device_reserved,
     forget_device_peak,
     process_memory,
+    say,
     sha256,
     start_device,
     synchronize,
-    time_first_kernel,
     used_ram,
     wait_for_output,
 )
 from .models import SEED, Model, find, make_inputs, make_model, warm_up
 from .options import add, model_of, sizes_of
-from .processes import Child, Relay, anonymous_bytes, limit_ram, say, tell_measured, tell_so_far
-from .report import gib, is_equal, machine_facts, number, seconds, span, verdict
+from .processes import Job, Relay, tell_measured, tell_so_far
+from .report import is_equal, machine_facts, seconds, span, verdict
 from .restrictions import RESTRICTIONS
 
 IN_A_ROW_SECONDS = 4
@@ -50,7 +50,6 @@ IN_A_ROW_SECONDS = 4
 MAX_IN_A_ROW = 20
 SLOW_SECONDS = 3
 """Steps that take longer are not timed together."""
-MAX_TRACE_BYTES = 16 << 20
 SETTLING_STEPS = 5
 """With a budget: the first passes measure, and fill what is to stay."""
 FROM_DRIVE = ("direct", "buffered")
@@ -80,7 +79,7 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         apply(module, device, arm.options | folder_options).remove()
         module = load(model, Path(job["checkpoint"]))
     weights = {name: weight.numel() * weight.element_size() for name, weight in module.named_parameters()}
-    num_bytes, num_parameters = sum(weights.values()), sum(weight.numel() for weight in module.parameters())
+    num_bytes = sum(weights.values())
     forget_device_peak(device)
     anonymous_before = anonymous_bytes()
     begin()
@@ -104,7 +103,7 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         "anonymous_setup_bytes": anonymous_bytes(),
         "weight_bytes": num_bytes,
         "used_weight_bytes": sum(size for name, size in weights.items() if model.is_used(name)),
-        "num_parameters": num_parameters,
+        "num_parameters": sum(weight.numel() for weight in module.parameters()),
     }
     tell_so_far(result)
 
@@ -160,7 +159,6 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         result["stats"] = asdict(handle.stats())
         result["num_groups"] = len(handle.groups)
         result["largest_group_bytes"] = max(group.num_bytes for group in handle.groups)
-        result["ways"] = _ways(handle)
         result |= plan_facts(handle.plan)
         if arm.has_budget:
             result |= {name: options.get(name) for name in ("vram_budget", "ram_budget")}
@@ -169,52 +167,25 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
         raise RuntimeError("The output is not finite: its hash would show nothing.")
     result |= {"output_sha256": hashes[-1], "is_same_every_step": len(set(hashes)) == 1}
     tell_so_far(result)
-    if job["trace"] is not None and handle is not None:
-        result["trace"] = _record(handle, lambda: model.call(module, inputs), device, Path(job["trace"]))
     if arm.starts_on_device:
         start = time.perf_counter()
         handle.remove()
         synchronize(device)
         result["remove_s"] = time.perf_counter() - start
-        return result
-    if typical < SLOW_SECONDS:
-        result["first_kernel_s"] = statistics.median(time_first_kernel(lambda: model.call(module, inputs), device))
-    if job["is_profiled"]:
+    elif job["is_profiled"]:
         result |= count_driver_calls(lambda: model.call(module, inputs), device)
     return result
 
 
 def _reads(handle: Any) -> dict[str, int]:
     """Bytes that came from files so far: by how, if the engine tells, and from the drive, if the kernel tells."""
-    by_way = getattr(handle.stats(), "bytes_read", None) if handle is not None else None
+    by_way = {} if handle is None else handle.stats().bytes_read
     drive = transferred().get("read_bytes")
-    return {**(by_way or {}), **({} if drive is None else {"drive": drive})}
+    return {**by_way, **({} if drive is None else {"drive": drive})}
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     return {name: after[name] - before.get(name, 0) for name in after}
-
-
-def _ways(handle: Any) -> dict[str, int]:
-    """Bytes of the groups by how their files are read."""
-    ways: dict[str, int] = {}
-    for group in handle.groups:
-        way = getattr(group, "way", "") or group.tier
-        ways[way] = ways.get(way, 0) + group.num_bytes
-    return ways
-
-
-def _record(handle: Any, step: Callable[[], object], device: torch.device, path: Path) -> str:
-    """Record one step's timeline. Returns the file's name, or why there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with handle.trace(path):
-        step()
-        synchronize(device)
-    size = path.stat().st_size
-    if size > MAX_TRACE_BYTES:
-        path.unlink()
-        return f"none: it had {size:,} bytes"
-    return path.name
 
 
 def load(model: Model, checkpoint: Path) -> nn.Module:
@@ -226,18 +197,16 @@ def load(model: Model, checkpoint: Path) -> nn.Module:
 
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What a child process does with its job."""
-    model = find(**job["model"])
-    if job["arm"] is None:
-        checkpoints.save(model, torch.device(job["device"]), Path(job["checkpoint"]), job["shard_bytes"])
-        return {}
     arm = Arm(**job["arm"])
     with RESTRICTIONS[arm.restriction]() if arm.restriction else nullcontext():
-        return run_arm(arm, model, job, begin)
+        return run_arm(arm, find(**job["model"]), job, begin)
 
 
 def preload() -> None:
-    import diffusers.hooks  # noqa: F401
+    import diffusers.hooks
     from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel, WanTransformer3DModel  # noqa: F401
+
+    diffusers.utils.logging.disable_progress_bar()
 
 
 # ------------------------------------------------------------------------------------------------ all arms: the parent
@@ -246,9 +215,11 @@ def preload() -> None:
 def run(options: argparse.Namespace) -> Path | None:
     """Run the arms that were chosen. Returns the file with the results, if there are any."""
     model = model_of(options)
-    names = options.arms or [arm.name for arm in ARMS.values() if model.has_all_arms or arm.is_basic]
+    arms = choose(options.arms or ARMS, ram=options.ram)
+    if not (options.arms or model.has_all_arms):
+        arms = [arm for arm in arms if arm.is_basic]
     report = reports.new("weights", options, model=model.facts(), seed=SEED, is_warmed_up=True)
-    return run_arms(report, choose(names, ram=options.ram), options)
+    return run_arms(report, arms, options)
 
 
 def run_arms(report: dict[str, Any], arms: Sequence[Arm], options: argparse.Namespace) -> Path | None:
@@ -261,59 +232,63 @@ def run_arms(report: dict[str, Any], arms: Sequence[Arm], options: argparse.Name
         arm for arm in arms if arm.name not in report["arms"] and (options.device != "cpu" or not arm.needs_streams)
     ]
     with ExitStack() as stack:
-        errors: dict[str, Any] = {}
-        relay = Relay(report, options, len(runnable), _group_for(runnable[0], stack, errors) if runnable else None)
         disk: _Disk | None = None
-        for at, arm in enumerate(runnable):
-            if arm.is_from_checkpoint and disk is None:
-                disk = _Disk(stack.enter_context(checkpoints.folder_of(options)), may_drop_all=not options.small)
-                report["disk"] = disk.facts
-                if not (disk.folder / "config.json").exists():
-                    job = {**_job(options, arm=None, checkpoint=disk.folder), "device": options.device}
-                    failed = Child(report["benchmark"]).run(job, options.timeout).get("error")
-                    if failed is not None:
-                        raise SystemExit(f"The checkpoint could not be saved: {failed}")
-            facts, drop = {**asdict(arm), **errors.get(arm.name, {})}, None
-            if disk is not None and arm.is_from_checkpoint:
-                is_limited = arm.ram_limit_bytes is not None
-                disk.prepare(is_limited=is_limited, is_measured=not options.no_raw)
-                drop = partial(disk.drop, facts) if is_limited else None
-            next_group = _group_for(runnable[at + 1], stack, errors) if at + 1 < len(runnable) else None
-            with _folder(arm, options.disk) as folder:
-                job = _job(options, arm=arm, checkpoint=disk.folder if disk else None, folder=folder)
-                relay.run(arm.name, job, facts=facts, next_group=next_group, before=drop)
-        if disk is not None and any(arm.ram_limit_bytes for arm in runnable) and not options.no_raw:
-            disk.measure_drive("after")
-            relay.write()
-    return relay.end()
+        if any(arm.is_from_checkpoint for arm in runnable):
+            disk = _Disk(stack.enter_context(checkpoints.folder_of(options)), options)
+            checkpoints.make_sure({disk.folder: model_of(options)}, options.device, options.shard_size)
+            report["disk"] = disk.facts
+        parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="group-offload-", dir=options.disk)))
+        jobs = [_job(arm, options, disk, parent / str(number)) for number, arm in enumerate(runnable)]
+        relay = Relay(report, options, jobs)
+        for job, _ in relay:
+            if job.task["folder"] is not None:
+                shutil.rmtree(job.task["folder"], ignore_errors=True)
+            if job is jobs[-1] and disk is not None and any(arm.ram_limit_bytes for arm in runnable):
+                disk.measure_drive("after")
+    return relay.path
 
 
-def _group_for(arm: Arm, stack: ExitStack, errors: dict[str, Any]) -> MemoryGroup | None:
-    """What limits an arm's RAM. None if no limit is asked for, or none can be set here: `errors` says why."""
-    if arm.ram_limit_bytes is None:
-        return None
-    return limit_ram(arm.ram_limit_bytes, stack, errors.setdefault(arm.name, {}))
+def _job(arm: Arm, options: argparse.Namespace, disk: _Disk | None, folder: Path) -> Job:
+    task = {
+        "arm": asdict(arm),
+        "model": sizes_of(options),
+        "num_steps": min(options.steps, options.slow_steps) if arm.is_slow else options.steps,
+        "folder": str(folder) if arm.on_disk else None,
+        "checkpoint": disk and str(disk.folder),
+        "is_profiled": not options.no_profile,
+    }
+    if arm.on_disk:
+        folder.mkdir()
+    job = Job(name=arm.name, task=task, facts=asdict(arm), ram_limit_bytes=arm.ram_limit_bytes)
+    if disk is not None and arm.is_from_checkpoint:
+        is_limited = arm.ram_limit_bytes is not None
+        job.prepare = partial(disk.prepare, is_limited=is_limited)
+        if is_limited:
+            job.before = partial(disk.drop, job.facts)
+    return job
 
 
 class _Disk:
     """The checkpoint, in the page cache or not, and what a plain reader gets of it."""
 
-    def __init__(self, folder: Path, *, may_drop_all: bool) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
-        self._may_drop_all = may_drop_all
+        self._may_drop_all, self._is_measured = not options.small, not options.no_raw
         self.facts: dict[str, Any] = {"raw": []}
         """`raw`: what was read how, with how many threads: seconds, bytes a second."""
 
-    def prepare(self, *, is_limited: bool, is_measured: bool) -> None:
+    def prepare(self, *, is_limited: bool) -> None:
         """Before an arm's process loads the model."""
+        known = {each["how"] for each in self.facts["raw"]}
         if is_limited:
-            if is_measured and not any(each["how"] in FROM_DRIVE for each in self.facts["raw"]):
+            if not known & {*FROM_DRIVE}:
                 self.measure_drive("before")
             self._drop()
             return
-        self._read("page cache, first", _num_threads())
-        if is_measured and not any(each["how"] == "page cache" for each in self.facts["raw"]):
-            self._measure("page cache", _num_threads())
+        num_threads = min(16, max(4, os.cpu_count() or 1))
+        read_all(files_in(self.folder), num_threads, direct=False)
+        if self._is_measured and "page cache" not in known:
+            self._measure("page cache", num_threads)
 
     def drop(self, facts: dict[str, Any]) -> None:
         """Before an arm with a limit is set up. `facts` gets how it was done, and what was left in the page cache."""
@@ -321,6 +296,8 @@ class _Disk:
 
     def measure_drive(self, when: str) -> None:
         """What the plain reader gets of the drive: with 4 and 8 threads, or, later, as was best."""
+        if not self._is_measured:
+            return
         earlier = [each for each in self.facts["raw"] if each["how"] in FROM_DRIVE]
         best = max(earlier, key=lambda each: float(each["bytes_per_s"]), default=None)
         for num_threads in (4, 8) if best is None else (best["threads"],):
@@ -333,95 +310,61 @@ class _Disk:
                 self._measure("buffered", num_threads, when)
 
     def _measure(self, how: str, num_threads: int, when: str = "") -> None:
-        took = self._read(how, num_threads)
-        rate = size_of(files_in(self.folder)) / took
+        files = files_in(self.folder)
+        took = read_all(files, num_threads, direct=how == "direct")
+        rate = size_of(files) / took
         self.facts["raw"].append({"how": how, "when": when, "threads": num_threads, "s": took, "bytes_per_s": rate})
         say(f"plain reader, {how}, {num_threads} threads: {rate / 1e9:.2f} GB/s")
 
     def _drop(self) -> str:
         return drop_page_cache(files_in(self.folder), may_drop_all=self._may_drop_all)
 
-    def _read(self, how: str, num_threads: int) -> float:
-        return read_all(files_in(self.folder), num_threads, direct=how == "direct")
-
-
-def _num_threads() -> int:
-    return min(16, max(4, os.cpu_count() or 1))
-
-
-def _job(
-    options: argparse.Namespace, *, arm: Arm | None, checkpoint: Path | None, folder: str | None = None
-) -> dict[str, Any]:
-    """What a child is sent. Without an arm it saves the checkpoint."""
-    return {
-        "arm": arm and asdict(arm),
-        "model": sizes_of(options),
-        "num_steps": min(options.steps, options.slow_steps) if arm and arm.is_slow else options.steps,
-        "folder": folder,
-        "checkpoint": checkpoint and str(checkpoint),
-        "shard_bytes": options.shard_size,
-        "trace": _trace_file(options, arm),
-        "is_profiled": not options.no_profile,
-        "measures_machine": False,
-    }
-
-
-def _trace_file(options: argparse.Namespace, arm: Arm | None) -> str | None:
-    if options.trace is None or arm is None or arm.engine != "ours":
-        return None
-    return str(options.trace.resolve() / f"trace-{re.sub('[^A-Za-z0-9]+', '-', arm.name)}.json")
-
-
-@contextmanager
-def _folder(arm: Arm, parent: Path | None) -> Iterator[str | None]:
-    """For the group files of an arm that has some. It goes with them, also when the arm was stopped."""
-    if not arm.on_disk:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="group-offload-", dir=parent, ignore_cleanup_errors=True) as folder:
-        yield folder
-
 
 # ------------------------------------------------------------------------------------------------ the table
 
 
+COLUMNS = ("step_s", "(min to max)", "in_a_row_s", "x_floor", "x_raw", "from_the_drive_bytes", "predicted_s", "x_limit")
+COLUMNS += ("budget_bytes", "first_step_s", "setup_s", "remove_s", "written_bytes", "device_peak_bytes")
+COLUMNS += ("device_reserved_bytes", "rss_bytes", "rss_peak_bytes", "anonymous_bytes", "group_peak_bytes")
+COLUMNS += ("host_synchronisations", "device_allocations", "first_kernel_s", "bit_equal")
+
+
 def render(report: Mapping[str, Any]) -> str:
     """A report of this benchmark as Markdown: what was measured where, then one row for each arm."""
+    return "\n".join([" ".join(_facts(report)), "", reports.table(compared(report), COLUMNS, "step_s")])
+
+
+def compared(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The arms beside the resident one, and beside what the link and the drive allow."""
     arms, floor = report["arms"], copy_floor(report)
-    whole: Mapping[str, Any] = next(
-        (arms[name] for name in ("resident", "resident, from_pretrained") if name in arms), {}
-    )
-    reference = whole.get("output_sha256")
+    link, drive = (report["machine"] or {}).get("pinned_h2d_bytes_per_s"), _raw(report, is_limited=True)
+    whole: Mapping[str, Any] = arms.get("resident", arms.get("resident, from_pretrained", {}))
     in_files = any("step_reads" in arm and (arm["on_disk"] or arm["is_from_checkpoint"]) for arm in arms.values())
-    columns: reports.Columns = {
-        "step": lambda arm: seconds(arm["step_s"]),
-        "(min to max)": span,
-        "in a row": lambda arm: seconds(arm.get("in_a_row_s")),
-        "x floor": lambda arm: number(arm["step_s"] / floor, 2) if floor and arm["engine"] != "resident" else "",
-        "x raw": lambda arm: _share_of_raw(arm, report),
-        "from the drive": lambda arm: gib(arm["step_reads"].get("drive")) if arm.get("ram_limit_bytes") else "",
-        "predicted": lambda arm: seconds(arm.get("predicted_s")),
-        "x limit": lambda arm: _share_of_limit(arm, report),
-        "budget": lambda arm: (
-            gib(arm["vram_budget"]) if isinstance(arm.get("vram_budget"), int) else arm.get("vram", "")
-        ),
-        "first step": lambda arm: seconds(arm["first_step_s"]),
-        "first / later": lambda arm: number(arm["first_step_s"] / arm["step_s"], 2),
-        "set-up": lambda arm: f"{arm['setup_s']:.1f} s",
-        "remove": lambda arm: f"{arm['remove_s']:.1f} s" if "remove_s" in arm else "",
-        "written": lambda arm: gib(arm.get("setup_write_bytes")) if in_files else "",
-        "device peak": lambda arm: gib(arm["device_peak_bytes"]),
-        "reserved": lambda arm: gib(arm.get("device_reserved_bytes")),
-        "RSS": lambda arm: gib(arm["rss_bytes"]),
-        "RSS peak": lambda arm: gib(arm["rss_peak_bytes"]),
-        "anonymous": lambda arm: _anonymous(arm) if in_files else "",
-        "RSS + cache": lambda arm: gib(arm.get("group_peak_bytes")),
-        "waits": lambda arm: number(arm.get("host_synchronisations"), 0),
-        "allocations": lambda arm: number(arm.get("device_allocations"), 0),
-        "first kernel": lambda arm: seconds(arm.get("first_kernel_s")),
-        "bit-equal": lambda arm: verdict(is_equal(arm, reference, "is_same_every_step")),
-    }
-    return "\n".join([" ".join(_facts(report)), "", reports.table(arms, columns, "step_s")])
+    rows = {}
+    for name, arm in arms.items():
+        rows[name] = row = dict(arm)
+        if "step_s" not in arm:
+            continue
+        is_limited = bool(arm.get("ram_limit_bytes"))
+        raw = _raw(report, is_limited=is_limited)
+        row["(min to max)"] = span(arm)
+        if floor and arm["engine"] != "resident":
+            row["x_floor"] = arm["step_s"] / floor
+        if raw and (arm["on_disk"] or arm["options"].get("offload_device") == "disk"):
+            row["x_raw"] = arm["used_weight_bytes"] / raw / arm["step_s"]
+        if is_limited:
+            row["from_the_drive_bytes"] = arm["step_reads"].get("drive")
+        if "predicted_s" in arm and "step_s" in whole:
+            # The longest of: compute, what is sent over the link, what is read over the drive's raw speed.
+            limits = whole["step_s"], arm["h2d_bytes"] / link if link else 0, arm["drive_bytes"] / drive if drive else 0
+            row["x_limit"] = arm["step_s"] / max(limits)
+        row["budget_bytes"] = arm.get("vram_budget", arm.get("vram"))
+        if in_files and arm.get("anonymous_peak_bytes") is not None and "anonymous_started_bytes" in arm:
+            # From set-up on, beyond what the process had once the device was started.
+            row["anonymous_bytes"] = max(0, arm["anonymous_peak_bytes"] - arm["anonymous_started_bytes"])
+            row["written_bytes"] = arm.get("setup_write_bytes")
+        row["bit_equal"] = verdict(is_equal(arm, whole.get("output_sha256"), "is_same_every_step"))
+    return rows
 
 
 def _facts(report: Mapping[str, Any]) -> Iterator[str]:
@@ -461,36 +404,6 @@ def _raw(report: Mapping[str, Any], *, is_limited: bool) -> float | None:
     return max(found, default=None)
 
 
-def _reads_files(arm: Mapping[str, Any]) -> bool:
-    return bool(arm["on_disk"] or arm["options"].get("offload_device") == "disk")
-
-
-def _share_of_raw(arm: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    raw = _raw(report, is_limited=bool(arm.get("ram_limit_bytes")))
-    return f"{arm['used_weight_bytes'] / raw / arm['step_s']:.2f}" if raw and _reads_files(arm) else ""
-
-
-def _share_of_limit(arm: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """The step over the longest of: compute, what is sent over the link, what is read over the drive's raw speed."""
-    resident = report["arms"].get("resident", {}).get("step_s")
-    if "predicted_s" not in arm or resident is None:
-        return ""
-    link = next((a["machine"]["pinned_h2d_bytes_per_s"] for a in [report] if "machine" in a), None)
-    raw = [run["bytes_per_s"] for run in report.get("disk", {}).get("raw", []) if run["how"] in FROM_DRIVE]
-    limits = [resident]
-    if link:
-        limits.append(arm["h2d_bytes"] / link)
-    if raw and arm["drive_bytes"]:
-        limits.append(arm["drive_bytes"] / max(raw))
-    return f"{arm['step_s'] / max(limits):.2f}"
-
-
-def _anonymous(arm: Mapping[str, Any]) -> str:
-    """The most anonymous memory from set-up on, beyond what the process had once the device was started."""
-    peak, start = arm.get("anonymous_peak_bytes"), arm.get("anonymous_started_bytes")
-    return "" if peak is None or start is None else f"+{gib(max(0, peak - start))}"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "device", "model", "arms", "list", "small", "blocks", "tokens", "frames", steps=10)
     parser.add_argument("--slow-steps", type=int, default=3, help="the same for arms that take seconds (default 3)")
@@ -498,4 +411,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "disk", "checkpoint", "shard_size", "budget", timeout=150)
     parser.add_argument("--ram", metavar="SIZE", help="so much for each arm's process, like 12GiB; from the drive")
     parser.add_argument("--no-raw", action="store_true", help="do not measure what a plain reader of the files gets")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a timeline of one more step of each of our arms")

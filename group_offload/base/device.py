@@ -43,150 +43,6 @@ class Stream(Protocol):
         """Work that is enqueued from now on starts after `event`, as last recorded."""
 
 
-class Refused(torch.OutOfMemoryError):
-    """Device memory that was refused: an error that operators written in C++ do not catch as they do the allocator's."""
-
-
-class Refusal(threading.local):
-    """Whom this thread asks when it is refused memory of a device."""
-
-    must_fail: Callable[[], bool] | None = None
-    """Whether to raise `Refused`, so that no operator goes on without the memory."""
-
-    def note(self, num_bytes: int) -> None:
-        """Memory is refused, and the caller is about to hear of it.
-
-        Raises:
-            Refused: it is not to hear of it.
-        """
-        if self.must_fail is not None and self.must_fail():
-            raise Refused(f"Out of device memory: tried to allocate {num_bytes:,} bytes.")
-
-
-class Backend(Protocol):
-    """One device. Safe to call from several threads; what it hands out is not.
-
-    Order of calls for a byte that moves: `pin` the host memory, `empty` for the device memory, then `copy` on a stream
-    that waited for the last use of the target, `Event.record`, and `Stream.wait_event` before the bytes are used.
-    """
-
-    device: torch.device
-    joins_fragments: bool
-    """Whether pieces of memory that were freed serve allocations of other sizes, wherever they lie."""
-    refusal: Refusal
-    has_streams: bool
-    """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
-
-    def current_stream(self) -> Stream:
-        """The stream that the calling thread's compute goes to."""
-
-    def new_stream(self) -> Stream: ...
-
-    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Make a stream, and its device, the current ones of this thread."""
-
-    def new_event(self) -> Event: ...
-
-    def is_capturing(self) -> bool:
-        """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in memory of the device, and not in memory that the host reads."""
-
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        """A copy of a tensor on the device, for compute of the calling thread. The host waits for no compute.
-
-        Args:
-            non_blocking: `tensor` is left alone until the copy is done. If not, it may be changed once this returns.
-        """
-
-    def seconds_between(self, start: Event, end: Event) -> float | None:
-        """Time from one recorded event to another, negative if `end` came first; None if one is not reached yet."""
-
-    def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
-        """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
-
-    def bytes_in_use(self) -> int:
-        """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
-
-    def reserved_bytes(self) -> int:
-        """Device memory that this process has taken: in use, or kept by its allocator for the next use."""
-
-    def peak_reserved_bytes(self) -> int:
-        """The most that `reserved_bytes` has been since `reset_peak`."""
-
-    def reset_peak(self) -> None: ...
-
-    def total_bytes(self) -> int:
-        """The device's memory."""
-
-    def free_bytes(self) -> int:
-        """What this process could take of it, beside what it has taken."""
-
-    def release_unused(self) -> None:
-        """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
-
-    def avoid_fragments(self, *, is_shared: bool) -> None:
-        """Let memory be taken so that freed pieces can be joined, unless the user has decided how it is taken.
-
-        Args:
-            is_shared: Whether other processes open the memory. They cannot if it can be joined.
-        """
-
-    def refusals(self) -> tuple[int, int]:
-        """How often this process was refused device memory, also where an operator caught the error; and the bytes that it
-        asked for the last time. (0, 0) as long as nothing was refused, and where nothing tells."""
-
-    def generator_state(self) -> object:
-        """The state of the device's random generator. Two are equal if nothing was drawn in between."""
-
-    def free(self, memory: torch.Tensor) -> None:
-        """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it."""
-
-    def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
-        """Let `memory` be used by `stream` too: once freed it is not handed out again before that use is done."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
-        """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
-        """`copy` of each (target, source), in less of the host's time."""
-
-    def transform(
-        self,
-        kernel: Callable[[torch.Tensor, torch.Tensor], None],
-        target: torch.Tensor,
-        source: torch.Tensor,
-        stream: Stream,
-    ) -> None:
-        """Enqueue `kernel(source, target)` on `stream`: it reads device memory, and writes other device memory.
-
-        The host does not wait, and the kernel takes no memory of its own.
-        """
-
-    def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
-
-        Args:
-            undo: Gets the call that unlocks the memory, before it is locked: so an interrupt leaves nothing locked. The call
-                does nothing if the memory is not locked.
-            read_only: Whether nothing will ever be copied to the memory. Pages of a file that is mapped read-only can be
-                locked so.
-
-        Returns:
-            False if the device refuses.
-        """
-
-    def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
-        """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
-_TRIED_BYTES = 4096
-_READ_ONLY_HOST_REGISTER = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
-
-
 class _NoEvent:
     def record(self, stream: Any, /) -> None:
         pass
@@ -207,41 +63,80 @@ _NO_EVENT = _NoEvent()
 _NO_STREAM = _NoStream()
 
 
-class HostBackend:
-    """The CPU as onload device: everything is done when the call returns."""
+class Refused(torch.OutOfMemoryError):
+    """Device memory that was refused: an error that operators written in C++ do not catch as they do the allocator's."""
 
-    has_streams = False
+
+class Refusal(threading.local):
+    """Whom this thread asks when it is refused memory of a device."""
+
+    must_fail: Callable[[], bool] | None = None
+    """Whether to raise `Refused`, so that no operator goes on without the memory."""
+
+    def note(self, num_bytes: int) -> None:
+        """Memory is refused, and the caller is about to hear of it.
+
+        Raises:
+            Refused: it is not to hear of it.
+        """
+        if self.must_fail is not None and self.must_fail():
+            raise Refused(f"Out of device memory: tried to allocate {num_bytes:,} bytes.")
+
+
+class Backend:
+    """One device. Safe to call from several threads; what it hands out is not.
+
+    Order of calls for a byte that moves: `pin` the host memory, `empty` for the device memory, then `copy` on a stream
+    that waited for the last use of the target, `Event.record`, and `Stream.wait_event` before the bytes are used.
+
+    The methods here are those of a device without streams of its own, where everything is done when the call returns.
+    """
+
     joins_fragments = True
+    """Whether pieces of memory that were freed serve allocations of other sizes, wherever they lie."""
+    has_streams = False
+    """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.refusal = Refusal()
 
     def current_stream(self) -> Stream:
+        """The stream that the calling thread's compute goes to."""
         return _NO_STREAM
 
     def new_stream(self) -> Stream:
         return _NO_STREAM
 
     def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        """Make a stream, and its device, the current ones of this thread."""
         return contextlib.nullcontext()
 
     def new_event(self) -> Event:
         return _NO_EVENT
 
     def is_capturing(self) -> bool:
+        """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
         return False
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in memory of the device, and not in memory that the host reads."""
         return False
 
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        """A copy of a tensor on the device, for compute of the calling thread. The host waits for no compute.
+
+        Args:
+            non_blocking: `tensor` is left alone until the copy is done. If not, it may be changed once this returns.
+        """
         return tensor.to(self.device)
 
     def seconds_between(self, start: Event, end: Event) -> float | None:
+        """Time from one recorded event to another, negative if `end` came first; None if one is not reached yet."""
         return 0.0
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
+        """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
         # torch's CPU allocator aligns to 64 bytes; blobs are laid out for 256, and MKL rounds by alignment.
         memory = plain_empty(num_bytes + 255, self.device)
         start = -memory.data_ptr() % 256
@@ -249,45 +144,61 @@ class HostBackend:
             return memory[start : start + num_bytes]
 
     def bytes_in_use(self) -> int:
+        """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
         return 0
 
     def reserved_bytes(self) -> int:
+        """Device memory that this process has taken: in use, or kept by its allocator for the next use."""
         return 0
 
     def peak_reserved_bytes(self) -> int:
+        """The most that `reserved_bytes` has been since `reset_peak`."""
         return 0
 
-    def reset_peak(self) -> None:
-        pass
+    def reset_peak(self) -> None: ...
 
     def total_bytes(self) -> int:
+        """The device's memory."""
         return ram_of_machine("total")
 
     def free_bytes(self) -> int:
+        """What this process could take of it, beside what it has taken."""
         return ram_of_machine("available")
 
     def release_unused(self) -> None:
-        pass
+        """Give memory that was freed back to the device, so that it can be had in pieces of other sizes."""
 
     def avoid_fragments(self, *, is_shared: bool) -> None:
-        pass
+        """Let memory be taken so that freed pieces can be joined, unless the user has decided how it is taken.
+
+        Args:
+            is_shared: Whether other processes open the memory. They cannot if it can be joined.
+        """
 
     def refusals(self) -> tuple[int, int]:
+        """How often this process was refused device memory, also where an operator caught the error; and the bytes that it
+        asked for the last time. (0, 0) as long as nothing was refused, and where nothing tells."""
         return 0, 0
 
     def generator_state(self) -> object:
+        """The state of the device's random generator. Two are equal if nothing was drawn in between."""
         return None
 
     def free(self, memory: torch.Tensor) -> None:
-        pass
+        """Give memory from `empty` back. Its owner stream, and streams marked by `record_stream`, may still use it.
+
+        (torch's caching allocator takes it back when the last reference goes, in the order of its stream.)
+        """
 
     def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
-        pass
+        """Let `memory` be used by `stream` too: once freed it is not handed out again before that use is done."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
+        """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
         target.copy_(source)
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """`copy` of each (target, source), in less of the host's time."""
         for target, source in pairs:
             target.copy_(source)
 
@@ -298,16 +209,45 @@ class HostBackend:
         source: torch.Tensor,
         stream: Stream,
     ) -> None:
+        """Enqueue `kernel(source, target)` on `stream`: it reads device memory, and writes other device memory.
+
+        The host does not wait, and the kernel takes no memory of its own.
+        """
         kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
+        """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
+
+        Args:
+            undo: Gets the call that unlocks the memory, before it is locked: so an interrupt leaves nothing locked. The call
+                does nothing if the memory is not locked.
+            read_only: Whether nothing will ever be copied to the memory. Pages of a file that is mapped read-only can be
+                locked so.
+
+        Returns:
+            False if the device refuses.
+        """
         return False
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
+        """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
         return None
 
 
-class AcceleratorBackend:
+class HostBackend(Backend):
+    """The CPU as onload device."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_TRIED_BYTES = 4096
+_READ_ONLY_HOST_REGISTER = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+
+
+class AcceleratorBackend(Backend):
     """Any accelerator that torch's device-agnostic streams and events serve: CUDA, ROCm, XPU."""
 
     has_streams = True
@@ -315,8 +255,7 @@ class AcceleratorBackend:
     """Whether other processes may open memory of this one, whichever device's: torch has one setting for all devices."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.refusal = Refusal()
+        super().__init__(device)
         self.joins_fragments = False
         if device.type == "cuda":
             _watch_refusals()
@@ -412,9 +351,6 @@ class AcceleratorBackend:
     @property
     def _runtime(self) -> Any:
         return getattr(torch, self.device.type)
-
-    def free(self, memory: torch.Tensor) -> None:
-        pass  # torch's caching allocator takes it back when the last reference goes, in the order of its stream
 
     def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
         memory.record_stream(stream)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -52,8 +52,8 @@ _ENTRY_THERE = (1 << 62) - (1 << 63)
 _ENTRY_FILE = 1 << 61
 
 Ranges = list[tuple[int, int]]
-Looks = Mapping[int, "Ranges | None"]
-"""What `PageScan.written` gives for mappings that were looked at before, by address."""
+Looks = Mapping[int, Callable[[], "Ranges | None"]]
+"""What gives the answer of `PageScan.written` for mappings that are looked at already, by address."""
 NO_LOOKS: Looks = MappingProxyType({})
 
 
@@ -69,8 +69,8 @@ def look_at_all(mappings: Iterable[tuple[int, int]]) -> Looks:
         What was found, for calls that come before the next edit. Nothing where a scan is quick: it is done by itself then.
     """
     looks = begin_looks(mappings)
-    for address in looks:
-        looks[address]  # the calling thread waits
+    for found in looks.values():
+        found()  # the calling thread waits
     return looks
 
 
@@ -88,34 +88,19 @@ def begin_looks(mappings: Iterable[tuple[int, int]]) -> Looks:
     by_address: dict[int, list[tuple[int, Task[Ranges | None]]]] = {}
     for (address, start, _), task in zip(pieces, tasks, strict=True):
         by_address.setdefault(address, []).append((start, task))
-    return _Looks(by_address)
+    return {address: partial(_joined, looks) for address, looks in by_address.items()}
 
 
-class _Looks(Mapping[int, "Ranges | None"]):
-    """Looks that threads are at."""
-
-    def __init__(self, tasks: dict[int, list[tuple[int, Task[Ranges | None]]]]) -> None:
-        """
-        Args:
-            tasks: For the address of each mapping, its pieces: where each begins, and the look at it.
-        """
-        self._tasks = tasks
-
-    def __getitem__(self, address: int) -> Ranges | None:
-        found: Ranges = []
-        for start, task in self._tasks[address]:
-            task.wait()
-            ranges = task.result()
-            if ranges is None:
-                return None
-            found += [(start + first, start + last) for first, last in ranges]
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+def _joined(looks: list[tuple[int, Task[Ranges | None]]]) -> Ranges | None:
+    """What threads find in the pieces of a mapping, each of which begins somewhere in it."""
+    found: Ranges = []
+    for start, task in looks:
+        task.wait()
+        ranges = task.result()
+        if ranges is None:
+            return None
+        found += [(start + first, start + last) for first, last in ranges]
+    return found
 
 
 class PageScan:
@@ -160,7 +145,7 @@ class PageScan:
             None if the system does not tell, at all or at this moment. Then any page may be written.
         """
         if self._address in looks:
-            return looks[self._address]
+            return looks[self._address]()
         try:
             fd = _open_pagemap()
             if fd is None:

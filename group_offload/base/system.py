@@ -1,7 +1,7 @@
 """What systems do in different ways. Each name here works on every system; where a system lacks a call, a slower one serves.
 
 Linux has them all. What is about one mechanism of Linux stays beside it: mappings in `mapping`, the page map in `pagemap`.
-No other file of the package uses a name that some system lacks (`tests/units/test_system.py`).
+No other file of the package uses a name that some system lacks: `make portable` shows it none.
 """
 
 from __future__ import annotations

@@ -20,47 +20,21 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
+# Those that are imported here for others.
 __all__ = [
-    "CACHING_MODES",
-    "COMPILED_CALL",
     "DeviceContext",
     "TensorGuards",
     "TorchDispatchMode",
-    "allocator_settings",
-    "are_saved_tensors_hooks_enabled",
-    "current_autograd_node",
     "current_dispatch_mode",
-    "current_graph_task_id",
-    "current_transform",
     "detect_fake_mode",
     "dispatch_modes",
-    "dispatch_stack_length",
-    "function_modes",
-    "has_compatible_shallow_copy_type",
-    "has_global_hooks",
-    "is_profiler_enabled",
     "is_traceable_wrapper_subclass",
-    "neg_view",
-    "new_gloo_group",
-    "not_compiled",
-    "num_autograd_nodes",
-    "parse_to",
-    "places_of_fsdp",
-    "pop_function_mode",
     "pop_mode",
-    "pop_saved_tensors_hooks",
-    "push_function_mode",
     "push_mode",
-    "push_saved_tensors_hooks",
-    "set_allocator",
     "set_eval_frame",
-    "storage_use_count",
-    "store_of_processes",
-    "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
-    "watch_refusals",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -49,8 +49,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> LockingDriver:
     return driver
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4096, 10_000])
-@pytest.mark.parametrize("move", [torch.Tensor.copy_, is_full])
+@pytest.mark.parametrize(
+    ("move", "num_bytes"), [(torch.Tensor.copy_, 1), (torch.Tensor.copy_, 10_000), (is_full, 4096)]
+)
 def test_memory_is_locked_if_copies_from_it_arrive(
     move: Any, num_bytes: int, driver: LockingDriver, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,32 +33,17 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(reading, "num_threads", lambda: request.param)
 
 
-@pytest.mark.parametrize(
-    ("position", "size"), [(0, 9 * MIB + 123), (4097, 8 * MIB), (77, 3 * MIB + 1), (5, 10), (0, 0)]
-)
-def test_reads_what_is_there(data: tuple[int, bytes], position: int, size: int) -> None:
-    fd, content = data
-    target = bytearray(size)
-    assert read_into(fd, memoryview(target), position) == size
-    assert target == content[position : position + size]
-
-
-@pytest.mark.parametrize("left", [0, 1, MIB, 5 * MIB + 7])
-def test_a_file_that_ends_early_is_told(data: tuple[int, bytes], left: int) -> None:
-    fd, content = data
-    target = bytearray(8 * MIB)
-    position = len(content) - left
-    assert read_into(fd, memoryview(target), position) == left
-    assert target[:left] == content[position:]
-
-
-def test_short_reads_are_continued(data: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [1 << 30, 100_000])
+def test_reads_what_is_there(data: tuple[int, bytes], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From anywhere; short reads are continued; a file that ends early is told."""
     fd, content = data
     read_at = reading.read_at
-    monkeypatch.setattr(reading, "read_at", lambda fd, target, position: read_at(fd, target[:100_000], position))
-    target = bytearray(8 * MIB)
-    assert read_into(fd, memoryview(target), 3) == len(target)
-    assert target == content[3 : 3 + len(target)]
+    monkeypatch.setattr(reading, "read_at", lambda fd, target, position: read_at(fd, target[:most], position))
+    places = [(0, len(content)), (4097, 8 * MIB), (77, 3 * MIB + 1), (5, 10), (0, 0)]
+    for position, size in (*places, *((len(content) - left, 8 * MIB) for left in (0, 1, MIB, 5 * MIB + 7))):
+        target, expected = bytearray(size), content[position : position + size]
+        assert read_into(fd, memoryview(target), position) == len(expected)
+        assert target[: len(expected)] == expected
 
 
 def test_an_error_waits_for_every_thread(data: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

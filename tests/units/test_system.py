@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import mmap
 import os
 import threading
@@ -11,47 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import group_offload
 from group_offload import DeviceError
 from group_offload.base import mapping, system
 from group_offload.base.device import backend_for, default_device
 
 from ..support.folders import assert_holds, headers_in, set_up
-from ..support.portable import ABSENT, IS_PORTABLE, PORTABLE_MMAP, PORTABLE_OS, PORTABLE_SELECT
-
-PACKAGE = Path(group_offload.__file__).parent
-
-OF_LINUX = {"base/system.py", "base/mapping.py", "base/pagemap.py"}
-"""The files that may name what some system lacks."""
-PORTABLE = {"os": PORTABLE_OS, "mmap": PORTABLE_MMAP, "select": PORTABLE_SELECT}
-
-
-def unportable(tree: ast.AST) -> set[str]:
-    """The names in a file that some system lacks."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.attr not in PORTABLE.get(node.value.id, {node.attr}):
-                found.add(f"{node.value.id}.{node.attr}")
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & ABSENT
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found |= {node.module or ""} & (ABSENT | PORTABLE.keys())  # their names would be seen by nobody
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Path":
-            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
-            found |= {text for text in texts if isinstance(text, str) and text.startswith("/proc")}
-    return found
-
-
-def test_other_files_name_nothing_that_a_system_lacks() -> None:
-    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-    found = {name: unportable(ast.parse(path.read_text())) for name, path in files.items() if name not in OF_LINUX}
-    assert not {name: lacking for name, lacking in found.items() if lacking}
-
-
-def test_names_that_a_system_lacks_are_found() -> None:
-    text = 'import fcntl\nfrom os import fork\nos.preadv(1, [], 0)\nPath("/proc/locks")\nos.close(1)\nmmap.MAP_PRIVATE'
-    assert unportable(ast.parse(text)) == {"fcntl", "os", "os.preadv", "/proc/locks", "mmap.MAP_PRIVATE"}
+from ..support.portable import IS_PORTABLE
 
 
 def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
