@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from ..support.packed_models import (
     settled,
     twin_of,
 )
-from ..support.reading import num_fds
+from ..support.reading import eventually
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
@@ -333,7 +333,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
     if pack == "auto":
         pack_now(monkeypatch)
         if fault == "no room":
-            monkeypatch.setattr(Folder, "prepare", refuse)
+            monkeypatch.setattr(Folder, "locked", refuse)
     else:
         for each in (model, resident):
             with torch.no_grad():
@@ -418,14 +418,19 @@ def test_edits_do_not_fill_the_folder(
 
 def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)
-    counts = []
-    for _ in range(2):
-        model, handle = offloaded("folder", resident, tmp_path)
-        check(device, model, resident, 2)
-        end(device, model, resident, handle)
-        gc.collect()
-        counts.append(num_fds())
-    assert counts[1] <= counts[0]
+
+    def num_open() -> int:
+        found = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it is closed by now
+                found += os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
+        return found
+
+    model, handle = offloaded("folder", resident, tmp_path)
+    check(device, model, resident, 2)
+    assert num_open() > 0
+    end(device, model, resident, handle)
+    assert eventually(lambda: num_open() == 0)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
