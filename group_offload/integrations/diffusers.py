@@ -1,14 +1,13 @@
 """diffusers: whole pipelines offloaded, and diffusers' own calls running on this engine.
 
 [Note: What diffusers looks at]
-diffusers takes a model for group-offloaded if a hook named "group_offloading" is in the hook registries of its modules;
-`.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes ask this. So every offloaded module
-with a gate carries a *marker* of that name. A marker wraps no `forward` and is not in the registry's chain of hooks, so
-registering or removing other hooks cannot undo it.
+diffusers takes a model for group-offloaded if one function finds a hook for it: `_get_top_level_group_offload_hook` of
+`diffusers.hooks.group_offloading`. `.device`, `pipe._execution_device`, `pipe.to` and the guards of the other offload modes ask
+it. That function is replaced, once, by one that gives a *marker* for a module that is offloaded here. No hook is registered.
 
 After it has loaded or removed a LoRA, diffusers takes the hooks off and applies them again, through
-`diffusers.hooks.group_offloading._apply_group_offloading`. That function is replaced, once, by one that sends a marker's
-config to the engine it belongs to and everything else where it went before.
+`_apply_group_offloading` of the same module. That function is replaced by one that sends a marker to the engine it belongs to
+and everything else where it went before.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, release, shared_handle
 from ..partition import tables_of
 from ..plan.budgets import Default
-from ..runtime.gates import is_offloaded
+from ..runtime.gates import HANDLE, is_offloaded, root_of
 from ..runtime.memory import bytes_in_turn
 from .casts import cast_now
 from .modular import LISTENERS
@@ -48,7 +47,6 @@ logger = logging.getLogger("group_offload")
 
 HOOK_NAME = "group_offloading"
 _TEXT_KV_CACHE = "text_kv_cache_transformer"
-_SEAM = "_apply_group_offloading"
 _PIPELINE_CLASSES = {
     "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
     "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
@@ -193,13 +191,9 @@ class PlannedModel:
     shared: OffloadHandle | None = None
     """Its handle, if it is offloaded already."""
 
-    @property
-    def group_prefix(self) -> str:
-        """It has the name, so two models of one class have different files in one folder."""
-        return f"{self.name}."
-
     def offload(self, casts: Mapping[str, torch.dtype]) -> OffloadHandle:
-        return offload(self.model, self.options, group_prefix=self.group_prefix, ram_share=self.ram_share, casts=casts)
+        # The name is in the prefix, so two models of one class have different files in one folder.
+        return offload(self.model, self.options, group_prefix=f"{self.name}.", ram_share=self.ram_share, casts=casts)
 
     @property
     def tables(self) -> set[int]:
@@ -213,7 +207,7 @@ class PlannedModel:
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
-            return bytes_in_turn(self.model, OffloadConfig.from_options(self.options, group_prefix=self.group_prefix))
+            return bytes_in_turn(self.model, OffloadConfig.from_options(self.options))
         except GroupOffloadError:
             return sys.maxsize  # offloaded first, the model raises this error first
 
@@ -444,18 +438,16 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ markers
+# ------------------------------------------------------------------------------------------------ what diffusers sees
 
 
-class _Markers(Listener):
-    """Marks offloaded modules for diffusers, if diffusers is imported. See [Note: What diffusers looks at]."""
+class _ShowsDiffusers(Listener):
+    """Lets diffusers see which modules are offloaded, if it is imported. See [Note: What diffusers looks at]."""
 
     def applying(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
             registry = part.__dict__.get("_diffusers_hook")
-            if registry is not None and type(registry) is _marked_registry_class() and not is_offloaded(part):
-                _unmark(registry)  # the model that it was a part of is gone
-            elif registry is not None and registry.get_hook(HOOK_NAME) is not None:
+            if registry is not None and registry.get_hook(HOOK_NAME) is not None:
                 raise StateError(
                     f"{name and f'{name} of '}{type(module).__name__} already uses diffusers' group offloading, which can't be "
                     f"removed. Reload the model, then call enable_group_offload() or patch_diffusers()."
@@ -463,8 +455,15 @@ class _Markers(Listener):
 
     def applied(self, handle: OffloadHandle) -> None:
         if "diffusers" in sys.modules:
-            _install_seam()
-            _mark(handle)
+            _install_seams()
+            registry = vars(handle.module).get("_diffusers_hook")
+            if registry is None or not registry.hooks:
+                vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
+
+    def removed(self, handle: OffloadHandle) -> None:
+        registry = vars(handle.module).get("_diffusers_hook")
+        if registry is not None and not registry.hooks:
+            del vars(handle.module)["_diffusers_hook"]
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
         _warn_of_added(module)
@@ -478,10 +477,6 @@ class _Markers(Listener):
                 f"encoder_hidden_states is on {prompt.device}: another prompt could get the address of this one. Pass "
                 f"encoder_hidden_states on {handle.config.onload_device}, or call disable_cache()."
             )
-
-    def removed(self, handle: OffloadHandle) -> None:
-        if "diffusers" in sys.modules:
-            _unmark_all(handle.module)
 
 
 def _warn_of_added(module: nn.Module) -> None:
@@ -508,86 +503,58 @@ def _warn_of_added(module: nn.Module) -> None:
                 )
 
 
-def _mark(handle: OffloadHandle) -> None:
-    marker = GroupOffloadMarker(handle.config.onload_device, weakref.ref(handle))
-    for module in handle.gated_modules:
-        registry: Any = module.__dict__.get("_diffusers_hook")
-        if registry is None:
-            registry = _marked_registry_class()(module)
-            registry.was_made_for_marker = True
-            module.__dict__["_diffusers_hook"] = registry
-        if not isinstance(registry, _marked_registry_class()):
-            registry.__class__ = _marked_registry_class()
-            registry._module_ref = registry.__dict__.pop("_module_ref")
-        registry.hooks[HOOK_NAME] = marker
-        _forget_children(registry)
-
-
-def _new_registry() -> Any:
-    base = _hooks_module().HookRegistry
-    return base.__new__(base)
-
-
-def _forget_children(registry: Any) -> None:
-    """A registry keeps a list of those below it, which are other ones from now on: contexts of caches go by the list."""
-    registry._child_registries_cache = None
-
-
-def _unmark_all(model: nn.Module) -> None:
-    for module in model.modules():
-        registry = module.__dict__.get("_diffusers_hook")
-        if type(registry) is _marked_registry_class():
-            _unmark(registry)
-
-
-def _unmark(registry: Any) -> None:
-    registry.hooks.pop(HOOK_NAME, None)
-    _forget_children(registry)
-    module = registry._module_ref
-    registry.__class__ = _hooks_module().HookRegistry
-    registry.__dict__.pop("_weak__module_ref")
-    registry._module_ref = module
-    if registry.__dict__.pop("was_made_for_marker", False) and not registry.hooks:
-        del module.__dict__["_diffusers_hook"]
-
-
 @dataclass(frozen=True)
-class GroupOffloadMarker:
-    """Tells diffusers that a module is group-offloaded, and to which device. Does nothing else."""
+class OffloadMarker:
+    """What diffusers gets as the hook of an offloaded module, and as the config of that hook: it reads the device."""
 
     onload_device: torch.device
-    handle: weakref.ref[OffloadHandle]
+    handle: OffloadHandle
 
     @property
-    def config(self) -> GroupOffloadMarker:
-        """A hook has diffusers' config, and of that diffusers reads the device alone."""
+    def config(self) -> OffloadMarker:
         return self
 
 
+def _marker_of(module: nn.Module) -> OffloadMarker | None:
+    """The marker of an offloaded module, of a part of one, or of a module that has one inside."""
+    root = root_of(module)
+    if root is None:
+        root = next((part for part in module.modules() if HANDLE in part.__dict__), None)
+    handle = None if root is None or _moving.gives_up else handle_of(root)
+    return None if handle is None or not handle.is_active else OffloadMarker(handle.config.onload_device, handle)
+
+
 @cache
-def _marked_registry_class() -> type:
-    base = _hooks_module().HookRegistry
+def _weak_registry_class() -> type:
+    base = importlib.import_module("diffusers.hooks.hooks").HookRegistry
 
-    class MarkedHookRegistry(base):  # type: ignore[misc, valid-type]
-        """A hook registry with a marker beside its chain of hooks."""
+    class WeakHookRegistry(base):  # type: ignore[misc, valid-type]
+        """A hook registry that does not keep its module alive.
 
-        was_made_for_marker = False
-        _module_ref = Weak[nn.Module]()  # the module has the registry
+        diffusers gives an empty registry to each model that a pipeline calls, or loads a LoRA for. Such a model would keep its
+        weights until garbage is collected.
+        """
 
-        def remove_hook(self, name: str, recurse: bool = True) -> None:
-            if name in self.hooks and name == HOOK_NAME:
-                del self.hooks[name]  # the marker is in no chain, so no chain has to be closed
-            super().remove_hook(name, recurse)
+        _module_ref = Weak[nn.Module]()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            # A copy of an offloaded module, or a module that is read back from a pickle, is not offloaded.
-            own = ("was_made_for_marker", "_weak__module_ref")
-            state = {name: value for name, value in self.__dict__.items() if name not in own}
-            state["_module_ref"] = self._module_ref
-            state["hooks"] = {name: hook for name, hook in self.hooks.items() if name != HOOK_NAME}
-            return _new_registry, (), state
+            state = {name: value for name, value in self.__dict__.items() if name != "_weak__module_ref"}
+            return _new_registry, (), {**state, "_module_ref": self._module_ref}
 
-    return MarkedHookRegistry
+    return WeakHookRegistry
+
+
+def _new_registry() -> Any:
+    base = importlib.import_module("diffusers.hooks.hooks").HookRegistry
+    return base.__new__(base)
+
+
+class _Moving(threading.local):
+    gives_up = False
+    """Whether `pipe.to("meta")` runs: diffusers moves no model that it takes for offloaded."""
+
+
+_moving = _Moving()
 
 
 # ------------------------------------------------------------------------------------------------ diffusers' own calls
@@ -613,9 +580,9 @@ def patch_diffusers() -> None:
         raise ImportError("patch_diffusers() needs diffusers: pip install 'group-offload[diffusers]'") from error
     from diffusers.models.modeling_utils import ModelMixin
 
-    _install_seam()
+    _install_seams()
     _patches = ExitStack()
-    _swap_code(_patches, _offloading_module().apply_group_offloading, _apply_trampoline, apply_group_offloading)
+    _swap_code(_patches, diffusers.hooks.apply_group_offloading, _apply_trampoline, apply_group_offloading)
     swap(_patches, ModelMixin, "enable_group_offload", _enable_on_model)
     swap(_patches, ModelMixin, "disable_group_offload", remove_group_offloading)
     modular: Any = getattr(diffusers, "ModularPipeline", None)
@@ -668,8 +635,8 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
     return apply_group_offloading(model, *args, **kwargs)
 
 
-def _install_seam() -> None:
-    """Let `_apply_group_offloading` of a marker's config reach that marker's engine, and all other calls diffusers.
+def _install_seams() -> None:
+    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines, once for the process.
 
     `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so, and `pipe.to("meta")` gives them up.
     """
@@ -677,17 +644,18 @@ def _install_seam() -> None:
         pipelines = getattr(sys.modules.get(module_name), class_name, None)
         if pipelines is not None and not hasattr(pipelines.to, "group_offload_before"):
             pipelines.to = _moves_and_tells(pipelines.to)
-    offloading = _offloading_module()
-    before = getattr(offloading, _SEAM)
-    if hasattr(before, "group_offload_before"):
+    offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
+    find, before = offloading._get_top_level_group_offload_hook, offloading._apply_group_offloading
+    if hasattr(find, "group_offload_before"):
         return
 
+    def find_hook(module: nn.Module) -> Any:
+        return _marker_of(module) or find(module)
+
     def apply(module: nn.Module, config: Any) -> None:
-        handle = config.handle() if isinstance(config, GroupOffloadMarker) else None
-        if handle is not None and handle.is_active:
-            _mark(handle)  # first: diffusers has taken the markers away, and `refresh` may raise (a disk is full)
+        if isinstance(config, OffloadMarker):
             try:
-                handle.refresh()
+                config.handle.refresh()
             except ModuleError as error:
                 # The rest of diffusers' own call is what the user asked for. (A LoRA that lacks some weights loads.)
                 logger.warning(
@@ -701,23 +669,21 @@ def _install_seam() -> None:
         else:
             before(module, config)
 
-    apply.group_offload_before = before  # type: ignore[attr-defined]
-    setattr(offloading, _SEAM, apply)
+    find_hook.group_offload_before = find  # type: ignore[attr-defined]
+    offloading._get_top_level_group_offload_hook = find_hook
+    offloading._apply_group_offloading = apply
 
 
 def _moves_and_tells(to: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(to)
     def tells(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-        gives_up = any(str(each).startswith("meta") for each in (*args, *kwargs.values()))
-        handles = [*handles_of(pipeline).values()] if gives_up else []
-        for handle in handles:
-            _unmark_all(handle.module)  # diffusers leaves marked models where they are
+        given = (*args, *kwargs.values())
+        _moving.gives_up = any(str(each).startswith("meta") for each in given)
         try:
             result = to(pipeline, *args, **kwargs)
         finally:
-            for handle in handles:
-                _mark(handle)
-        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+            _moving.gives_up = False
+        dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
         models = {name: handle.module for name, handle in handles_of(pipeline).items() if dtype is not None}
         kept = [name for name, model in models.items() if _dtype_of(model) not in (None, dtype)]
         if kept:
@@ -755,13 +721,5 @@ def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: A
     function.__wrapped__ = signature_of
 
 
-def _hooks_module() -> ModuleType:
-    return importlib.import_module("diffusers.hooks.hooks")
-
-
-def _offloading_module() -> ModuleType:
-    return importlib.import_module("diffusers.hooks.group_offloading")
-
-
-for each in (*LISTENERS, _Markers()):
+for each in (*LISTENERS, _ShowsDiffusers()):
     add_listener(each)

@@ -73,8 +73,16 @@ _TAKES_DTYPE = (0, 40)
 _COMMON = tuple(field.name for field in fields(OffloadOptions))
 _FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
 _FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
-_QUANTIZERS = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "gptq": "gptqmodel", "awq": "gptqmodel"}
-"""The packages of methods that have another name."""
+_QUANTIZERS = {
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "hqq": "hqq",
+    "modelopt": "nvidia-modelopt",
+    "quanto": "optimum-quanto",
+    "sdnq": "sdnq",
+    "torchao": "torchao",
+}
+"""The packages that quantized checkpoints need, by the method that their config names. (Other methods need none.)"""
 _IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
 
 
@@ -142,16 +150,13 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         add_owner(offload(found, model_options, casts=casts.casts_of(found)), found)
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
-        models, passed = (
-            {*models_of(found).values()},
-            [each for each in options.values() if isinstance(each, nn.Module)],
-        )
         plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), given)
-        for model in models.difference(passed):
+        models = {*models_of(found).values()}
+        loaded_here = models.difference(each for each in options.values() if isinstance(each, nn.Module))
+        for model in loaded_here:
             _refuse_missing(model, pretrained_model_name_or_path)
         # Weights are known by their addresses, so ask for all casts before the first weight is placed.
-        casts_of = {model: casts.casts_of(model) for model in models}
-        carry_out(found, plan, casts_of, models.difference(passed))
+        carry_out(found, plan, {model: casts.casts_of(model) for model in models}, loaded_here)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
@@ -237,13 +242,14 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
 def _missing_package(folder: Path) -> str | None:
     """The package that a quantized model needs, if it is not installed."""
     try:
-        method = json.loads((folder / "config.json").read_bytes())["quantization_config"]["quant_method"]
-        package = _QUANTIZERS.get(method, method)
-        version(package)
-    except PackageNotFoundError:
-        return str(package)
+        config = json.loads((folder / "config.json").read_bytes())
+        package = _QUANTIZERS[config["quantization_config"]["quant_method"]]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return None  # it is not quantized, or there is no such file
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return package
     return None
 
 

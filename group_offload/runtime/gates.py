@@ -454,10 +454,16 @@ def _is_ours(hook: Any) -> bool:
 _offloaded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Gates]] = weakref.WeakKeyDictionary()
 
 
+def root_of(module: nn.Module) -> nn.Module | None:
+    """The offloaded module that this one is, or is a part of."""
+    reference = _offloaded.get(module)
+    gates = None if reference is None else reference()
+    return None if gates is None else Gates._top.of(gates)
+
+
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the module is, or is a part of, an offloaded module."""
-    gates = _offloaded.get(module)
-    return gates is not None and gates() is not None
+    return root_of(module) is not None
 
 
 class Gates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,30 +26,13 @@ def patched() -> Iterator[None]:
     unpatch_diffusers()
 
 
-class Computed(dict[str, torch.Tensor]):
-    """Values that are computed when they are asked for."""
-
-    def __init__(self, compute: Callable[[str], torch.Tensor]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        self[name] = self._compute(name)
-        return self[name]
+class Outputs(dict[str, torch.Tensor]):
+    def __missing__(self, kind: str) -> torch.Tensor:
+        self[kind] = tiny.run(PIPELINES[kind]().to(tiny.device()))
+        return self[kind]
 
 
 @pytest.fixture(scope="session")
 def resident_outputs() -> dict[str, torch.Tensor]:
     """What each kind of pipeline gives without offloading."""
-    return Computed(lambda kind: tiny.run(PIPELINES[kind]().to(tiny.device())))
-
-
-@pytest.fixture(scope="session")
-def resident_calls() -> dict[str, torch.Tensor]:
-    """What each model gives without offloading."""
-
-    def compute(name: str) -> torch.Tensor:
-        make, inputs = tiny.MODELS[name]
-        return tiny.call(make().to(tiny.device()), inputs())
-
-    return Computed(compute)
+    return Outputs()

@@ -16,7 +16,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.hooks import LayerSkipConfig, apply_first_block_cache, apply_layer_skip
+from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from torch.utils._pytree import tree_leaves
 
 from group_offload import StateError, apply_group_offloading, enable_group_offload
@@ -141,26 +141,6 @@ def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path
         return [*made, torch.tensor(calls)]
 
     assert_same(images(True), images(False))
-
-
-@pytest.mark.parametrize("offload_first", [True, False])
-def test_a_context_that_is_older_than_the_cache(offload_first: bool) -> None:
-    """A context makes diffusers keep a list of registries, and offloading makes registries (Flow-Factory #196)."""
-    case = CACHES["first-block-flux"]
-    counted, other = Counted(case), Counted(case)
-    for is_now in (True, False):
-        if is_now == offload_first:
-            handle = apply_group_offloading(counted.model, tiny.device())
-        if is_now:
-            counted.steps(0, 1)
-    for each in (counted, other):
-        apply_first_block_cache(each.model, case.config(each.clock))  # enable_cache would tell the registries
-    outputs = counted.steps()
-    assert_same(outputs, other.steps())
-    handle.remove()
-    counted.model.to(tiny.device())
-    counted.model._reset_stateful_cache()
-    assert_same(counted.steps(), outputs)
 
 
 @needs("text-kv-nucleus")

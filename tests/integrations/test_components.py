@@ -146,21 +146,19 @@ def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], 
     assert handles_of(pipe) == handles
 
 
-def test_pipelines_that_are_gone_take_no_memory(device: torch.device) -> None:
+def test_pipelines_that_did_not_ask_or_are_gone(device: torch.device) -> None:
+    """The former undo nothing, and the latter take no memory."""
     pipe = tiny.flux_pipeline()
     handles = enable_group_offload(pipe, onload_device=device)
-    for _ in range(5):
-        enable_group_offload(diffusers.FluxPipeline(**pipe.components))
+    for is_asking in (True, True, True, False):
+        other = diffusers.FluxPipeline(**pipe.components)
+        if is_asking:
+            enable_group_offload(other)
+        else:
+            disable_group_offload(other)
         gc.collect()
     assert {len(handle.owners) for handle in handles.values()} == {2}
-
-
-def test_a_pipeline_that_did_not_ask_undoes_nothing(kind: Kind, device: torch.device) -> None:
-    first = kind.make()
-    handles = enable_group_offload(first, onload_device=device)
-    second = kind.other(first)
-    disable_group_offload(second)
-    assert handles_of(first) == handles
+    assert handles_of(pipe) == handles
 
 
 @pytest.mark.parametrize("how", ["dropped", "without the model"])
@@ -182,13 +180,12 @@ def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, d
     assert handle_of(second.vae) is None
 
 
-@pytest.mark.parametrize("call", ["handle", "function"])
-def test_a_model_that_is_restored_alone_is_so_for_all(call: str, kind: Kind, device: torch.device) -> None:
+def test_a_model_that_is_restored_alone_is_so_for_all(kind: Kind, device: torch.device) -> None:
     first = kind.make()
     handles = kind.enable(first, onload_device=device, **LEAVES)
     second = kind.other(first)
     kind.enable(second)
-    handles["vae"].remove() if call == "handle" else remove_group_offloading(first.vae)
+    remove_group_offloading(first.vae)
     assert "vae" not in handles_of(second)
     again = kind.enable(second)
     assert again["vae"] is not handles["vae"] and again["transformer"] is handles["transformer"]
@@ -342,8 +339,10 @@ def test_a_cast_of_a_pipeline_says_what_it_left(
 # ---------------------------------------------------------------- device memory that nobody gave
 
 
-def _budgets(handles: dict[str, Any]) -> dict[str, Any]:
-    return {name: handle.config.vram_budget for name, handle in handles.items()}
+def _budgets(pipe: Any) -> set[Any]:
+    found = {handle.config.vram_budget for handle in handles_of(pipe).values()}
+    disable_group_offload(pipe)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -358,35 +357,31 @@ def _budgets(handles: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
-    saved = tmp_path / "pipe"
-    tiny.flux_pipeline().save_pretrained(saved)
+    pipe = tiny.flux_pipeline()
+    pipe.save_pretrained(tmp_path)
     with use_simulated_device(SimulatedDevice(0, "lazy")):
-        pipe = tiny.flux_pipeline()
-        assert set(_budgets(enable_group_offload(pipe, **options)).values()) == {wanted}
-        disable_group_offload(pipe)
-        opened = from_pretrained(diffusers.FluxPipeline, saved, **options)
-        assert set(_budgets(handles_of(opened)).values()) == {wanted}
-        disable_group_offload(opened)
-        model = from_pretrained(diffusers.FluxTransformer2DModel, saved / "transformer", **options)
+        enable_group_offload(pipe, **options)
+        assert _budgets(pipe) == {wanted}
+        assert _budgets(from_pretrained(diffusers.FluxPipeline, tmp_path, **options)) == {wanted}
+        model = from_pretrained(diffusers.FluxTransformer2DModel, tmp_path / "transformer", **options)
         assert handle_of(model).config.vram_budget == wanted
         remove_group_offloading(model)
 
 
 def test_who_takes_the_least_memory_by_itself(patched: None) -> None:
+    pipe = tiny.flux_pipeline()
+    enable_group_offload(pipe, onload_device="cpu")
+    assert _budgets(pipe) == {None}
     with use_simulated_device(SimulatedDevice(0, "lazy")):
-        pipe = tiny.flux_pipeline()
-        given = {"vae": {"low_cpu_mem_usage": True}, "text_encoder": {"vram_budget": None}}
-        budgets = _budgets(enable_group_offload(pipe, model_options=given))
-        assert budgets.pop("vae") is None and budgets.pop("text_encoder") is None and set(budgets.values()) == {AUTO}
-        disable_group_offload(pipe)
+        special = {"vae": {"low_cpu_mem_usage": True}, "text_encoder": {"vram_budget": None}}
+        handles = enable_group_offload(pipe, model_options=special)
+        assert {name for name, handle in handles.items() if handle.config.vram_budget is None} == special.keys()
+        assert _budgets(pipe) == {None, AUTO}
         with pytest.raises(ConfigError, match="vram_budget can't be combined with low_cpu_mem_usage=True"):
             enable_group_offload(pipe, vram_budget="auto", low_cpu_mem_usage=True)
         assert apply_group_offloading(pipe.transformer).config.vram_budget is None
-        # What comes later does as the pipeline was asked to.
-        assert set(_budgets(enable_group_offload(pipe, exclude_modules="vae")).values()) == {None, AUTO}
-        disable_group_offload(pipe)
+        enable_group_offload(pipe, exclude_modules="vae")  # what comes later does as the pipeline was asked to
+        assert _budgets(pipe) == {None, AUTO}
         remove_group_offloading(pipe.transformer)
-        assert set(_budgets(pipe.enable_group_offload()).values()) == {None}
-        disable_group_offload(pipe)
-    assert set(_budgets(enable_group_offload(pipe, onload_device="cpu")).values()) == {None}
-    disable_group_offload(pipe)
+        pipe.enable_group_offload()
+        assert _budgets(pipe) == {None}

@@ -13,7 +13,6 @@ from typing import Any
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 
@@ -110,27 +109,6 @@ def test_life_of_two_loras(order: str, pair: Pair) -> None:
     assert torch.equal(pair.outputs[0], pair.outputs[-1])
 
 
-@any_case
-def test_fused_weights_are_saved(pair: Pair) -> None:
-    pair.offload()
-    reference, pipe = tiny.flux_pipeline(), pair.offloaded  # fusing is a matrix product: devices round it differently
-    for each in (reference, pipe):
-        each.load_lora_weights(lora_of(1), adapter_name="one")
-        forward(each)
-        each.fuse_lora(lora_scale=0.7)
-        each.unload_lora_weights()
-    expected = reference.transformer.state_dict()
-    for attempt in ("at once", "after a forward", "after remove"):
-        if attempt == "after a forward":
-            forward(pipe)
-        if attempt == "after remove":
-            remove_group_offloading(pipe.transformer)
-        found = pipe.transformer.state_dict()
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(found[key], value), (attempt, key)
-
-
 @pytest.mark.parametrize(("tier", "level"), CASES[2:])
 def test_loading_rewrites_no_group_file(pair: Pair, tmp_path: Path) -> None:
     def files() -> dict[str, tuple[int, int]]:
@@ -147,24 +125,6 @@ def test_loading_rewrites_no_group_file(pair: Pair, tmp_path: Path) -> None:
         pair.do(step)
         assert before.items() <= files().items()
         assert handle.stats().file_bytes > 0
-
-
-@any_case
-def test_adapters_that_diffusers_does_not_announce(pair: Pair, device: torch.device) -> None:
-    def add(pipe: Any) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            config = LoraConfig(r=4, target_modules=["to_q", "to_k", "proj_out"], init_lora_weights=False)
-            pipe.transformer.add_adapter(config, "mine")
-
-    pair.offload()
-    if device.type != "cpu":
-        pytest.skip("random numbers of two devices")
-    pair.do(add)
-    pair.do(lambda pipe: pipe.transformer.disable_adapters())
-    assert torch.equal(pair.outputs[0], pair.outputs[-1])
-    pair.do(lambda pipe: pipe.transformer.enable_adapters())
-    pair.do(lambda pipe: pipe.transformer.delete_adapters("mine"))
 
 
 # ------------------------------------------------------------------------------------------------ other changes

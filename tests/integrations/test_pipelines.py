@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 
 from group_offload import (
     ConfigError,
-    ModuleError,
     StateError,
     apply_group_offloading,
     disable_group_offload,
@@ -269,53 +267,6 @@ def test_components_of_one_class_share_a_folder(
                 found.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
         for fqn, tensor in expected.items():
             assert torch.equal(found[fqn], tensor), fqn
-
-
-def test_a_failure_leaves_the_pipeline_untouched(device: torch.device) -> None:
-    pipe = tiny.flux_pipeline()
-    pipe.transformer.proj_out.to("meta")
-    before = {name: traces(model) for name, model in models_of(pipe).items()}
-    with pytest.raises(ModuleError, match="proj_out"):
-        enable_group_offload(pipe, onload_device=device)
-    for name, model in models_of(pipe).items():
-        assert traces(model) == before[name], name
-
-
-def test_a_step_that_fails(device: torch.device, resident_outputs: dict[str, torch.Tensor]) -> None:
-    pipe = tiny.flux_pipeline()
-    weights = weights_of(pipe.transformer)
-    enable_group_offload(pipe, onload_device=device)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = pipe.transformer.single_transformer_blocks[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        tiny.run(pipe)
-    hook.remove()
-    assert {tensor.device.type for tensor in pipe.transformer.parameters()} == {"cpu"}
-    assert_same_weights(pipe.transformer, weights)
-    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-
-
-# ---------------------------------------------------------------- several pipelines
-
-
-def test_from_pipe_shares_offloaded_models(device: torch.device, tmp_path: Path) -> None:
-    image = tiny.randn(1, 3, 16, 16).cpu().clamp(0, 1)
-
-    def run(pipe: Any) -> torch.Tensor:
-        return tiny.run(pipe, image=image, strength=0.9, num_inference_steps=3)
-
-    reference = diffusers.FluxImg2ImgPipeline.from_pipe(tiny.flux_pipeline().to(device))
-    reference.set_progress_bar_config(disable=True)
-    expected = run(reference)
-    pipe = tiny.flux_pipeline()
-    enable_group_offload(pipe, onload_device=device, offload_to_disk_path=tmp_path)
-    other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
-    other.set_progress_bar_config(disable=True)
-    assert torch.equal(run(other), expected)
-    assert torch.equal(tiny.run(pipe), tiny.run(tiny.flux_pipeline().to(device)))
 
 
 def test_a_dropped_pipeline_takes_its_memory_along(device: torch.device) -> None:

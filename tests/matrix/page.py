@@ -1,4 +1,4 @@
-"""The page of docs that shows the matrix."""
+"""The page of docs that shows the matrix: its tables, and what its introduction says of versions and numbers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,6 @@ from .row import Row
 
 PATH = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 
-INTRODUCTION = """\
-# Support matrix
-
-This table was measured: `make matrix` runs every model class that diffusers exports, and every model of transformers that a
-pipeline of diffusers imports, and writes this page. It did so on {date}, with diffusers {diffusers}, transformers
-{transformers}, peft {peft}, torch {torch} and Python {python}. `test_matrix.py` fails if a class is left out.
-
-Each class is built with a tiny configuration and random weights, and called as a pipeline calls it: an autoencoder by `encode`
-and `decode` too. **yes** means that all outputs of all calls have the resident module's bits.
-
-| column | the weights |
-|---|---|
-| RAM, blocks | rest in RAM and move block by block |
-| RAM, layers | rest in RAM and move layer by layer (`offload_type="leaf_level"`) |
-| group files | rest in group files, at both levels |
-| checkpoint | stay in the file of `save_pretrained`; `group_offload.from_pretrained` opened it |
-| budget | rest in RAM, and some of them stay on the device (`vram_budget`) |
-| LoRA | rest in RAM, at both levels; an adapter is added while they do, and deleted. **no**: the class takes none |
-
-On the CPU no kernel may read a weight where it rests, so a weight that was not onloaded is an error. On a simulated device
-copies and kernels run late, so a missing wait is an error. The columns of RAM had both, and budget the device alone. A class
-with a note about the simulated device ran on the CPU alone.
-
-{summary}
-"""
-
 
 def write(rows: Mapping[str, Row]) -> None:
     notes: dict[str, int] = {}
@@ -62,15 +36,14 @@ def write(rows: Mapping[str, Row]) -> None:
         f"{num_same} of {len(rows)} classes run bit-equal in RAM, at both levels, and in group files.\n"
         f"{outcomes.count('FAILS')} cells fail, and {sum(row.is_refused for row in rows.values())} classes are refused."
     )
-    introduction = INTRODUCTION.format(
-        date=datetime.datetime.now(datetime.timezone.utc).date(),
-        diffusers=diffusers.__version__,
-        transformers=transformers.__version__,
-        peft=peft.__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        summary=summary,
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    versions = (
+        f"It did so on {today}, with diffusers {diffusers.__version__}, transformers\n{transformers.__version__}, peft "
+        f"{peft.__version__}, torch {torch.__version__} and Python {platform.python_version()}."
     )
+    introduction = PATH.read_text().partition("## ")[0]
+    introduction = re.sub(r"It did so on .*? and Python [\d.]+\.", versions, introduction, flags=re.DOTALL)
+    introduction = re.sub(r"\d+ of \d+ classes run bit-equal.* are refused\.", summary, introduction, flags=re.DOTALL)
     listed = [f"{number}. {note}" for note, number in notes.items()]
     parts = [introduction, *tables, "## Not run\n\n" + "\n".join(absent), "## Notes\n\n" + "\n".join(listed)]
     PATH.write_text("\n\n".join(part.strip() for part in parts) + "\n")

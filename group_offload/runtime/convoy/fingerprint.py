@@ -22,8 +22,6 @@ from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-MARKER = "group_offloading"
-"""The name of the hook by which diffusers knows offloaded modules."""
 _TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _OWN = frozenset(nn.Module().__dict__) | {"_diffusers_hook", *_TO_ENGINE}
@@ -167,7 +165,7 @@ def examine(root: nn.Module, is_ours: Callable[[Any], bool]) -> Fingerprint | st
             added.update(map(id, module.modules()))
         hooks = (*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values())
         registry, own = attributes.get("_diffusers_hook"), attributes.get("forward")
-        others = [] if registry is None else [name for name in registry.hooks if name != MARKER]
+        others = [] if registry is None else [*registry.hooks]
         tensors = (*module._parameters.values(), *module._buffers.values(), *attributes.values())
         if isinstance(module, torch.jit.ScriptModule):
             finding = "is scripted"
