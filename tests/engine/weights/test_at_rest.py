@@ -73,17 +73,6 @@ def test_load_state_dict(assign: bool, offload: Offload) -> None:
         reference = make(Model, seed=2)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_of_another_offloaded_model(assign: bool, offload: Offload) -> None:
-    model, _ = pair()
-    other, reference = pair(make(Model, seed=1))
-    offload(model)
-    offload(other)
-    model.load_state_dict(other.state_dict(), assign=assign)
-    check(model, reference, inputs())
-    check(other, reference, inputs())
-
-
 def test_deepcopy_is_a_resident_model(offload: Offload) -> None:
     model, reference = pair()
     handle = offload(model)
@@ -101,17 +90,6 @@ def test_deepcopy_is_a_resident_model(offload: Offload) -> None:
     assert_same(run(twin, inputs()), run(changed, inputs()))
     assert handle.stats().onloads == onloads
     assert_at_rest(model, reference)
-    check(model, reference, inputs())
-
-
-def test_deepcopy_can_be_offloaded(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    twin = copy.deepcopy(model)
-    handle = offload(twin)
-    check(twin, reference, inputs())
-    handle.remove()
-    assert_same(run(twin, inputs()), run(reference, inputs()))
     check(model, reference, inputs())
 
 
