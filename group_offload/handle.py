@@ -133,15 +133,12 @@ class OffloadHandle:
         self.module = module
         self._end = weakref.ref(module, weakly(self._forget))
         self._name = type(module).__name__
+        self.config: OffloadConfig = engine.config
+        """The options, with every default filled in."""
         self._engine: Engine | None = engine
         self.owners: list[Callable[[], Any]] = []
         """Leads to those who asked for the handle. See [Note: Owners]."""
         engine.tell_before_forward(_before_forward)
-
-    @property
-    def config(self) -> OffloadConfig:
-        """The options, with every default filled in."""
-        return self._live.config
 
     @property
     def is_active(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,20 +38,11 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"num_blocks_per_group": 3}, {"level": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("orders", ORDERS, ids=str)
-def test_any_order_of_blocks(orders: list[tuple[int, ...]], num_blocks: int, folder: Path | None) -> None:
+def test_any_order_of_blocks(orders: list[tuple[int, ...]], options: dict[str, Any], folder: Path | None) -> None:
     model, reference = pair(AnyOrder)
-    offload_to(folder, model, num_blocks_per_group=num_blocks)
-    for order in orders:
-        for extra in (None, inputs(1)):
-            check(model, reference, inputs(), order, extra=extra, passes=2)
-
-
-@pytest.mark.parametrize("orders", ORDERS, ids=str)
-def test_any_order_of_layers(orders: list[tuple[int, ...]], folder: Path | None) -> None:
-    model, reference = pair(AnyOrder)
-    offload_to(folder, model, "leaf_level")
+    offload_to(folder, model, **options)
     for order in orders:
         for extra in (None, inputs(1)):
             check(model, reference, inputs(), order, extra=extra, passes=2)
