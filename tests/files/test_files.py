@@ -272,7 +272,8 @@ def test_edit_writes_a_new_file_and_removes_the_old_one(level: str, tmp_path: Pa
 
 @every_level
 def test_edit_leaves_files_of_earlier_runs(level: str, tmp_path: Path) -> None:
-    offload_to(tmp_path, make(Model), level).remove()
+    model = make(Model)
+    offload_to(tmp_path, model, level).remove()
     before = contents(tmp_path)
     model, reference = pair()
     offload_to(tmp_path, model, level)
