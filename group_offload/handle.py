@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 from .base.publish import check_path
 from .base.text import html_table, printable, table
-from .base.weak import Weak
+from .base.weak import Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
@@ -23,7 +24,7 @@ from .report.facts import ReportFacts
 from .report.page import value_text, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
 from .runtime.engine import Engine, follow_one_another
-from .runtime.gates import HANDLE, Gate
+from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
 from .stores.base import Tier
 from .stores.files import FileBlob
@@ -126,24 +127,22 @@ class OffloadHandle:
     """
 
     module = Weak[nn.Module]()
-    """The offloaded module, which the handle does not keep alive."""
+    """The offloaded module. The handle keeps neither the module nor its memory alive."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self.module = module
+        self._end = weakref.ref(module, weakly(self._forget))
         self._name = type(module).__name__
+        self.config: OffloadConfig = engine.config
+        """The options, with every default filled in."""
         self._engine: Engine | None = engine
         self.owners: list[Callable[[], Any]] = []
         """Leads to those who asked for the handle. See [Note: Owners]."""
         engine.tell_before_forward(_before_forward)
 
     @property
-    def config(self) -> OffloadConfig:
-        """The options, with every default filled in."""
-        return self._live.config
-
-    @property
     def is_active(self) -> bool:
-        """Whether the module is offloaded: true until `remove()`."""
+        """Whether the module is offloaded: true until `remove()`, and as long as the module is there."""
         return self._engine is not None
 
     @property
@@ -155,11 +154,6 @@ class OffloadHandle:
     def missing_bytes(self) -> int:
         """The device memory that the next forward takes for weights, beside what the module has by now."""
         return self._live.placer.missing_bytes
-
-    @property
-    def root_gate(self) -> Gate:
-        """What stands around the call of the module itself. For integrations."""
-        return self._live.root_gate
 
     @property
     def gated_modules(self) -> tuple[nn.Module, ...]:
@@ -291,17 +285,22 @@ class OffloadHandle:
         """
         if self._engine is None:
             return
-        module = OffloadHandle.module.of(self)
+        module = self.module
         self._engine.remove()
         self._engine = None
-        if module is not None:  # the handle may outlive the model
-            module.__dict__.pop(HANDLE, None)
-            for listener in listeners:
-                listener.removed(self)
+        module.__dict__.pop(HANDLE, None)
+        for listener in listeners:
+            listener.removed(self)
+
+    def _forget(self, module: object) -> None:
+        """The module is gone, and its memory goes with it. Parts of it that are still there keep their weights."""
+        self._engine = None
 
     @property
     def _live(self) -> Engine:
         if self._engine is None:
+            if OffloadHandle.module.of(self) is None:
+                raise gone()
             raise StateError("This module is no longer offloaded: remove() was called. Apply group offloading again.")
         return self._engine
 

@@ -8,14 +8,11 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import StateError
 from . import selective
 from .torch_internals import (
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     set_eval_frame,
     top_saved_tensors_hooks,
 )
@@ -31,18 +28,6 @@ def hooks_in_force() -> tuple[Pack, Unpack] | None:
     """The saved-tensor hooks that were pushed last in this thread, the only ones that autograd calls."""
     found: tuple[Pack, Unpack] | None = top_saved_tensors_hooks(True)
     return found
-
-
-def pop_hooks(hooks: saved_tensors_hooks) -> None:
-    """Remove saved-tensor hooks from this thread's, and leave those that lie over them."""
-    over = []
-    while (top := hooks_in_force()) is not None:
-        pop_saved_tensors_hooks()
-        if top[0] is hooks.pack_hook:
-            break
-        over.append(top)
-    for pack, unpack in reversed(over):
-        push_saved_tensors_hooks(pack, unpack)
 
 
 class Kept:

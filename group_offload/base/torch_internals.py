@@ -111,8 +111,6 @@ try:
     # Saved-tensor hooks: those of others have to be found, called, and left in their order. The public context manager only
     # pushes and pops its own.
     top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
-    pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
     are_saved_tensors_hooks_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
     # Which backward runs in this thread, and which of its nodes.
@@ -292,9 +290,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_call_impl": "what a call is without a compiled one",
         "_compiled_call_impl": "see `COMPILED_CALL`",
         "_forward_hooks": "those of others are called inside of a gate, or around it",
-        "_forward_hooks_always_called": "the same",
         "_forward_pre_hooks": "the same",
-        "_forward_pre_hooks_with_kwargs": "the same",
         "_modules": "for each pass: `named_modules()` takes longer",
         "_parameters": "for each pass: `named_parameters()` takes longer",
     },

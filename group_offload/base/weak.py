@@ -26,7 +26,7 @@ class Weak(Generic[T]):
     def __get__(self, holder: Any, owner: type) -> Weak[T] | T:
         if holder is None:
             return self
-        found = self.of(holder)
+        found: T | None = holder.__dict__[self._name]()  # as `of`: gates ask at each call
         if found is None:
             raise gone()
         return found

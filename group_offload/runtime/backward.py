@@ -92,10 +92,10 @@ class SavedWeight:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
         self._version = part.version_of(index)
-        self.pass_number = backward.pass_number
+        self.pass_number = backward._passes.number
 
     def unpack(self) -> torch.Tensor:
-        self._backward.check(self.part)
+        self._backward._passes.group_of(self.part)  # raises if it was given up
         check_version(self.part.version_of(self.index), self._version, f"the weight {self.fqn!r}")
         view = self._backward.bring(self)
         if self._is_conj:
@@ -215,11 +215,6 @@ class Backward:
         """End offloading. Graphs that ask for weights later get an error."""
         self._owner = None
 
-    @property
-    def pass_number(self) -> int:
-        """The number of the forward in progress."""
-        return self._passes.number
-
     # ---------------------------------------------------------------- saving
 
     def hooks(self) -> saved_tensors_hooks | None:
@@ -274,12 +269,14 @@ class Backward:
             Context(node, self._reference, partial(self._begin_node, parts))
 
     def _reference(self, value: Any) -> SavedWeight | None:
-        if not isinstance(value, torch.Tensor) or self._passes.place_of(value) is not None:
+        if not isinstance(value, torch.Tensor) or self._passes.in_bound(Group.place_of, value) is not None:
             return None  # a weight itself is bound when the node runs
         return self._saved(value)
 
     def _saved(self, tensor: torch.Tensor) -> SavedWeight | None:
-        found = self._passes.find_weight(tensor) if tensor.device == self._passes.device else None
+        if tensor.device != self._backend.device:
+            return None
+        found = self._passes.in_bound(Group.find, tensor.data_ptr())
         return None if found is None else SavedWeight(self, tensor, *found)
 
     def _begin_node(self, parts: Sequence[Part], node: Any) -> Callable[[Any], torch.Tensor | None]:
@@ -326,19 +323,11 @@ class Backward:
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
             return None
-        found = self._passes.place_of(weight) or self._passes.place_of_alias(weight)
+        found = self._passes.in_bound(Group.place_of, weight) or self._passes.in_bound(Group.place_of_alias, weight)
         # An alias with a version counter of its own: the engine raises the weight's.
         return None if found is None else _SavedRecast(*found, keep(tensor.data, below))
 
     # ---------------------------------------------------------------- bringing back
-
-    def check(self, part: Part) -> None:
-        """Check that the part is still offloaded.
-
-        Raises:
-            StateError: The engine was removed, or has given the part up.
-        """
-        self._passes.group_of(part)
 
     def bring(self, saved: SavedWeight) -> torch.Tensor:
         """The weight on the device, for autograd's current node."""
@@ -454,7 +443,7 @@ class Backward:
     def _use(self, now: _Task, group: Group, *, is_call: bool, binds: bool = False) -> _Use:
         """Onload a group, and hold it until `_release`."""
         passes = self._passes
-        stream = passes.current_stream
+        stream = self._backend.current_stream()
         for use in now.uses:
             if use.group is group and use.stream == stream and (group.is_bound or not binds):
                 use.is_call &= is_call

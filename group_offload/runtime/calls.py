@@ -18,6 +18,7 @@ import torch
 from ..errors import GroupOffloadError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from torch import nn
@@ -33,16 +34,24 @@ EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
 class Call:
     """One call of a gate."""
 
-    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module")
+    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module", "needs")
 
-    def __init__(self, module: nn.Module, entry: nn.Module | Method, frame: FrameType) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        entry: nn.Module | Method,
+        frame: FrameType,
+        needs: Callable[[nn.Module | Method], Sequence[Group]],
+    ) -> None:
         """
         Args:
             entry: What is called: the module, or one of its methods.
             frame: Frame that is on the stack for as long as the call lasts.
+            needs: Function that returns the groups that a call of `entry` needs. They may be others once a pass has begun.
         """
         self.module = module
         self.entry = entry
+        self.needs = needs
         self.groups: list[Group] = []
         """The groups that the call holds."""
         self.is_deferred = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import is_, itemgetter, not_
+from itertools import chain, repeat, starmap
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -86,39 +86,28 @@ class Watch:
             inside[module] = None
             scope.update(dict.fromkeys(groups_of.get(module, ())))
             pending.extend(seen[module].children)
-        before = [seen[module] for module in inside]
-        tables: list[dict[str, Any]] = []
-        members: list[tuple[Any, ...]] = []
-        of_fsdp: list[dict[str, Any]] = []
-        beside: list[tuple[dict[str, Any], str, Any]] = []
-        for each in before:
+        self._tables: list[dict[str, Any]] = []
+        self._members: list[Any] = []
+        """The values of all these tables, one after another."""
+        self._of_fsdp: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
+        """The tables in which FSDP2 exchanges parameters, what was in them, and the names of these parameters."""
+        for each in map(seen.__getitem__, inside):
             for table, values in zip(each.tables, each.members, strict=True):
                 if each.left and table is each.tables[1]:
-                    of_fsdp.append(table)
-                    pairs = zip(table, values, strict=True)
-                    beside += [(table, name, value) for name, value in pairs if name not in each.left]
+                    self._of_fsdp.append((table, dict(zip(table, values, strict=True)), each.left))
                 else:
-                    tables.append(table)
-                    members.append(values)
-        self._filled = list(compress(tables, members))
-        self._sizes = list(map(len, compress(members, members)))
-        self._empty = list(compress(tables, map(not_, members)))
-        self._members = list(chain.from_iterable(members))
-        self._of_fsdp = of_fsdp
-        """The tables in which FSDP2 exchanges parameters."""
-        self._names_of_fsdp = [*map(tuple, of_fsdp)]
-        self._beside = [table for table, _, _ in beside], [name for _, name, _ in beside]
-        """Where these tables hold other parameters."""
-        self._members_beside = [value for _, _, value in beside]
-        self._lazy = [member for member in (*self._members, *self._members_beside) if is_lazy(member)]
+                    self._tables.append(table)
+                    self._members += values
+        self._sizes = [*map(len, self._tables)]
+        self._lazy = [member for member in self._members if is_lazy(member)]
         adapters = adapter_layers()
-        self._adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
+        self.adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
+        """The layers of peft."""
         self._call = seen[top].call
         called = [each for each in inside if each is not top and (is_cut_by_calls or each in groups_of)]
         self._names = [each.__dict__ for each in called]
         self._calls = [seen[each].call for each in called]
         self.scope = set(scope)
-        self._groups = tuple(scope)
         self._parts = [part for group in scope for part in group.parts]
         stores = dict.fromkeys(part.blob.store for part in self._parts)
         self.late = [store for store in stores if store.commits_late]
@@ -127,7 +116,7 @@ class Watch:
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
         self._forms = Forms([view for part in self._parts for view in part.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
-        self._addresses = [address for group in self._groups for address in group.rest_addresses]
+        self._addresses = [address for part in self._parts for address in part.addresses]
 
     def has_same_modules(self, top: nn.Module) -> bool:
         """
@@ -136,15 +125,13 @@ class Watch:
         """
         # Modules are not looked at, only their tables: the device has nothing to do meanwhile, and all of this memory has left
         # the processor's caches since the last pass. See `Changes.recover`.
-        touch(self._empty, self._filled, self._members)
+        touch(self._tables, self._members)
         return (
             top.__dict__.get(COMPILED_CALL) is self._call
-            and not any(self._empty)
-            and list(map(len, self._filled)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._members))
+            and [*map(len, self._tables)] == self._sizes
+            and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._members))
             and all(map(is_lazy, self._lazy))
-            and [*map(tuple, self._of_fsdp)] == self._names_of_fsdp
-            and all(map(is_, map(_get, *self._beside), self._members_beside))
+            and all(starmap(_holds_the_same, self._of_fsdp))
             and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )
 
@@ -156,15 +143,9 @@ class Watch:
             and all(all(part.as_left()) for part in self._wrapped)
         )
 
-    def undo_merges(self) -> bool:
-        """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.
 
-        peft does so in the next forward of the layer, through `weight.data`: an edit in a slot that leaves no trace.
-        """
-        switched_off = [layer for layer in self._adapted if layer.disable_adapters and layer.merged]
-        for layer in switched_off:
-            layer.unmerge()
-        return bool(switched_off)
+def _holds_the_same(table: dict[str, Any], before: dict[str, Any], left: frozenset[str]) -> bool:
+    return [*table] == [*before] and all(table[name] is value for name, value in before.items() if name not in left)
 
 
 class Changes:
@@ -289,8 +270,15 @@ class Changes:
         self._late, self._looks = {}, NO_LOOKS
 
     def undo_merges(self, top: nn.Module) -> bool:
-        """See `Watch.undo_merges`. Call it before a forward that `notice` has returned the groups of."""
-        return self._watches[top].undo_merges()
+        """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.
+
+        peft does so in the next forward of the layer, through `weight.data`: an edit in a slot that leaves no trace. Call this
+        before a forward that `notice` has returned the groups of.
+        """
+        switched_off = [layer for layer in self._watches[top].adapted if layer.disable_adapters and layer.merged]
+        for layer in switched_off:
+            layer.unmerge()
+        return bool(switched_off)
 
     def settle(self, group: Group, *, binds: bool) -> None:
         """Commit changes of one group's weights at rest in the middle of a pass.

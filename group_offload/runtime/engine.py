@@ -34,8 +34,8 @@ from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.succession import Succession
-from .gates import Gate, Gates, is_offloaded
-from .groups.build import build_groups, materialise
+from .gates import Gates, is_offloaded
+from .groups.build import Builder, materialise
 from .groups.group import Group
 from .groups.packed import PackedGroup
 from .groups.part import Part
@@ -115,6 +115,7 @@ class Engine:
             self.counters,
             weakly(self._prepare),
         )
+        turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward, self.placer)
         tell_of_apply(root, self._look_for_meta)
@@ -218,10 +219,6 @@ class Engine:
         wait_for_releases()
 
     # ---------------------------------------------------------------- for the handle
-
-    @property
-    def root_gate(self) -> Gate:
-        return self._gates.root
 
     @property
     def gated_modules(self) -> tuple[nn.Module, ...]:
@@ -359,7 +356,7 @@ class Engine:
         self._probe.stopwatch.clear()
         self.recorder.clear()
         self.groups, self._refs, self._left = (), (), {}
-        self._passes.set_groups((), weakly(self._gates.needs))
+        self._passes.set_groups(())
         self._lookahead.reset((), wraps=False)
         self.placer.clear()
 
@@ -374,28 +371,27 @@ class Engine:
             self._lookahead.abandon()
             self._probe.stopwatch.clear()
             self.memory.release()
-        groups = build_groups(
-            self.root,
-            self.config,
-            self._folder,
-            before,
-            self.transfer.last_copies.synchronize,
-            casts,
-            self.trained.ids | of_fsdp,
+        self.groups = Builder(
+            root=self.root,
+            config=self.config,
+            folder=self._folder,
+            before=before,
+            wait=self.transfer.last_copies.synchronize,
+            casts=casts,
+            without=self.trained.ids | of_fsdp,
             packs=self._packer.is_on,
             host=None if before or self.sharing is None else self.sharing.one_copy,
-        )
+        ).build()
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
-        self.groups = groups
         moving = tuple(group for group in self.groups if not group.is_table)
-        self._passes.set_groups(moving, weakly(self._gates.needs))
+        self._passes.set_groups(moving)
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         self._known = frozenset(ref.fqn for ref in self._refs)
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
-                if is_lazy(tensor) and tensor.data.device != self._passes.device:
-                    tensor.data = tensor.to(self._passes.device)  # a lazy tensor gets its shape there
+                if is_lazy(tensor) and tensor.data.device != self.config.backend.device:
+                    tensor.data = tensor.to(self.config.backend.device)  # a lazy tensor gets its shape there
         if self._gates.records_graphs:
             share_counters(self.groups)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.

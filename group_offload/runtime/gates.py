@@ -22,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -30,12 +29,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from ..base import selective
-from ..base.compiled import Around, is_compiled
-from ..base.saved import hooks_in_force, pop_hooks
+from ..base.compiled import Around, innermost, is_compiled
+from ..base.saved import hooks_in_force
 from ..base.tensors import map_tensors
 from ..base.torch_internals import (
     COMPILED_CALL,
@@ -46,8 +44,9 @@ from ..base.torch_internals import (
     num_autograd_nodes,
     set_eval_frame,
 )
-from ..base.weak import Weak, gone, weakly
+from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
+from ..errors import StateError
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
@@ -58,21 +57,12 @@ from .groups.group import Group
 from .passes import Passes
 from .placer import Placer
 from .repeat import Repeater
-from .skips import OwnForward, own_forward
+from .skips import own_forward, preceded
 from .slots.arena import arena_for
 from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
-
-
-@dataclass(slots=True, eq=False)
-class BypassingCall:
-    """A call of a root that was compiled (`model.compile()`) after it was offloaded: it passes the gate by."""
-
-    call: Call
-    hooks: saved_tensors_hooks | None = None
-    """The saved-tensor hooks that were pushed for the call."""
 
 
 class Gate(Around):
@@ -81,6 +71,8 @@ class Gate(Around):
     module = Weak[nn.Module]()
     method: Method | None = None
     """The method that is called; None for the module itself."""
+    is_inner = False
+    """Whether the gate is one inside of a group's module."""
 
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
@@ -92,15 +84,6 @@ class Gate(Around):
         self._owner: Callable[[], Gates | None] = weakref.ref(gates)
         self.repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
         self.compiled = module.__dict__.get(COMPILED_CALL)
-        self.bypassing: BypassingCall | None = None
-        """A call in progress that bypassed the gate. A forward hook will end it."""
-
-    @property
-    def _gates(self) -> Gates:
-        found = self._owner()
-        if found is None:  # another thread has dropped the model meanwhile
-            raise gone()
-        return found
 
     def install(self) -> None:
         module = self.module
@@ -109,24 +92,15 @@ class Gate(Around):
         elif self.compiled is not None and not self.is_root:
             module.register_forward_pre_hook(_allow_trace)
         else:
-            module.register_forward_pre_hook(_refuse_trace, with_kwargs=True)
-        if self.is_root and not isinstance(module, torch.jit.ScriptModule):
-            module.register_forward_hook(_leave_bypassed, always_call=True)
+            module.register_forward_pre_hook(_refuse_trace)
         module.__dict__[COMPILED_CALL] = self  # `setattr` on a traced module would store it elsewhere
 
     def uninstall(self) -> None:
         """Undo `install`, also one that was interrupted. Repeated calls do nothing."""
         module = self.module
-        for hooks, flags in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_always_called),
-        ):
-            # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
-            for key in [key for key, hook in hooks.items() if any(hook is ours for ours in _OURS)]:
-                del hooks[key]
-            # Also the flags of hooks that an interrupted call has taken off.
-            for key in [key for key in flags if key not in hooks]:
-                del flags[key]
+        # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
+        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook)]:
+            del module._forward_pre_hooks[key]
         if module.__dict__.get(COMPILED_CALL) is self:
             if self.compiled is None:
                 del module.__dict__[COMPILED_CALL]
@@ -168,17 +142,16 @@ class Gate(Around):
         self, gates: Gates, module: nn.Module, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any
     ) -> Any:
         backward, passes = gates.backward, gates.passes
-        this = Call(module, self.method or module, sys._getframe())
+        this = Call(module, self.method or module, sys._getframe(), gates.needs)
         try:
-            if self.bypassing is not None:  # it is this thread's, and was interrupted
-                self.leave_bypassed()
             own = None if compiler or modes or torch.is_grad_enabled() else self._own_forward()
             this.is_deferred = own is not None
             backward.begin_call(self.groups)
             passes.begin_call(this, args, kwargs)
             if gates.records_graphs:
                 backward.keep_root()
-            args, kwargs = self._inputs(gates, args, kwargs)
+            if not (self.is_inner and passes.is_inside_a_call):
+                args, kwargs = gates.move_inputs(args, kwargs)
             call = self._enclosed
             first = num_autograd_nodes()
             for table in self.tables:
@@ -188,7 +161,7 @@ class Gate(Around):
                 compiler, call = None, GatheredRows(module, gates.backend).call
             elif self.groups and is_profiler_enabled():
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
-            late = nullcontext() if own is None else own.preceded_by(partial(passes.acquire_late, this))
+            late = nullcontext() if own is None else preceded(own, partial(passes.acquire_late, this))
             with backward.hooks() or nullcontext(), late:
                 output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
             if torch.is_grad_enabled():
@@ -206,10 +179,7 @@ class Gate(Around):
         finally:
             passes.end_call(this)
 
-    def _inputs(self, gates: Gates, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return gates.move_inputs(args, kwargs)
-
-    def _own_forward(self) -> OwnForward | None:
+    def _own_forward(self) -> Any:
         """Where to onload the groups if hooks of diffusers may skip the module. Users' hooks may need the weights at once."""
         module = self.module
         if "_diffusers_hook" not in module.__dict__ or self.method is not None or self.compiled or not self.groups:
@@ -226,57 +196,6 @@ class Gate(Around):
 
     def __reduce__(self) -> tuple[Any, Any]:
         return type(None), ()
-
-    def enter_bypassed(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin a call that bypassed the gate, because the root was compiled (`model.compile()`) after it was offloaded.
-
-        Args:
-            module: Root, or a shallow copy of the root, which shares its hooks and its weights.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.skip_frame("group_offload onloads weights here")
-        compiler = set_eval_frame(None)
-        modes = selective.hide()
-        try:
-            if module is self.module:
-                self.compiled = module.__dict__.get(COMPILED_CALL)
-                module._compiled_call_impl = self  # the gate encloses the module again from the next call on
-            passes, backward = self._gates.passes, self._gates.backward
-            passes.lock.acquire()
-            backward.begin_call(self.groups)
-            frame = sys._getframe(2)  # the call's, two above this one
-            self.bypassing = this = BypassingCall(Call(self.module, self.module, frame))
-            try:
-                passes.begin_call(this.call, args, kwargs)
-            finally:
-                self.bypassing = None
-                self._gates.root.bypassing = this  # a new gate, if `begin_call` installed all gates again
-            this.hooks = backward.hooks()
-            if this.hooks is not None:
-                this.hooks.__enter__()
-            return self._gates.move_inputs(args, kwargs)
-        finally:
-            selective.show(modes)
-            set_eval_frame(compiler)
-
-    def leave_bypassed(self) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.skip_frame("group_offload offloads weights here")
-        compiler = set_eval_frame(None)
-        modes = selective.hide()
-        try:
-            this, self.bypassing = self.bypassing, None
-            try:
-                if this is not None:
-                    if this.hooks is not None:
-                        pop_hooks(this.hooks)
-                    this.call.is_complete = True
-                    self._gates.passes.end_call(this.call)
-            finally:
-                self._gates.passes.lock.release()
-        finally:
-            selective.show(modes)
-            set_eval_frame(compiler)
 
 
 class SharedGate(Gate):
@@ -301,6 +220,8 @@ class InnerGate(Gate):
     Compilers never look at this gate.
     """
 
+    is_inner = True
+
     def install(self) -> None:
         self.module.__dict__[COMPILED_CALL] = self
 
@@ -320,9 +241,6 @@ class InnerGate(Gate):
                 gates.backward.keep_root()
             return call(*args, **kwargs)
         return super().__call__(*args, **kwargs)
-
-    def _inputs(self, gates: Gates, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if gates.passes.is_inside_a_call else super()._inputs(gates, args, kwargs)
 
 
 class MethodGate(InnerGate):
@@ -393,6 +311,20 @@ class MethodGate(InnerGate):
         return _let_through, (self.module, self.name)
 
 
+class CompileGate(MethodGate):
+    """Stands for `compile` of the root: what it compiles goes inside of the root's gate, and not in its place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        gate, call = innermost(module)[0], module.__dict__.get(COMPILED_CALL)
+        try:
+            self._enclosed(*args, **kwargs)
+        finally:
+            made = module.__dict__.get(COMPILED_CALL)
+            if gate is not None and made is not call:
+                gate.compiled, module.__dict__[COMPILED_CALL] = made, call
+
+
 def _let_through(module: nn.Module, name: str) -> MethodGate:
     gate = MethodGate.__new__(MethodGate)
     gate.module, gate.name, gate.compiled, gate._owner = module, name, None, lambda: None
@@ -420,31 +352,20 @@ def _allow_trace(module: nn.Module, *args: Any) -> None:
     """Make dynamo look at the gate of a module that compiles itself: the hook only has to exist."""
 
 
-def _refuse_trace(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
+def _refuse_trace(module: nn.Module, *args: Any) -> None:
+    call = module.__dict__.get(COMPILED_CALL)
     if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
-        if module.__dict__.get(HANDLE) is None and module.__dict__.get(COMPILED_CALL) is None:
-            return None
-        torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
-        return None
-    handle = module.__dict__.get(HANDLE)
-    if handle is None or isinstance(module.__dict__.get(COMPILED_CALL), Gate):
-        return None
-    gate: Gate = handle.root_gate
-    return gate.enter_bypassed(module, args, kwargs)
+        if module.__dict__.get(HANDLE) is not None or call is not None:
+            torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
+    elif module.__dict__.get(HANDLE) is not None and not isinstance(call, Around):
+        raise StateError(
+            f"This {type(module).__name__} is a shallow copy (copy.copy) of an offloaded module, or its compiled call was "
+            f"replaced, so its weights aren't on the device. Call the offloaded module itself, or a copy.deepcopy() of it; "
+            f"after a replacement call remove_group_offloading() on it, and offload it again."
+        )
 
 
-def _leave_bypassed(module: nn.Module, *args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
-        if module.__dict__.get(HANDLE) is None:
-            return
-        torch._dynamo.skip_frame("group_offload offloads weights here")
-        return
-    handle = module.__dict__.get(HANDLE)
-    if handle is not None and handle.root_gate.bypassing is not None:
-        handle.root_gate.leave_bypassed()
-
-
-_OURS = (_allow_trace, _refuse_trace, _leave_bypassed)
+_OURS = (_allow_trace, _refuse_trace)
 
 
 def _is_ours(hook: Any) -> bool:
@@ -492,17 +413,13 @@ class Gates:
         self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._end = weakref.ref(top, weakly(self._leave))
-
-    def _leave(self, top: object = None) -> None:
-        """The model is gone. Parts of it that are still there become modules as any other, also if a handle is kept."""
-        self.uninstall()
-        self.clear()
-        self.passes.is_removed = True
 
     def __del__(self) -> None:
-        if "_end" in self.__dict__:  # else an interrupt came first
-            self._leave()  # Python's collector calls nobody about what it frees together
+        """The model is gone, and so is the engine. Parts of the model that are still there become modules as any other."""
+        if "_modules" in self.__dict__:  # else an interrupt came first
+            self.uninstall()
+            self.clear()
+            self.passes.is_removed = True
 
     @property
     def root(self) -> Gate:
@@ -538,7 +455,7 @@ class Gates:
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:
             return "it has recorded a graph"
-        if self.root.compiled is not None or self.root.bypassing is not None:
+        if self.root.compiled is not None:
             return "it is compiled as a whole: compile its blocks instead"
         return None
 
@@ -581,7 +498,9 @@ class Gates:
             # What was known of the module keeps weights that were replaced.
             root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours, is_function=self.is_function)
         for module, found in needs.items():
-            gate = self._gates[module] if module in self._gates else self._new_gate(module)
+            is_root = module is self._top
+            kind = SharedGate if is_root and self.sharing is not None else Gate
+            gate = self._gates[module] if module in self._gates else kind(self, module, is_root=is_root)
             gate.tables = tuple(group for group in found if group.is_table)
             gate.groups = _in_turn(found)
             self._gates[module] = gate
@@ -594,10 +513,6 @@ class Gates:
         self._leave_modules()
         self._modules.update(self._top.modules())
         _offloaded.update(dict.fromkeys(self._modules, weakref.ref(self)))
-
-    def _new_gate(self, module: nn.Module) -> Gate:
-        is_root = module is self._top
-        return (SharedGate if is_root and self.sharing is not None else Gate)(self, module, is_root=is_root)
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
@@ -627,6 +542,10 @@ class Gates:
                 gate = self._methods[method] = MethodGate(self, method)
                 gate.groups = _in_turn(found)
                 gate.install()
+        if not isinstance(self._top, torch.jit.ScriptModule):
+            method = Method(weakref.ref(self._top), "compile")
+            gate = self._methods[method] = CompileGate(self, method)
+            gate.install()
 
     def uninstall(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,8 +52,9 @@ from .placer import Placer
 from .probe import Probe
 from .slots.slot import Slot
 from .threads import where_it_waits
-from .turns import join
 
+T = TypeVar("T")
+R = TypeVar("R")
 _BACKWARD = "backward"
 """The name of backward passes in their `Kind`."""
 
@@ -99,9 +100,6 @@ class Passes:
         Args:
             prepare: Function that commits changes of the module before a forward. It returns the groups that the forward
                 can need. If it cuts the module into groups again, it calls `set_groups` first.
-
-        Raises:
-            StateError: Models that share weights with this one cannot take turns with it.
         """
         self.root = root
         self.name = type(root).__name__
@@ -117,7 +115,6 @@ class Passes:
         self._prepare = prepare
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
-        self._needs: Callable[[nn.Module | Method], Sequence[Group]] = lambda entry: ()
         self._detect_edits = True
         self._state = State.CLEAN
         self._calls: list[Call] = []
@@ -140,8 +137,7 @@ class Passes:
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = self._new_lock()
-        """The lock that a pass holds for its length. Models that share weights have one lock."""
-        join(self)
+        """The lock that a pass holds for its length. Models that share weights have one lock: see `turns`."""
 
     def _new_lock(self) -> Any:
         return forked_free(threading.RLock())
@@ -157,23 +153,13 @@ class Passes:
         if self._state is not State.CLEAN:
             self._state = State.UNKNOWN
 
-    def set_groups(self, groups: tuple[Group, ...], needs: Callable[[nn.Module | Method], Sequence[Group]]) -> None:
-        """Take over the groups that the module was cut into.
-
-        Args:
-            needs: Function that returns the groups that a call of a module, or of a method, with a gate needs.
-        """
+    def set_groups(self, groups: tuple[Group, ...]) -> None:
+        """Take over the groups that the module was cut into."""
         self._groups, self._stint = groups, set()
         self._group_of = {part: group for group in groups for part in group.parts}
-        self._needs = needs
         self._detect_edits = all(group.detects_edits for group in groups)
 
     # ---------------------------------------------------------------- where a pass is
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the module is gone. A graph may still need its weights."""
-        return Passes.root.of(self) is None
 
     @property
     def is_running(self) -> bool:
@@ -203,14 +189,6 @@ class Passes:
     def is_in_forward(self, number: int) -> bool:
         """Whether the forward with this number is in progress, outside of any backward."""
         return bool(self._calls) and not self.tasks and self.number == number
-
-    @property
-    def device(self) -> torch.device:
-        return self._backend.device
-
-    @property
-    def current_stream(self) -> Stream:
-        return self._backend.current_stream()
 
     # ---------------------------------------------------------------- a call
 
@@ -249,7 +227,7 @@ class Passes:
         self._state = state
 
     def _acquire_groups_of(self, call: Call) -> None:
-        for group in self._needs(call.entry):
+        for group in call.needs(call.entry):
             if group.num_bytes:
                 self.acquire(group)
                 call.groups.append(group)
@@ -453,7 +431,7 @@ class Passes:
     @property
     def has_changed_weights(self) -> bool:
         """Whether the forward has changed a weight, or a buffer, since it was onloaded."""
-        return any(group.has_changed for group in self.memory.bound)
+        return any(group.changed() for group in self.memory.bound)
 
     def give_way(self, factor: int) -> bool:
         """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none.
@@ -563,22 +541,9 @@ class Passes:
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self.memory.free(slot)
 
-    def find_weight(self, tensor: torch.Tensor) -> tuple[Part, int, int] | None:
-        """The onloaded weight that a tensor is a view of: see `Group.find`. None if there is none."""
-        address = tensor.data_ptr()
-        for group in reversed(self.memory.bound):
-            found = group.find(address)
-            if found is not None:
-                return found
-        return None
-
-    def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
-        """The part that an onloaded weight belongs to, and its index there, whatever memory it is bound to now."""
-        return next((found for group in self.memory.bound if (found := group.place_of(tensor)) is not None), None)
-
-    def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
-        """The same for what `detach()` has made of one. See `Group.place_of_alias`."""
-        return next((found for group in self.memory.bound if (found := group.place_of_alias(tensor)) is not None), None)
+    def in_bound(self, find: Callable[[Group, T], R | None], what: T) -> R | None:
+        """What a method of a bound group finds, of the group that was bound last; None if none of them finds anything."""
+        return next((found for group in reversed(self.memory.bound) if (found := find(group, what)) is not None), None)
 
     def group_of(self, part: Part) -> Group:
         """The group that a part belongs to.

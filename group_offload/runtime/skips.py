@@ -29,31 +29,11 @@ _SKIP = frozenset(
 """The names of the hooks' classes."""
 
 
-class OwnForward:
-    """The place where diffusers' hooks of a module keep the forward that they enclose."""
+def own_forward(module: nn.Module) -> Any:
+    """What leads diffusers' hooks of a module to the forward that they enclose, if they may skip it.
 
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-        self._name = "forward" if reference.original_forward is None else "original_forward"
-
-    @contextmanager
-    def preceded_by(self, step: Callable[[], None]) -> Iterator[None]:
-        """Let `step` run before each call of the forward, for as long as the context lasts."""
-        own = getattr(self._reference, self._name)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            step()
-            return own(*args, **kwargs)
-
-        setattr(self._reference, self._name, forward)
-        try:
-            yield
-        finally:
-            setattr(self._reference, self._name, own)
-
-
-def own_forward(module: nn.Module) -> OwnForward | None:
-    """Where to step in between a module's forward and the hooks that may skip it; None if it has other hooks, or none."""
+    None if the module has other hooks, or none.
+    """
     forward, registry = module.__dict__.get("forward"), module.__dict__.get("_diffusers_hook")
     if registry is None or not isinstance(forward, partial) or not _is_of_diffusers(forward.func):
         return None
@@ -61,9 +41,24 @@ def own_forward(module: nn.Module) -> OwnForward | None:
     kinds = [type(hook) for name, hook in registry.hooks.items() if name in registry._hook_order]
     if not references or len(references) != len(kinds):
         return None
-    return (
-        OwnForward(references[0]) if all(_is_of_diffusers(kind) and kind.__name__ in _SKIP for kind in kinds) else None
-    )
+    return references[0] if all(_is_of_diffusers(kind) and kind.__name__ in _SKIP for kind in kinds) else None
+
+
+@contextmanager
+def preceded(reference: Any, step: Callable[[], None]) -> Iterator[None]:
+    """Let `step` run before each call of the forward that `reference` leads to, for as long as the context lasts."""
+    name = "forward" if reference.original_forward is None else "original_forward"
+    own = getattr(reference, name)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step()
+        return own(*args, **kwargs)
+
+    setattr(reference, name, forward)
+    try:
+        yield
+    finally:
+        setattr(reference, name, own)
 
 
 def _is_of_diffusers(code: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from ..base.layout import as_bytes
 from ..base.tensors import map_tensors
 from .slots.arena import arena_for
 
-_EMBEDDINGS = (torch.nn.functional.embedding, torch.embedding)
+_ORDER = {
+    torch.nn.functional.embedding: tuple(signature(torch.nn.functional.embedding).parameters),
+    torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
+}
+"""The names of the arguments, in their order."""
 _GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_xpu")}
 
 
@@ -39,7 +44,7 @@ class GatheredRows(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _EMBEDDINGS:
+        if func in _ORDER:
             found = dict(zip(_ORDER[func], args, strict=False)) | kwargs
             if found["weight"] is self._table:
                 return self._gather(func, found)
@@ -74,18 +79,3 @@ class GatheredRows(TorchFunctionMode):
         target = arena_for(backend).take(rows.nbytes).view(rows.dtype).view(rows.shape)
         backend.copy(as_bytes(target), as_bytes(rows), backend.current_stream(), blocking=True)
         return target
-
-
-_ORDER = {
-    torch.nn.functional.embedding: (
-        "input",
-        "weight",
-        "padding_idx",
-        "max_norm",
-        "norm_type",
-        "scale_grad_by_freq",
-        "sparse",
-    ),
-    torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
-}
-"""The names of the arguments, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from group_offload import (
     remove_group_offloading,
 )
 from group_offload.api import handle_of
-from group_offload.base.torch_internals import COMPILED_CALL
 
 from ..interrupts import Strike, contained
 from ..support.asserts import assert_at_rest, assert_same, named_tensors
@@ -93,16 +93,29 @@ class Case:
         return apply_group_offloading(model, "cpu", **self.options)
 
 
+def strike_everywhere(attempt: Callable[[int, Strike], object]) -> None:
+    """Interrupt one line after another. The lines of loops over groups come again and again."""
+    at, strike = 1, Strike(1)
+    while at == 1 or strike.where:
+        strike = Strike(at)
+        try:
+            attempt(at, strike)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at {strike.where}")
+            raise
+        at += 1 + at // 6
+    assert at > 500
+
+
 @pytest.mark.parametrize("kind", ["ram", "ram, trained", "file", "checkpoint", "checkpoint, leaves"])
 @pytest.mark.parametrize("is_simulated", [False, True])
 def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)
     reference = copy.deepcopy(small())
     device = SimulatedDevice(0) if is_simulated else None
-    at = 1
-    while True:
+
+    def attempt(at: int, strike: Strike) -> None:
         model = case.make()
-        strike = Strike(at)
         with use_simulated_device(device) if device is not None else nullcontext():
             try:
                 with strike:
@@ -110,37 +123,26 @@ def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path)
             except KeyboardInterrupt:
                 pass
             else:
-                assert strike.is_lost or not strike.where, f"nobody was told of the interrupt at {strike.where}"
+                assert strike.is_lost or not strike.where, "nobody was told of the interrupt"
                 handle.remove()
-        if not strike.where:
-            break
-        try:
+        assert_as_before(model, reference)
+        if at % 3 == 0:  # it can be offloaded, run and brought back
+            with use_simulated_device(device) if device is not None else nullcontext():
+                handle = case.apply(model)
+                if device is None:
+                    assert_same(run(model, inputs()), run(reference, inputs()))
+                handle.remove()
             assert_as_before(model, reference)
-        except BaseException as error:
-            error.add_note(f"after an interrupt at {strike.where}")
-            raise
-        if at % 3 == 0:
-            again(case, model, reference, device)
-        at += 1 + at // 6  # the lines of loops over groups come again and again
-    assert at > 500
 
-
-def again(case: Case, model: nn.Module, reference: nn.Module, device: SimulatedDevice | None) -> None:
-    """It can be offloaded, run and brought back."""
-    with use_simulated_device(device) if device is not None else nullcontext():
-        handle = case.apply(model)
-        if device is None:
-            assert_same(run(model, inputs()), run(reference, inputs()))
-        handle.remove()
-    assert_as_before(model, reference)
+    strike_everywhere(attempt)
 
 
 @pytest.mark.parametrize("kind", ["ram", "file", "checkpoint"])
 def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> None:
     """Groups are cut again, half of it: the next forward does the rest, or `remove()` takes back what there is."""
     case = Case(kind, tmp_path)
-    at = 1
-    while True:
+
+    def attempt(at: int, strike: Strike) -> None:
         model, reference = case.make(), copy.deepcopy(small())
         handle = case.apply(model)
         run(model, inputs())
@@ -150,43 +152,19 @@ def test_an_interrupt_while_changes_are_taken_up(kind: str, tmp_path: Path) -> N
             each.blocks[1].extra = nn.Linear(2, 2)
             nn.init.ones_(each.blocks[1].extra.weight)
             nn.init.ones_(each.blocks[1].extra.bias)
-        strike = Strike(at)
         with suppress(KeyboardInterrupt), strike:
             contained(handle.refresh)
-        try:
+        assert_at_rest(model, reference)
+        if at % 2:
+            for _ in range(2):
+                assert_same(run(model, inputs()), run(reference, inputs()))
             assert_at_rest(model, reference)
-            if at % 2:
-                for _ in range(2):
-                    assert_same(run(model, inputs()), run(reference, inputs()))
-                assert_at_rest(model, reference)
-            handle.remove()
-            assert hooks(model) == []
-            assert attributes(model) == attributes(reference)
-            assert_at_rest(model, reference)
-        except BaseException as error:
-            error.add_note(f"after an interrupt at {strike.where}")
-            raise
-        if not strike.where:
-            break
-        at += 1 + at // 6
-    assert at > 500
-
-
-def test_an_interrupt_while_hooks_are_taken_off() -> None:
-    """A hook and what torch notes of it go together, at whichever line the first attempt ends."""
-    at, strike = 0, None
-    while strike is None or strike.where:
-        at += 1
-        model = make()
-        handle = apply_group_offloading(model, "cpu")
-        gate = model.__dict__[COMPILED_CALL]
-        strike = Strike(at)
-        with suppress(KeyboardInterrupt), strike:
-            gate.uninstall()
-        gate.uninstall()
         handle.remove()
-        assert hooks(model) == [], strike.where
-    assert at > 10
+        assert hooks(model) == []
+        assert attributes(model) == attributes(reference)
+        assert_at_rest(model, reference)
+
+    strike_everywhere(attempt)
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
@@ -195,8 +173,8 @@ def test_an_interrupt_while_weights_return_to_their_checkpoint(has_folder: bool,
     case = Case("checkpoint", tmp_path)
     if has_folder:
         case.options["offload_to_disk_path"] = tmp_path / "groups"
-    at = 1
-    while True:
+
+    def attempt(at: int, strike: Strike) -> None:
         model, reference = case.make(), copy.deepcopy(small())
         handle = case.apply(model)
         first = [group.where for group in handle.groups]
@@ -206,26 +184,19 @@ def test_an_interrupt_while_weights_return_to_their_checkpoint(has_folder: bool,
         for each in (model, reference):
             each.blocks[0].up.weight.data.mul_(0.5)
             each.blocks[1].extra = nn.Identity()  # nothing tells of edits of RAM without streams: this does
-        strike = Strike(at)
         with suppress(KeyboardInterrupt), strike:
             contained(handle.refresh)
-        try:
-            assert_at_rest(model, reference)
-            if at % 2:
-                assert_same(run(model, inputs()), run(reference, inputs()))
-                assert [group.where for group in handle.groups] == first
-            for each in (model, reference):
-                each.blocks[0].up.weight.data.mul_(3)
+        assert_at_rest(model, reference)
+        if at % 2:
             assert_same(run(model, inputs()), run(reference, inputs()))
-            handle.remove()
-            assert_at_rest(model, reference)
-        except BaseException as error:
-            error.add_note(f"after an interrupt at {strike.where}")
-            raise
-        if not strike.where:
-            break
-        at += 1 + at // 6
-    assert at > 500
+            assert [group.where for group in handle.groups] == first
+        for each in (model, reference):
+            each.blocks[0].up.weight.data.mul_(3)
+        assert_same(run(model, inputs()), run(reference, inputs()))
+        handle.remove()
+        assert_at_rest(model, reference)
+
+    strike_everywhere(attempt)
 
 
 # ---------------------------------------------------------------- errors

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from group_offload import OffloadHandle, StateError, apply_group_offloading
 from group_offload.runtime.groups import build
 
-from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run, run_onloaded
@@ -223,11 +221,6 @@ def change_and_check(home: Home, changes: list[list[Change]], *, refreshes: rand
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-@pytest.mark.parametrize("module_change", [add_buffer, add_layer, add_block, new_parameter], ids=lambda f: f.__name__)
-def test_an_edit_and_a_new_module(module_change: Change, home: Home) -> None:
-    change_and_check(home, [[edit, module_change], [module_change, edit]])
-
-
 def test_a_swap_an_edit_and_a_new_module(home: Home) -> None:
     change_and_check(home, [[swap, edit_half_of_all, add_layer], [share, edit, add_buffer, swap]])
 
@@ -345,35 +338,6 @@ def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Pa
             outputs.append(run(adapted, ids).logits)
         merged = adapted.merge_and_unload()
         outputs += [run(merged, ids).logits for _ in range(2)]
-        found.append(outputs)
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("tier", [*TIERS, "checkpoint"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("refreshes", [False, True])
-def test_a_lora_that_is_loaded_and_fused_at_once(tier: str, level: str, refreshes: bool, tmp_path: Path) -> None:
-    tiny.flux_transformer().save_pretrained(tmp_path / "model")
-    made = tiny.flux_transformer()
-    made.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False), adapter_name="one")
-    made.save_lora_adapter(tmp_path / "lora", adapter_name="one")
-    saved = next((tmp_path / "lora").iterdir())
-    given = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in tiny.flux_inputs().items()
-    }
-    found = []
-    for is_offloaded in (True, False):
-        model = FluxTransformer2DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.float32).eval()
-        handle = offload_as(tier, model, tmp_path, level) if is_offloaded else None
-        outputs = [run(model, **given)[0]]
-        model.load_lora_adapter(load_file(saved), adapter_name="one", prefix=None)
-        if refreshes and handle is not None:
-            handle.refresh()
-        model.fuse_lora()
-        outputs += [run(model, **given)[0] for _ in range(2)]
-        model.unfuse_lora()
-        model.delete_adapters("one")
-        outputs.append(run(model, **given)[0])
         found.append(outputs)
     assert_same(*found)
 

@@ -38,7 +38,7 @@ from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import from_file
+from ..support.on_device import forward, from_file
 from ..support.processes import run_python
 from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
@@ -270,19 +270,15 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
                     raise torch.OutOfMemoryError("no room")
                 copy(*args, **kwargs)
 
-            def forward(model: nn.Module = model) -> torch.Tensor:
-                with torch.no_grad(), device.running():
-                    return device.get(model(device.put(inputs())))
-
             expected = run(reference, inputs())
-            assert_same(forward(), expected)
+            assert_same(device.get(forward(device, model, inputs())), expected)
             left = number
             with monkeypatch.context() as patch:
                 patch.setattr(device, "copy", failing)
                 with suppress(torch.OutOfMemoryError):
-                    assert_same(forward(), expected)
+                    assert_same(device.get(forward(device, model, inputs())), expected)
             for _ in range(2):
-                assert_same(forward(), expected)
+                assert_same(device.get(forward(device, model, inputs())), expected)
             handle.remove()
 
 
@@ -295,10 +291,9 @@ def test_an_interrupt_while_threads_are_hired(tmp_path: Path, monkeypatch: pytes
         for _ in range(3):
             with pytest.MonkeyPatch.context() as patch:
                 raises_once(reader, "on_pool", patch)
-                with pytest.raises(KeyboardInterrupt), torch.no_grad(), device.running():
-                    model(device.put(inputs()))
-            with torch.no_grad(), device.running():
-                assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+                with pytest.raises(KeyboardInterrupt):
+                    forward(device, model, inputs())
+            assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
         handle.remove()
 
 
@@ -307,14 +302,13 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
     model, reference = make(), make()
     device = SimulatedDevice()
 
-    def forward() -> None:
-        with torch.no_grad(), device.running():
-            assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+    def check_bits() -> None:
+        assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
 
     with use_simulated_device(device):
         handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
         for _ in range(4):
-            forward()
+            check_bits()
         memory, kept = engine_of(handle).memory, handle.stats().resident_bytes
         with monkeypatch.context() as patch:
             real = memory.take
@@ -327,10 +321,10 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
             patch.setattr(memory, "take", take)
             raises_once(arena.Arena, "take", patch, torch.OutOfMemoryError("no room"))
             with pytest.raises(torch.OutOfMemoryError):
-                forward()
+                check_bits()
         assert kept and not handle.stats().resident_bytes and not device.allocated_bytes
         for _ in range(4):
-            forward()
+            check_bits()
         assert handle.stats().resident_bytes == kept
         handle.remove()
 
@@ -430,11 +424,7 @@ def test_an_interrupt_while_memory_is_taken_from_another_module(at: int, monkeyp
     with use_simulated_device(device):
         handles = [apply_group_offloading(each, "cpu", use_stream=each is other) for each in (model, other)]
 
-        def forward(each: nn.Module) -> torch.Tensor:
-            with torch.no_grad(), device.running():
-                return device.get(each(device.put(inputs())))
-
-        forward(other)
+        device.get(forward(device, other, inputs()))
         held, real, num_evicted = device.allocated_bytes, slots.Slot.evict, 0
 
         def evict(slot: slots.Slot) -> None:
@@ -447,13 +437,13 @@ def test_an_interrupt_while_memory_is_taken_from_another_module(at: int, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(slots.Slot, "evict", evict)
             with pytest.raises(KeyboardInterrupt):
-                forward(model)
+                forward(device, model, inputs())
         for factor in (1.0, 0.5):
             for each in (other, reference) if factor < 1 else ():
                 with device.running():
                     for parameter in each.parameters():
                         parameter.data.mul_(factor)
-            assert_same(forward(other), run(reference, inputs()))
+            assert_same(device.get(forward(device, other, inputs())), run(reference, inputs()))
             device.synchronize()
             assert device.allocated_bytes == held
         for handle in handles:
@@ -467,12 +457,8 @@ def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) ->
     with use_simulated_device(device):
         handles = [apply_group_offloading(model, "cpu") for model in (one, other)]
 
-        def forward(model: nn.Module) -> None:
-            with torch.no_grad(), device.running():
-                device.get(model(device.put(inputs())))
-
-        forward(one)
-        forward(other)
+        device.get(forward(device, one, inputs()))
+        device.get(forward(device, other, inputs()))
         held = device.allocated_bytes
         real = arena.Arena.lease
 
@@ -483,10 +469,10 @@ def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patch:
             patch.setattr(arena.Arena, "lease", lease)
             with pytest.raises(KeyboardInterrupt):
-                forward(one)
+                forward(device, one, inputs())
         for _ in range(2):
-            forward(one)
-            forward(other)
+            device.get(forward(device, one, inputs()))
+            device.get(forward(device, other, inputs()))
             assert device.allocated_bytes == held
         free_slots()
         device.synchronize()
@@ -575,12 +561,11 @@ def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.
         handle = apply_group_offloading(one, "cpu", vram_budget="1GiB")
         other_handle = apply_group_offloading(other, "cpu")
 
-        def forward(model: nn.Module, reference: nn.Module) -> None:
-            with torch.no_grad(), device.running():
-                assert_same(device.get(model(device.put(inputs()))), run(reference, inputs()))
+        def check_bits(model: nn.Module, reference: nn.Module) -> None:
+            assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
 
         for _ in range(4):
-            forward(one, references[0])
+            check_bits(one, references[0])
         assert handle.stats().resident_bytes
         before = handle.stats().onloads
         placer: Any = engine_of(handle).placer
@@ -589,13 +574,13 @@ def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.
         def replan(kind: Any) -> None:
             with monkeypatch.context() as patch:
                 patch.setattr(placer, "replan", real)
-                thread = threading.Thread(target=forward, args=(other, references[1]))
+                thread = threading.Thread(target=check_bits, args=(other, references[1]))
                 thread.start()
                 thread.join(60)
             real(kind)
 
         placer.replan = replan
-        forward(one, references[0])
+        check_bits(one, references[0])
         del placer.replan
         assert handle.stats().onloads == before  # all that stayed there is still there
         handle.remove()

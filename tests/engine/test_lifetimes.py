@@ -178,20 +178,38 @@ def test_a_component_that_a_pipeline_gives_up(name: str, is_called: bool) -> Non
         assert all(map(operator.le, given_up(True), given_up(False)))
 
 
-def test_a_pipeline_that_is_dropped() -> None:
+@pytest.mark.parametrize("keeps_handles", [False, True])
+def test_a_pipeline_that_is_dropped(keeps_handles: bool) -> None:
     from ..support import tiny_models
 
     def dropped(offloads: bool) -> list[bool]:
         pipe = tiny_models.flux_pipeline()
-        if offloads:
-            enable_group_offload(pipe, onload_device="cpu")
+        handles = enable_group_offload(pipe, onload_device="cpu") if offloads else {}
         tiny_models.run(pipe)
         gone = [weakref.ref(each) for each in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)]
+        if not keeps_handles:
+            handles.clear()
         del pipe
+        assert not any(handle.is_active for handle in handles.values())
         return alive(*gone)
 
     with counted():
         assert all(map(operator.le, dropped(True), dropped(False)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_handle_keeps_no_memory_of_a_model_that_was_dropped(options: str, tmp_path: Path) -> None:
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
+        model = make(Model)
+        handle = offload_to(tmp_path if options == "file" else None, model, **OPTIONS[options])
+        forward(device, model, inputs())
+        del model
+        device.synchronize()
+        assert not device.memory.now and not device.pinned_bytes
+        assert not handle.is_active
+        with pytest.raises(StateError, match="The offloaded model is gone"):
+            handle.stats()
+        handle.remove()
 
 
 @pytest.mark.parametrize("keeps_handle", [False, True])

@@ -6,7 +6,6 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from group_offload import apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
-from ..support.inside import engine_of
 from ..support.on_device import any_mode, offload
 from ..support.rigs import LEVELS, TIERS, OnloadedOnly, offload_to, pair
 from ..support.simulated import Laziness, SimulatedDevice, use_simulated_device
@@ -202,17 +200,6 @@ def test_an_exception_leaves_weights_at_rest(level: str) -> None:
     handle.remove()
 
 
-def test_threads_take_turns() -> None:
-    model, reference = made()
-    offload_to(None, model, "leaf_level")
-    inputs = [(name, torch.randn(2, DIM)) for name in CALLS for _ in range(6)]
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda given: called(model, CALLS[given[0]], given[1]), inputs))
-    for (name, x), output in zip(inputs, outputs, strict=True):
-        assert_same(output, called(reference, CALLS[name], x))
-    assert_at_rest(model, reference)
-
-
 def test_gradients_with_a_checkpoint() -> None:
     """The method is called again in backward, outside of any pass."""
     model, reference = made()
@@ -319,16 +306,6 @@ class TestCompiled:
                 assert handle.stats().passes == turn + 1
             handle.remove()
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_callers(self, level: str) -> None:
-        model, reference = made()
-        handle = offload_to(None, model, level)
-        call = torch.compile(lambda x: model.encode(x) * 2, backend="eager")
-        for turn in range(3):
-            x = torch.randn(2, DIM)
-            assert_same(called(model, lambda _, x: call(x), x), called(reference, CALLS["encode"], x) * 2)
-            assert handle.stats().passes == turn + 1
-
     @pytest.mark.parametrize("is_late", [False, True])
     def test_blocks_that_call_their_methods(self, is_late: bool) -> None:
         """A block's own graph contains no gate, and equal blocks share it."""
@@ -344,15 +321,3 @@ class TestCompiled:
         assert backend.frame_count == 1
         assert not any("step" in vars(block) for block in (*model.down, *model.up))
         assert "decode" in vars(model)
-
-
-def test_nothing_but_methods_that_compute_with_weights_has_a_gate() -> None:
-    model, _ = made()
-    handle = apply_group_offloading(model, "cpu")
-    found = {
-        (type(method.module).__name__, method.name)
-        for method in engine_of(handle)._gates._methods
-        if method.name != "_apply"
-    }
-    expected = {("Autoencoder", name) for name in METHODS}
-    assert found == expected | {("Normal", "encode"), ("Normal", "decode"), ("Block", "step")}

@@ -83,17 +83,6 @@ def test_scripted_modules(how: str, tier: str, level: str, tmp_path: Path) -> No
     check(model, reference, x)
 
 
-@scripts
-@every_level
-def test_a_scripted_module_comes_later(level: str) -> None:
-    model, reference = make(Model), make(Model)
-    apply_group_offloading(model, "cpu", offload_type=level)
-    check(model, reference, inputs())
-    for each in (model, reference):
-        each.blocks[2] = torch.jit.script(make(Block, seed=1))
-    check(model, reference, inputs())
-
-
 # ---------------------------------------------------------------- lazy modules
 
 
@@ -134,22 +123,6 @@ def test_lazy_modules(tier: str, level: str, changes: bool, tmp_path: Path) -> N
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-@every_level
-def test_a_lazy_module_comes_later(level: str) -> None:
-    model, reference = make(Model), make(Model)
-    handle = apply_group_offloading(model, "cpu", offload_type=level)
-    check(model, reference, inputs())
-    for each in (model, reference):
-        each.blocks[1].down = nn.LazyLinear(WIDTH)
-    for _ in range(2):
-        assert_same(seeded(model, inputs()), seeded(reference, inputs()))
-    check(model, reference, inputs())
-    for each in (model, reference):
-        each.blocks[2].down = nn.LazyLinear(WIDTH)
-    handle.remove()
-    assert_same(seeded(model, inputs()), seeded(reference, inputs()))
-
-
 def test_a_module_that_is_all_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(WIDTH))
     with pytest.raises(ModuleError, match="Run it once"):
@@ -159,20 +132,6 @@ def test_a_module_that_is_all_lazy() -> None:
 
 
 # ---------------------------------------------------------------- copies of hooks
-
-
-@pytest.mark.filterwarnings("ignore")  # torch has others for this by now
-@every_level
-def test_quantising_copies_our_hooks(level: str) -> None:
-    model, reference = make(Model), make(Model)
-    handle = apply_group_offloading(model, "cpu", offload_type=level)
-    check(model, reference, inputs())
-    for each in (model, reference):
-        torch.ao.quantization.quantize_dynamic(each, {nn.Linear}, inplace=True)
-    for _ in range(2):
-        assert_same(run(model, inputs()), run(reference, inputs()))
-    handle.remove()
-    assert_same(run(model, inputs()), run(reference, inputs()))
 
 
 @every_level
@@ -364,12 +323,3 @@ def test_a_model_that_shares_weights_with_two_others() -> None:
         apply_group_offloading(model, "cpu")
     for model, reference in zip((one, two, three), references, strict=True):
         check(model, reference, inputs(), passes=1)
-
-
-def test_a_pickle_of_an_offloaded_module_needs_the_package() -> None:
-    """It names functions of it, until the module is given back."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    handle = apply_group_offloading(module, "cpu")
-    assert b"group_offload" in pickle.dumps(module)
-    handle.remove()
-    assert b"group_offload" not in pickle.dumps(module)

@@ -97,7 +97,8 @@ def group() -> Any:
 
 
 def test_a_rank_alone_shares_with_nobody(group: Any) -> None:
-    handle = apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group)
+    model = nn.Linear(2, 2)
+    handle = apply_group_offloading(model, "cpu", process_group=group)
     assert "no other rank of process_group is on this host" in str(handle.plan)
     handle.remove()
 

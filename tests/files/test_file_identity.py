@@ -311,7 +311,8 @@ def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last byte is compared, the file changes, and only then weights come to rest in it."""
-    offload_to(tmp_path, make(Model)).remove()
+    model = make(Model)
+    offload_to(tmp_path, model).remove()
     real = folders.file_holds
 
     def file_holds(fd: int, *args: Any) -> bool:

@@ -102,7 +102,8 @@ def test_packed_files_of_other_weights(how: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
 def test_group_files(verifies: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are equal now, and could be changed at any time."""
-    offload_to(tmp_path, make(Model)).remove()
+    model = make(Model)
+    offload_to(tmp_path, model).remove()
     theirs = sorted(tmp_path.glob("*.safetensors"))
     give_away(how, monkeypatch, *theirs)
     model = make(Model)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading
@@ -25,7 +24,6 @@ from ..support.training import (
     Step,
     assert_same_bits,
     in_part,
-    may_respect_hooks,
     plain,
     selective,
     train,
@@ -55,11 +53,6 @@ def test_bits_with_options(device: str, options: dict[str, Any], tmp_path: Path)
     check(STEPS["retained" if device == "cpu" else "plain"], device, tmp_path, **options)
 
 
-def test_bits_of_twenty_steps(tmp_path: Path) -> None:
-    check(plain, "cpu", tmp_path, num_steps=20)
-    check(plain, "random", tmp_path, num_steps=6, offload_type="leaf_level")
-
-
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
 @pytest.mark.parametrize("run_block", CHECKPOINTS)
 def test_bits_with_checkpoints_around_blocks(run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
@@ -86,25 +79,6 @@ def test_bits_with_selective_checkpoints(options: dict[str, Any], where: str, tm
     """They count operations: not ours, which are others each time."""
     for step, device in (("plain", "random"), ("two_by_two", "cpu"), ("autocast", "cpu")):
         check(STEPS[step], device, tmp_path / step, lambda: make(**{where: selective}), **options)
-
-
-@pytest.mark.parametrize("respect", [True, False])
-def test_bits_with_selective_checkpoints_that_name_hooks(respect: bool, tmp_path: Path) -> None:
-    """From torch 2.15 on one says whether saved-tensor hooks see what a selective checkpoint keeps."""
-    if not may_respect_hooks():
-        pytest.skip("came with torch 2.15")
-    seen: list[torch.Tensor] = []
-
-    def run_block(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        named: Any = {"respect_saved_tensors_hooks": respect}
-        with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor.clone(), lambda tensor: tensor):
-            return checkpoint(block, *args, use_reentrant=False, context_fn=context, **named)
-
-    before = len(seen)
-    check(plain, "random", tmp_path, lambda: make(run_block=run_block))
-    assert len(seen) > before
-    check(plain, "cpu", tmp_path / "files", lambda: make(run_block=run_block), in_files=True)
 
 
 def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path: Path) -> None:

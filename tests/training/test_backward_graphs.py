@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,7 +17,7 @@ from group_offload.runtime import backward as backward_module
 from ..support.asserts import same_bits
 from ..support.backward import LoraModel, check, make, offloaded
 from ..support.inside import engine_of
-from ..support.training import DIM, Put, assert_same_bits, data, plain, train
+from ..support.training import DIM, Put, data, plain
 
 
 def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
@@ -106,27 +105,6 @@ def test_autocast_copies_are_held_by_autograd(tmp_path: Path) -> None:
     assert same_bits(*gradients)
 
 
-def test_accelerate_leaves_the_model_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-
-    moves: list[Any] = []
-    monkeypatch.setattr(LoraModel, "to", lambda model, *args, **kwargs: moves.append(args) or model, raising=False)
-
-    def step(model: nn.Module, put: Put) -> torch.Tensor:
-        loss = model(data(0, put)).square().mean()
-        accelerator.backward(loss)
-        return loss.detach()
-
-    accelerator = Accelerator(cpu=True)
-    expected = train(make(), step, num_steps=3)
-    with offloaded(make(), "cpu", tmp_path) as (model, handle, _, _):
-        prepared = accelerator.prepare(model, device_placement=[False])
-        assert not moves
-        assert_same_bits(train(prepared, step, num_steps=3), expected, torch.clone)
-        assert handle.stats().backward_passes == 3
-        handle.remove()
-
-
 def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:
     """`save_on_cpu` around the model gets what is no weight; inside of a block it gets all, which is right as well."""
     for where in ("around", "inside"):
@@ -143,22 +121,6 @@ def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:
             return loss.detach()
 
         check(step, "cpu", tmp_path, lambda run_block=run_block: make(run_block=run_block))
-
-
-def test_hooks_that_are_forbidden(tmp_path: Path) -> None:
-    """Inside `torch.func` no hooks can be pushed: backward is right, or raises."""
-    model = make().requires_grad_(False).eval()
-    reference = copy.deepcopy(model)
-    x = data(0, torch.clone)
-    expected = torch.func.grad(lambda x: reference(x).square().mean())(x)
-    with offloaded(model, "cpu", tmp_path) as (_, handle, _, _):
-        for _ in range(2):
-            try:
-                found = torch.func.grad(lambda x: model(x).square().mean())(x)
-            except RuntimeError:
-                continue
-            assert same_bits(found, expected)
-        handle.remove()
 
 
 class Scaled(torch.Tensor):

@@ -129,7 +129,7 @@ class SharedPasses(Passes):
             held = {group for outer in traveller.calls for group in outer.groups}
             return all(
                 group.holds and (group in held or traveller not in convoy.users.get(group, ()))
-                for group in self._needs(call.entry)
+                for group in call.needs(call.entry)
                 if group.num_bytes
             )
 

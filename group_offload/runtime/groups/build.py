@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -45,91 +45,7 @@ _MOST_SEGMENTS = 64
 """About the number of segments that a large model rests in, if its groups are small."""
 
 
-def build_groups(
-    root: nn.Module,
-    config: OffloadConfig,
-    folder: Folder | None,
-    before: Sequence[Group],
-    wait: Callable[[], None],
-    casts: Mapping[int, torch.dtype],
-    without: frozenset[int] = frozenset(),
-    *,
-    packs: bool = False,
-    host: HostMemory | None = None,
-) -> tuple[Group, ...]:
-    """Cut `root` into groups and bring every tensor to its memory at rest.
-
-    If that fails, all tensors that were brought to a blob get separate memory again.
-
-    Args:
-        before: The groups of the module until now. Their blobs are kept where the tensors are the same.
-        wait: A function that returns once no copy reads a blob any more: page-locked memory is kept until then.
-        casts: By id, the tensors that get another dtype before they are placed, one group after another.
-        without: By id, the parameters that are to be in no group: they are trained, or FSDP2's.
-        packs: Whether blobs are going to be packed: then these are not page-locked themselves.
-        host: RAM that other processes have in common with this one, for weights that are in no file.
-
-    Raises:
-        ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
-            were loaded from, are in no such file, and there is no folder for group files.
-        GroupFileError: files cannot be written, or another program changed them.
-    """
-    for group in before:
-        group.check()
-    cut = partition(root, config, is_compiled, without)
-    known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
-    empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
-    homes = {id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)}
-    origins = _origins_of(known.values())
-    _return_to_checkpoints(known.values())
-    plans = []
-    for spec in cut.groups:
-        kept, fresh = _reusable(spec, known)
-        plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
-    made: list[Part] = []
-    try:
-        file_map = FileMap()
-        views = _find_views(plans, casts, file_map)
-        if config.rests_in_files or config.has_budgets:
-            is_promised = (
-                config.rests_in_files and folder is None and not before
-            )  # weights that are edited later go to RAM
-            if is_promised:
-                _refuse_what_is_in_no_file(plans, views, adapter_weights(root))
-            _adopt(views, homes, made, lambda checkpoint: False, folder, is_promised=is_promised)
-        else:
-            tables = _only(views, lambda plan: plan.spec.is_table)
-            _adopt(tables, homes, made, lambda checkpoint: False)
-            moving = _only(views, lambda plan: not plan.spec.is_table)
-            _adopt_for_ram(moving, config, homes, made, wait, packs=packs)
-        for plan in plans:
-            for ref in plan.fresh:  # these are going to be read
-                file_map.check(ref.fqn, ref.tensor.detach())
-        for in_turn in _in_turn(plans):
-            for plan in plans:
-                plan.fresh = in_turn[plan.spec]
-            if folder is not None and not before:  # what changes later stays in RAM
-                _rest_in_files(plans, folder, homes, made, casts)
-            _rest_in_ram(plans, config, homes, made, wait, casts, packs=packs, host=host)
-        for part in made:
-            if not isinstance(part.blob, FileBlob):
-                places = {i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins}
-                part.blob.origin = Origin(places) if places else None
-        # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
-        in_place = not config.backend.has_streams and config.share is not True
-        return tuple(
-            Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
-            for plan, height in zip(plans, cut.heights, strict=True)
-        )
-    except BaseException:
-        with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
-            for part in made:
-                undo.callback(part.close)
-                undo.callback(materialise, part)
-        raise
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Plan:
     """One group in the making."""
 
@@ -137,6 +53,230 @@ class _Plan:
     parts: list[Part]
     fresh: tuple[TensorRef, ...]
     """The tensors that have no blob yet."""
+
+
+_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
+"""By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Builder:
+    """Cuts a module into groups and brings every tensor to its memory at rest. For one call of `build`."""
+
+    root: nn.Module
+    config: OffloadConfig
+    folder: Folder | None
+    before: Sequence[Group]
+    """The groups of the module until now. Their blobs are kept where the tensors are the same."""
+    wait: Callable[[], None]
+    """Returns once no copy reads a blob any more: page-locked memory is kept until then."""
+    casts: Mapping[int, torch.dtype]
+    """By id, the tensors that get another dtype before they are placed, one group after another."""
+    without: frozenset[int]
+    """By id, the parameters that are to be in no group: they are trained, or FSDP2's."""
+    packs: bool
+    """Whether blobs are going to be packed: then these are not page-locked themselves."""
+    host: HostMemory | None
+    """RAM that other processes have in common with this one, for weights that are in no file."""
+    _homes: dict[int, torch.device] = field(default_factory=dict)
+    """By id, the devices of parameters and buffers before they were offloaded."""
+    _made: list[Part] = field(default_factory=list)
+    """The new parts."""
+
+    def build(self) -> tuple[Group, ...]:
+        """Build the groups. If that fails, all tensors that were brought to a blob get separate memory again.
+
+        Raises:
+            ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
+                were loaded from, are in no such file, and there is no folder for group files.
+            GroupFileError: files cannot be written, or another program changed them.
+        """
+        config, before = self.config, self.before
+        for group in before:
+            group.check()
+        cut = partition(self.root, config, is_compiled, self.without)
+        known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
+        empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
+        self._homes = {
+            id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)
+        }
+        origins = _origins_of(known.values())
+        _return_to_checkpoints(known.values())
+        plans = []
+        for spec in cut.groups:
+            kept, fresh = _reusable(spec, known)
+            plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
+        try:
+            file_map = FileMap()
+            self._leave_in_files(plans, _find_views(plans, self.casts, file_map))
+            for plan in plans:
+                for ref in plan.fresh:  # these are going to be read
+                    file_map.check(ref.fqn, ref.tensor.detach())
+            for in_turn in _in_turn(plans):
+                for plan in plans:
+                    plan.fresh = in_turn[plan.spec]
+                if self.folder is not None and not before:  # what changes later stays in RAM
+                    self._rest_in_files(plans, self.folder)
+                self._rest_in_ram(plans)
+            for part in self._made:
+                if not isinstance(part.blob, FileBlob):
+                    places = {
+                        i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins
+                    }
+                    part.blob.origin = Origin(places) if places else None
+            # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
+            in_place = not config.backend.has_streams and config.share is not True
+            return tuple(
+                Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
+                for plan, height in zip(plans, cut.heights, strict=True)
+            )
+        except BaseException:
+            with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
+                for part in self._made:
+                    undo.callback(part.close)
+                    undo.callback(materialise, part)
+            raise
+
+    # ---------------------------------------------------------------- in the files that weights were loaded from
+
+    def _leave_in_files(self, plans: Sequence[_Plan], views: _Views) -> None:
+        """Let weights rest in the files that they are views of."""
+        config = self.config
+        if config.rests_in_files or config.has_budgets:
+            # Weights that are edited later go to RAM.
+            is_promised = config.rests_in_files and self.folder is None and not self.before
+            if is_promised:
+                _refuse_what_is_in_no_file(plans, views, adapter_weights(self.root))
+            self._adopt(views, locks=False, is_promised=is_promised)
+            return
+        moving = _only(views, is_table=False)
+        num_bytes = sum(span.num_bytes for users in moving.values() for _, mine in users for _, span in mine)
+        may_lock = config.backend.has_streams and not (config.low_cpu_mem_usage or config.verify_files or self.packs)
+        has_room = fits(num_bytes)
+        if num_bytes and may_lock and not has_room:
+            logger.warning(
+                "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk "
+                "speed.",
+                describe_bytes(num_bytes),
+            )
+        self._adopt(_only(views, is_table=True), locks=False)
+        self._adopt(moving, locks=may_lock and has_room)
+
+    def _adopt(self, views: _Views, *, locks: bool, is_promised: bool = False) -> None:
+        """
+        Args:
+            locks: Whether the files are page-locked in the page cache. Weights of one that cannot be do not rest there.
+            is_promised: Whether the user asked for weights to stay in files.
+
+        Raises:
+            ConfigError: `is_promised`, and a file is not there any more.
+            GroupFileError: a file was cut off.
+        """
+        for users in views.values():
+            try:
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
+            except GroupFileError:
+                raise
+            except OSError as error:
+                if is_promised:
+                    raise ConfigError(
+                        f"offload_device='disk' can't leave {users[0][1][0][0].fqn!r} in the file it was loaded from: {error}. "
+                        f"Reload the model, or pass offload_to_disk_path to write another file, or offload_device='cpu'."
+                    ) from error
+                logger.info("Can't leave weights in the file they were loaded from: %s.", error)
+                continue
+            checkpoint.is_ours = self.folder is not None and self.folder.has(checkpoint.path)
+            if locks and not checkpoint.lock(None, self.config.backend, self.wait):
+                logger.info(
+                    "Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path
+                )
+                checkpoint.release()
+                continue
+            if locks:
+                logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
+            for plan, mine in users:
+                refs = tuple(ref for ref, _ in mine)
+                tensors = [ref.tensor.detach() for ref in refs]
+                blob = FileBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
+                if locks:
+                    blob.tier = Tier.RAM
+                plan.parts.append(self._bind(blob, refs))
+                plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
+
+    # ---------------------------------------------------------------- in group files and in RAM
+
+    def _rest_in_files(self, plans: Sequence[_Plan], folder: Folder) -> None:
+        num_bytes = sum(_size_after(plan.fresh, self.casts) for plan in plans)
+        with folder.locked(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
+            for plan in plans:
+                if plan.fresh or not plan.parts:  # diffusers writes empty groups too
+                    kept = len(plan.parts)
+                    blob_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
+                    _cast(plan.fresh, self.casts)
+                    tensors = [ref.tensor.detach() for ref in plan.fresh]
+                    blob = write_blob(_lay_out(plan.fresh), tensors, folder, blob_id, advance)
+                    del tensors
+                    plan.parts.append(self._bind(blob, plan.fresh))
+                    plan.fresh = ()
+        trim_heap()
+
+    def _rest_in_ram(self, plans: Sequence[_Plan]) -> None:
+        wait_for_releases()
+        config, backend = self.config, self.config.backend
+        limit, segments = LockLimit(backend), list[Segment]()
+        before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
+        for run in (*_runs_of(plans, packs=self.packs), None):
+            filled = None
+            if run is not None:
+                for plan in run:
+                    _cast(plan.fresh, self.casts)
+                layouts = [_lay_out(plan.fresh) for plan in run]
+                num_bytes = sum(layout.num_bytes for layout in layouts)
+                pins = not config.low_cpu_mem_usage and not run[0].spec.is_table
+                segment = Segment(num_bytes, backend, pin=pins, wait=self.wait, host=self.host)
+                tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
+                segment.fill(list(zip(layouts, tensors, strict=True)))
+                del tensors
+                # It is locked while the next one is filled.
+                locking = partial(segment.lock, None if self.packs and is_packable(layouts[0]) else limit)
+                filled = segment, run, layouts, on_pool(locking)
+                segments.append(segment)
+            if before is not None:
+                self._bind_run(*before)
+            before = filled
+        if limit.was_refused:
+            # The buffers that the rest goes through need it more.
+            chunk_bytes, num_frames = tuning().ring(is_scarce=False, is_of_leaves=config.is_leaf_level)
+            num_bytes = sum(segment.bytes.numel() for segment in segments)
+            room = chunk_bytes * min(num_frames, 1 - -num_bytes // chunk_bytes)
+            while segments and room > 0:
+                segment = segments.pop()
+                room -= segment.bytes.numel() if segment.is_locked else 0
+                segment.unlock(limit)
+        limit.report()
+
+    def _bind_run(self, segment: Segment, run: list[_Plan], layouts: list[BlobLayout], locked: Task[None]) -> None:
+        locked.wait()
+        locked.result()
+        was_on_device = segment.fetch()
+        start = 0
+        for plan, layout in zip(run, layouts, strict=True):
+            plan.parts.append(self._bind(RamBlob(layout, segment, start), plan.fresh))
+            start += layout.num_bytes
+        if was_on_device:
+            segment.backend.release_unused()  # nothing refers to it any more
+        trim_heap()
+
+    def _bind(self, blob: Blob, refs: tuple[TensorRef, ...]) -> Part:
+        """Let the tensors of `refs` rest in `blob`: here their old memory goes. The part is noted before."""
+        # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
+        homes = self._homes
+        usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
+        part = Part(blob, refs, [homes.get(id(ref.holder), usual or ref.tensor.device) for ref in refs])
+        self._made.append(part)
+        for ref, view in zip(refs, blob.rest, strict=True):
+            ref.tensor.data = fit_for(ref.tensor, view)
+        return part
 
 
 def _origins_of(parts: Iterable[Part]) -> dict[int, Place]:
@@ -176,94 +316,6 @@ def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ..
     return [{plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) not in trainable) for plan in plans}, later]
 
 
-def _rest_in_files(
-    plans: Sequence[_Plan],
-    folder: Folder,
-    homes: dict[int, torch.device],
-    made: list[Part],
-    casts: Mapping[int, torch.dtype],
-) -> None:
-    num_bytes = sum(_size_after(plan.fresh, casts) for plan in plans)
-    with folder.locked(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
-        for plan in plans:
-            if plan.fresh or not plan.parts:  # diffusers writes empty groups too
-                kept = len(plan.parts)
-                blob_id = f"{plan.spec.group_id}+{kept}" if kept else plan.spec.group_id
-                _cast(plan.fresh, casts)
-                tensors = [ref.tensor.detach() for ref in plan.fresh]
-                blob = write_blob(_lay_out(plan.fresh), tensors, folder, blob_id, advance)
-                del tensors
-                plan.parts.append(_bind(blob, plan.fresh, homes, made))
-                plan.fresh = ()
-    trim_heap()
-
-
-def _rest_in_ram(
-    plans: Sequence[_Plan],
-    config: OffloadConfig,
-    homes: dict[int, torch.device],
-    made: list[Part],
-    wait: Callable[[], None],
-    casts: Mapping[int, torch.dtype],
-    *,
-    packs: bool,
-    host: HostMemory | None,
-) -> None:
-    wait_for_releases()
-    backend = config.backend
-    pins = not config.low_cpu_mem_usage
-    limit, segments = LockLimit(backend), list[Segment]()
-    before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
-    for run in (*_runs_of(plans, packs=packs), None):
-        filled = None
-        if run is not None:
-            for plan in run:
-                _cast(plan.fresh, casts)
-            layouts = [_lay_out(plan.fresh) for plan in run]
-            num_bytes = sum(layout.num_bytes for layout in layouts)
-            segment = Segment(num_bytes, backend, pin=pins and not run[0].spec.is_table, wait=wait, host=host)
-            tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
-            segment.fill(list(zip(layouts, tensors, strict=True)))
-            del tensors
-            # It is locked while the next one is filled.
-            locking = partial(segment.lock, None if packs and is_packable(layouts[0]) else limit)
-            filled = segment, run, layouts, on_pool(locking)
-            segments.append(segment)
-        if before is not None:
-            _bind_run(*before, homes, made)
-        before = filled
-    if limit.was_refused:
-        # The buffers that the rest goes through need it more.
-        chunk_bytes, num_frames = tuning().ring(is_scarce=False, is_of_leaves=config.is_leaf_level)
-        num_bytes = sum(segment.bytes.numel() for segment in segments)
-        room = chunk_bytes * min(num_frames, 1 - -num_bytes // chunk_bytes)
-        while segments and room > 0:
-            segment = segments.pop()
-            room -= segment.bytes.numel() if segment.is_locked else 0
-            segment.unlock(limit)
-    limit.report()
-
-
-def _bind_run(
-    segment: Segment,
-    run: list[_Plan],
-    layouts: list[BlobLayout],
-    locked: Task[None],
-    homes: dict[int, torch.device],
-    made: list[Part],
-) -> None:
-    locked.wait()
-    locked.result()
-    was_on_device = segment.fetch()
-    start = 0
-    for plan, layout in zip(run, layouts, strict=True):
-        plan.parts.append(_bind(RamBlob(layout, segment, start), plan.fresh, homes, made))
-        start += layout.num_bytes
-    if was_on_device:
-        segment.backend.release_unused()  # nothing refers to it any more
-    trim_heap()
-
-
 def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
     """The plans with tensors to place, in runs that share a segment.
 
@@ -290,10 +342,6 @@ def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
         yield run
 
 
-_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
-"""By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
-
-
 def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
     """The weights that are unchanged views of mapped files, and will not be cast."""
     found: _Views = {}
@@ -310,88 +358,10 @@ def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_m
     return found
 
 
-def _only(views: _Views, wanted: Callable[[_Plan], bool]) -> _Views:
-    """The same for some of the groups."""
-    found = {file: [(plan, mine) for plan, mine in users if wanted(plan)] for file, users in views.items()}
+def _only(views: _Views, *, is_table: bool) -> _Views:
+    """The same for the tables, or for the groups that move."""
+    found = {file: [each for each in users if each[0].spec.is_table is is_table] for file, users in views.items()}
     return {file: users for file, users in found.items() if users}
-
-
-def _adopt(
-    views: _Views,
-    homes: dict[int, torch.device],
-    made: list[Part],
-    accept: Callable[[Checkpoint], bool | None],
-    folder: Folder | None = None,
-    *,
-    is_promised: bool = False,
-) -> None:
-    """Let weights rest in the files that they are views of.
-
-    Args:
-        accept: A function that tells whether a file is page-locked in RAM; None if its weights shall not rest there.
-        is_promised: Whether the user asked for weights to stay in files.
-
-    Raises:
-        ConfigError: `is_promised`, and a file is not there any more.
-        GroupFileError: a file was cut off.
-    """
-    for users in views.values():
-        try:
-            checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
-        except GroupFileError:
-            raise
-        except OSError as error:
-            if is_promised:
-                raise ConfigError(
-                    f"offload_device='disk' can't leave {users[0][1][0][0].fqn!r} in the file it was loaded from: {error}. "
-                    f"Reload the model, or pass offload_to_disk_path to write another file, or offload_device='cpu'."
-                ) from error
-            logger.info("Can't leave weights in the file they were loaded from: %s.", error)
-            continue
-        checkpoint.is_ours = folder is not None and folder.has(checkpoint.path)
-        is_locked = accept(checkpoint)
-        if is_locked is None:
-            continue
-        for plan, mine in users:
-            refs = tuple(ref for ref, _ in mine)
-            tensors = [ref.tensor.detach() for ref in refs]
-            blob = FileBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
-            if is_locked:
-                blob.tier = Tier.RAM
-            plan.parts.append(_bind(blob, refs, homes, made))
-            plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
-
-
-def _adopt_for_ram(
-    views: _Views,
-    config: OffloadConfig,
-    homes: dict[int, torch.device],
-    made: list[Part],
-    wait: Callable[[], None],
-    *,
-    packs: bool,
-) -> None:
-    """Let weights rest in the files that they are views of, page-locked in the page cache if RAM has room for them."""
-    num_bytes = sum(span.num_bytes for users in views.values() for _, mine in users for _, span in mine)
-    may_lock = config.backend.has_streams and not (config.low_cpu_mem_usage or config.verify_files or packs)
-    has_room = fits(num_bytes)
-    if num_bytes and may_lock and not has_room:
-        logger.warning(
-            "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk speed.",
-            describe_bytes(num_bytes),
-        )
-
-    def accept(checkpoint: Checkpoint) -> bool | None:
-        if not may_lock or not has_room:
-            return False
-        if checkpoint.lock(None, config.backend, wait):
-            logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
-            return True
-        logger.info("Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path)
-        checkpoint.release()
-        return None
-
-    _adopt(views, homes, made, accept)
 
 
 def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: set[int]) -> None:
@@ -477,18 +447,6 @@ def materialise(part: Part) -> None:
             for index in mine:
                 tensor = part.refs[index].tensor
                 tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))
-
-
-def _bind(blob: Blob, refs: tuple[TensorRef, ...], homes: dict[int, torch.device], made: list[Part]) -> Part:
-    """Let the tensors of `refs` rest in `blob`: here their old memory goes. It is noted in `made` before."""
-    # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
-    usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
-    devices = [homes.get(id(ref.holder), usual or ref.tensor.device) for ref in refs]
-    part = Part(blob, refs, devices)
-    made.append(part)
-    for ref, view in zip(refs, blob.rest, strict=True):
-        ref.tensor.data = fit_for(ref.tensor, view)
-    return part
 
 
 def _reusable(spec: GroupSpec, known: dict[int, Part]) -> tuple[list[Part], tuple[TensorRef, ...]]:

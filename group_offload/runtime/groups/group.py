@@ -176,7 +176,7 @@ class Group:
             return 0
         slot = self.slot
         num_changed = 0
-        for index in self._changed():
+        for index in self.changed():
             tensor = self._in_use()[index]
             part, place = self._places[index]
             rest = part.blob.rest[place]
@@ -283,11 +283,6 @@ class Group:
     def objects_beside(self) -> list[tuple[Any, Part]]:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
         return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the forward has changed a tensor since the group was onloaded."""
-        return bool(self._changed())
 
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest, since it was bound there."""
@@ -455,7 +450,7 @@ class Group:
         is_changed_by_kernels = ref.is_buffer and ref.places[0].owner.training
         return "layerwise_casting" in getattr(registry, "hooks", ()) and not is_changed_by_kernels
 
-    def _changed(self) -> list[int]:
+    def changed(self) -> list[int]:
         """The tensors that the forward may have left with other values than it found."""
         # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
         silent = {

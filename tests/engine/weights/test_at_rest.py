@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,58 +74,28 @@ def test_load_state_dict(assign: bool, offload: Offload) -> None:
         reference = make(Model, seed=2)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_of_another_offloaded_model(assign: bool, offload: Offload) -> None:
-    model, _ = pair()
-    other, reference = pair(make(Model, seed=1))
-    offload(model)
-    offload(other)
-    model.load_state_dict(other.state_dict(), assign=assign)
-    check(model, reference, inputs())
-    check(other, reference, inputs())
-
-
-def test_deepcopy_is_a_resident_model(offload: Offload) -> None:
-    model, reference = pair()
-    handle = offload(model)
-    run(model, inputs())
-    twin = copy.deepcopy(model)
-    assert_at_rest(twin, reference)
-    with torch.no_grad():
-        twin.gain.mul_(2)
-        twin.blocks[0].up.weight.mul_(2)
-    onloads = handle.stats().onloads
-    changed = copy.deepcopy(reference)
-    with torch.no_grad():
-        changed.gain.mul_(2)
-        changed.blocks[0].up.weight.mul_(2)
-    assert_same(run(twin, inputs()), run(changed, inputs()))
-    assert handle.stats().onloads == onloads
-    assert_at_rest(model, reference)
-    check(model, reference, inputs())
-
-
-def test_deepcopy_can_be_offloaded(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    twin = copy.deepcopy(model)
-    handle = offload(twin)
-    check(twin, reference, inputs())
-    handle.remove()
-    assert_same(run(twin, inputs()), run(reference, inputs()))
-    check(model, reference, inputs())
-
-
-def test_saved_module_is_a_resident_model(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    run(model, inputs())
+def saved_and_loaded(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    twin = torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_is_a_resident_model(duplicate: Callable[[Any], Any], offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    run(model, inputs())
+    twin, changed = duplicate(model), copy.deepcopy(reference)
     assert_at_rest(twin, reference)
-    assert_same(run(twin, inputs()), run(reference, inputs()))
+    with torch.no_grad():
+        for each in (twin, changed):
+            each.gain.mul_(2)
+            each.blocks[0].up.weight.mul_(2)
+    onloads = handle.stats().onloads
+    assert_same(run(twin, inputs()), run(changed, inputs()))
+    assert handle.stats().onloads == onloads
+    assert_at_rest(model, reference)
     check(model, reference, inputs())
 
 

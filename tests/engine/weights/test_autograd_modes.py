@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from group_offload import StateError
 
 from ...support.asserts import assert_at_rest, assert_same, same_bits
 from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
-from ...support.kinds import KINDS, wrapped
+from ...support.kinds import KINDS
 from ...support.models import WIDTH, Block, inputs, make
 from ...support.rigs import Offload, check, pair, run
 
@@ -36,51 +33,22 @@ def test_inference_mode(offload: Offload) -> None:
         expected = run(reference, inputs())
 
 
-def test_offloaded_in_inference_mode(offload: Offload) -> None:
-    model, reference = pair()
-    with torch.inference_mode():
-        offload(model)
-        assert_same(model(inputs()), reference(inputs()))
-    assert not any(tensor.is_inference() for tensor in model.parameters())
-    check(model, reference, inputs())
-    edit_in_place(model)
-    edit_in_place(reference)
-    check(model, reference, inputs())
-
-
-def test_model_made_in_inference_mode(offload: Offload) -> None:
-    with torch.inference_mode():
+@pytest.mark.parametrize("is_made_inside", [True, False])
+@pytest.mark.parametrize("is_used_inside", [True, False])
+def test_made_or_offloaded_in_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Offload) -> None:
+    with torch.inference_mode(is_made_inside):
         model, reference = pair()
+    with torch.inference_mode(is_used_inside):
         handle = offload(model)
-        check(model, reference, inputs())
-        edit_in_place(model)
-        edit_in_place(reference)
-        check(model, reference, inputs())
-        handle.remove()
-        assert_at_rest(model, reference)
-
-
-def test_model_made_in_inference_mode_and_used_outside(offload: Offload) -> None:
-    with torch.inference_mode():
-        model, reference = pair()
-    handle = offload(model)
-    check(model, reference, inputs())
-    edit_through_data(model)
-    edit_through_data(reference)
-    check(model, reference, inputs())
+    assert is_made_inside or not any(tensor.is_inference() for tensor in model.parameters())
+    for edit in (edit_in_place if is_made_inside is is_used_inside else edit_through_data, edit_through_data):
+        with torch.inference_mode(is_used_inside and is_made_inside):
+            check(model, reference, inputs())
+            edit(model)
+            edit(reference)
+            check(model, reference, inputs())
     handle.remove()
     assert_at_rest(model, reference)
-
-
-def test_changing_model_in_inference_mode(offload: Offload) -> None:
-    torch.manual_seed(0)
-    model, reference = pair(Around(CHANGING["BatchNorm"]))
-    offload(model)
-    x = inputs(0, 4, 3, WIDTH)
-    for _ in range(3):
-        with torch.inference_mode():
-            assert_same(model(x), reference(x))
-        assert_at_rest(model, reference)
 
 
 @pytest.mark.parametrize("kind", ["BatchNorm", "counter"])
@@ -90,32 +58,6 @@ def test_changing_model_made_in_inference_mode(kind: str, offload_either: Offloa
         model, reference = pair(Around(CHANGING[kind]))
         offload_either(model)
         check(model, reference, inputs(0, 4, 3, WIDTH))
-
-
-def test_grad_enabled_forward(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    for _ in range(3):
-        assert_same(model(inputs()), reference(inputs()))
-        assert_at_rest(model, reference)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_backward_over_offloaded_weights(frozen: bool, offload_either: Offload) -> None:
-    model, reference = pair()
-    model.requires_grad_(not frozen)
-    offload_either(model)
-    for _ in range(2):
-        x, y = inputs().requires_grad_(), inputs().requires_grad_()
-        loss = model(x).sum()
-        if not frozen:
-            with pytest.raises(StateError, match="reached the offloaded weight"):
-                loss.backward()
-            continue
-        loss.backward()
-        reference(y).sum().backward()
-        assert_same(x.grad, y.grad)
-        assert_at_rest(model, reference)
 
 
 def gradients_of_input(model: nn.Module, x: torch.Tensor, is_checkpointing: bool) -> torch.Tensor | None:
@@ -244,23 +186,3 @@ def test_backward_over_weights_of_a_root_without_gradients(offload: Offload) -> 
     except RuntimeError:
         return
     assert_same(x.grad, y.grad)
-
-
-def test_gradients_within_a_forward(offload: Offload) -> None:
-    """Guidance computes gradients of a block's own weights before the block's call ends."""
-
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                (grad,) = torch.autograd.grad(F.linear(x, self.weight).square().sum(), x)
-            return self.linear(grad)
-
-    model, reference = pair(wrapped(Guided(), Guided()).eval())
-    offload(model)
-    check(model, reference, inputs())

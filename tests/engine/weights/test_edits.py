@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from ...support.asserts import assert_at_rest, assert_same
-from ...support.edits import any_edit, edit_in_place, edit_one_element_through_data, tie_data
+from ...support.edits import any_edit, edit_one_element_through_data
 from ...support.models import inputs
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 
@@ -77,16 +76,6 @@ def test_edit_in_a_folder_of_ram(level: str) -> None:
             check(model, reference, inputs(), passes=1)
 
 
-def test_edits_do_not_reach_a_forward_that_is_over(offload: Offload) -> None:
-    model, _ = pair()
-    offload(model)
-    output = run(model, inputs())
-    kept = output.clone()
-    edit_in_place(model)
-    run(model, inputs())
-    assert torch.equal(output, kept)
-
-
 def test_edit_breaks_no_tie_and_a_broken_tie_stays_broken(offload: Offload) -> None:
     """Two parameters over one storage; then one of them gets memory of its own, as `.data = ` does."""
     model, reference = pair()
@@ -101,34 +90,6 @@ def test_edit_breaks_no_tie_and_a_broken_tie_stays_broken(offload: Offload) -> N
     check(model, reference, inputs())
     handle.remove()
     assert_at_rest(model, reference)
-
-
-def test_tie_made_after_applying_holds(offload: Offload) -> None:
-    model, reference = pair()
-    handle = offload(model)
-    run(model, inputs())
-    for twin in (model, reference):
-        tie_data(twin)
-    check(model, reference, inputs())
-    for twin in (model, reference):
-        twin.blocks[0].up.weight.data.mul_(2)
-    check(model, reference, inputs())
-    handle.remove()
-    for twin in (model, reference):
-        twin.blocks[0].up.weight.data.mul_(2)
-    assert_at_rest(model, reference)
-
-
-def test_to_meta_is_refused_and_loses_nothing_that_is_loaded_again(offload: Offload) -> None:
-    """Weights that were thrown away raise; once values are there again the forward is right."""
-    model, reference = pair()
-    offload(model)
-    run(model, inputs())
-    model.blocks[1].to("meta")
-    with pytest.raises((ValueError, RuntimeError)):
-        run(model, inputs())
-    model.load_state_dict(copy.deepcopy(reference.state_dict()), assign=True)
-    check(model, reference, inputs())
 
 
 def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:

@@ -90,16 +90,6 @@ def test_forward_that_raises_and_is_caught_inside(offload: Offload) -> None:
         check(model, reference, inputs(), fail=fail, passes=1)
 
 
-def test_forward_with_wrong_arguments(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    with pytest.raises(TypeError):
-        run(model)
-    with pytest.raises(TypeError):
-        run(model, inputs(), nonsense=3)
-    check(model, reference, inputs())
-
-
 def test_what_forward_changed_before_it_raised_is_kept(offload: Offload) -> None:
     class Failing(Around):
         fail = False

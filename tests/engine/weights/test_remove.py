@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from ...support.edits import edit_in_place
 from ...support.inside import engine_of
 from ...support.models import WIDTH, inputs
 from ...support.processes import run_python
-from ...support.rigs import LEVELS, Offload, check, offload_to, pair, run
+from ...support.rigs import Offload, check, pair, run
 
 _HOOK_TABLES = [name for name in vars(nn.Module()) if "hooks" in name or "_with_kwargs" in name or "always" in name]
 
@@ -140,18 +139,6 @@ def test_remove_keeps_hooks_that_came_later(offload: Offload) -> None:
     assert calls == ["root", "block"]
 
 
-def test_removed_model_trains(offload: Offload) -> None:
-    model, reference = pair()
-    handle = offload(model)
-    run(model, inputs())
-    remove_group_offloading(model)
-    assert not handle.is_active
-    for twin in (model, reference):
-        twin(inputs()).square().sum().backward()
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    assert_at_rest(model, reference)
-
-
 def test_applying_twice(offload: Offload) -> None:
     model, reference = pair()
     handle = offload(model)
@@ -173,44 +160,6 @@ def test_applying_to_a_part_is_refused(path: str, offload: Offload) -> None:
     with pytest.raises(StateError, match="remove_group_offloading"):
         offload(model.get_submodule(path))
     check(model, reference, inputs())
-
-
-def test_applying_again_with_other_options(tmp_path: Path) -> None:
-    model, reference = pair()
-    for _ in range(2):
-        for level in LEVELS:
-            for folder in (None, tmp_path):
-                handle = offload_to(folder, model, level)
-                check(model, reference, inputs(), passes=2)
-                handle.remove()
-                assert_own_memory(model)
-    assert_same(run(model, inputs()), run(reference, inputs()))
-
-
-@pytest.mark.parametrize("is_run", [False, True])
-def test_dropped_model_is_collected(is_run: bool, offload: Offload) -> None:
-    model, _ = pair()
-    handle = offload(model)
-    if is_run:
-        run(model, inputs())
-    engine, weight, block = weakref.ref(engine_of(handle)), weakref.ref(model.gain), weakref.ref(model.blocks[0])
-    del model, handle
-    gc.collect()
-    assert engine() is None and weight() is None and block() is None
-
-
-def test_removed_model_is_collected(offload: Offload) -> None:
-    model, _ = pair()
-    handle = offload(model)
-    run(model, inputs())
-    engine = weakref.ref(engine_of(handle))
-    handle.remove()
-    gc.collect()
-    assert engine() is None
-    weight = weakref.ref(model.gain)
-    del model, handle
-    gc.collect()
-    assert weight() is None
 
 
 def test_replaced_weights_are_freed(offload: Offload) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from group_offload import ModuleError, apply_group_offloading
 
 from ...support.asserts import named_tensors, same_bits
 from ...support.models import inputs
-from ...support.rigs import Offload, check, offload_to, pair, run
+from ...support.rigs import Offload, check, pair, run
 
 
 class Holder(nn.Module):
@@ -102,23 +101,6 @@ def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offloa
             assert torch.equal(neighbour, torch.tensor([1, 2, 3]))
     handle.remove()
     assert_true()
-
-
-def test_all_forms_in_one_group(tier: str, folder: Path | None) -> None:
-    torch.manual_seed(0)
-    forms = {name: make() for name, make in FORMS.items()}
-    model = nn.Module()
-    for index, tensor in enumerate(forms.values()):
-        model.register_buffer(f"tensor_{index}", tensor)
-    model.forward = lambda: [tensor.clone() for tensor in model.buffers()]
-    expected = [tensor.clone() for tensor in model.buffers()]
-    handle = offload_to(folder, model)
-    assert len(handle.groups) == 1
-    for _ in range(2):
-        for tensor, value in zip(model(), expected, strict=True):
-            assert same_bits(tensor, value)
-    for tensor, value in zip(model.buffers(), expected, strict=True):
-        assert same_bits(tensor, value)
 
 
 def test_channels_last_model(offload: Offload) -> None:

@@ -134,22 +134,6 @@ def test_two_threads_on_one_model(offload: Offload) -> None:
     assert_at_rest(model, reference)
 
 
-def test_two_threads_on_parts_of_one_model(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    _in_threads(_job(model, reference, 0), *(_job(model.blocks[i], reference.blocks[i], i) for i in (1, 2)))
-    assert_at_rest(model, reference)
-
-
-def test_two_models_in_two_threads(offload: Offload) -> None:
-    pairs = [pair(make(Model, count, seed=count)) for count in (2, 4, 3)]
-    for model, _ in pairs:
-        offload(model)
-    _in_threads(*(_job(model, reference, 0) for model, reference in pairs))
-    for model, reference in pairs:
-        assert_at_rest(model, reference)
-
-
 def test_applying_and_running_in_two_threads(offload: Offload) -> None:
     model, reference = pair()
     offload(model)

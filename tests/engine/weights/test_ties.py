@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_same
-from ...support.models import WIDTH, Model, inputs, make
+from ...support.models import WIDTH, make
 from ...support.rigs import Offload, check, pair, run
 
 
@@ -91,17 +91,3 @@ def test_tied_state_dict_and_deepcopy(how: str, offload_either: Offload) -> None
     for one in (model, reference):
         one.load_state_dict(expected.state_dict())
     check(model, reference, torch.arange(6))
-
-
-def test_two_models_share_a_weight(offload: Offload) -> None:
-    one, two = make(Model, 2), make(Model, 3, seed=1)
-    two.blocks[1].up.weight = one.blocks[1].up.weight
-    two.gain = one.gain
-    first, second = copy.deepcopy((one, two))
-    offload(one)
-    offload(two)
-    for _ in range(3):
-        check(one, first, inputs(), passes=2)
-        check(two, second, inputs(), passes=2)
-        for gain in (one.gain, first.gain):
-            gain.data.add_(1)
