@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
+from ..base.arena import moved, retried
 from ..base.compiled import is_compiled
 from ..base.text import did_you_mean
 from ..base.weak import Weak
@@ -138,7 +139,7 @@ def _enable(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> d
                 planned.offload()
         for model in plan.excluded:
             undo.callback(move_back, devices_of(model))
-            model.to(plan.device)
+            retried(plan.device, partial(model.to, plan.device), sum(each.nbytes for each in devices_of(model)))
         return own_models(pipeline, plan)
 
 
@@ -172,7 +173,7 @@ def devices_of(model: nn.Module) -> dict[torch.Tensor, torch.device]:
 def move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
     for tensor, device in devices.items():
         if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            tensor.data = moved(tensor.data, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

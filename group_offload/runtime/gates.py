@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from ..base import selective
+from ..base.arena import arena_for
 from ..base.compiled import Around, is_compiled
 from ..base.saved import hooks_in_force, pop_hooks
 from ..base.tensors import map_tensors
@@ -59,7 +60,6 @@ from .passes import Passes
 from .placer import Placer
 from .repeat import Repeater
 from .skips import OwnForward, own_forward
-from .slots.arena import arena_for
 from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
@@ -473,6 +473,7 @@ class Gates:
         self.is_function = is_function(config, top)
         """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
+        self._arena = arena_for(self.backend)
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
@@ -653,7 +654,7 @@ class Gates:
         if tensor.device == self.backend.device:
             return tensor
         bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
-        return arena_for(self.backend).retried(bring, tensor.nbytes)
+        return self._arena.retried(bring, tensor.nbytes)
 
     def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
         """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""
@@ -666,7 +667,7 @@ class Gates:
         def apart(tensor: torch.Tensor) -> torch.Tensor:
             is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
             is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
-            return tensor.clone() if is_inside else tensor
+            return self._arena.retried(tensor.clone, tensor.nbytes) if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
 

@@ -410,9 +410,8 @@ class Passes:
     def _spare_others(self) -> None:
         """Find out what other models of the pipeline keep on the device because this one would gain less by the room."""
         if self.succession is not None:
-            spared, worth_more = self.succession.spared_by(self)
-            self.memory.spared = [other.memory for other in spared]
-            self.memory.claims = [other.memory for other in worth_more]
+            others = self.succession.spared_by(self)
+            self.memory.spared = {each.memory: each.memory.wanted_bytes if wants else 0 for each, wants in others}
 
     def _start_first(self) -> None:
         self._spare_others()

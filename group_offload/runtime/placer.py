@@ -20,6 +20,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
+from ..base.arena import arena_for
 from ..base.device import Backend
 from ..base.tuning import tuning
 from ..config import OffloadConfig
@@ -41,7 +42,6 @@ from .groups.group import Group
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
 from .packer import Packer
-from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 
@@ -305,7 +305,8 @@ class Placer:
         if need is None:
             return  # the first pass measures
         memory = self._memory
-        room = self._room(need) - memory.outer_bytes - memory.spared_bytes
+        room = self._room(need) - memory.outer_bytes
+        room -= sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
         if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
             self.reside()
             self._tell_plan()
@@ -462,12 +463,23 @@ class Placer:
         return self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
-        """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
+        """How many forwards of this kind have room beside one another, if all of them compute with the same weights.
+
+        One where nothing is sent: company would only evict residents.
+        """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.of(kind)
+        need = self._needs.measured(kind)
+        if not need or self.sends_nothing:
+            return 1
         room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
-        return min(_MOST_TOGETHER, room // need) if need else 1
+        return min(_MOST_TOGETHER, room // need)
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether all groups that could take turns stay on the device by the plan."""
+        plan = self._budgeter.plan
+        return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
     def weigh_activations(self, module: nn.Module) -> None:
         """Measure the memory of activations as a gated call of `module` begins."""

@@ -30,12 +30,12 @@ import torch
 from torch import nn
 
 from ..base import selective
+from ..base.arena import arena_for
 from ..base.device import Backend, Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
 from .convoy.fingerprint import Fingerprint, examine
 from .passes import Passes
-from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 

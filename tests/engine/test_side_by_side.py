@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from group_offload import apply_group_offloading, free_slots, remove_group_offloading
-from group_offload.runtime.slots import arena
+from group_offload.runtime.slots.slot import Slot
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
@@ -254,7 +254,7 @@ def test_an_interrupt_while_another_model_is_displaced(
     settled(pipe, IMAGE)
     other = make(Model)
     handle = apply_group_offloading(other, "cpu")
-    evict, num_evicted = arena.Slot.evict, 0
+    evict, num_evicted = Slot.evict, 0
 
     def strike(self: Any) -> None:
         nonlocal num_evicted
@@ -264,7 +264,7 @@ def test_an_interrupt_while_another_model_is_displaced(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena.Slot, "evict", strike)
+        patch.setattr(Slot, "evict", strike)
         with pytest.raises(KeyboardInterrupt):
             forward(device, other, torch.randn(3, WIDTH))
     settled(pipe, IMAGE)

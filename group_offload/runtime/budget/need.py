@@ -74,14 +74,15 @@ class Needs:
 
     def of(self, kind: Kind) -> int | None:
         """The need of a pass of this kind, and of those before it if they take turns; None if it has yet to be measured."""
-        found = self._of(kind)
+        found = self.measured(kind)
         if found is None:
             return None
         # Two kinds that take turns would else bring groups to the device and evict them again and again.
-        recent = [self._of(each) or 0 for each in {*self._recent}] if kind in self._recent else []
+        recent = [self.measured(each) or 0 for each in {*self._recent}] if kind in self._recent else []
         return max([found, *recent]) + self._more
 
-    def _of(self, kind: Kind) -> int | None:
+    def measured(self, kind: Kind) -> int | None:
+        """The need of a pass of this kind alone, as it was measured or as smaller and hardly larger inputs tell it."""
         if kind in self._known:
             return self._known[kind]
         fitting = [(growth, need) for growth, need in self._alike(kind) if growth <= _SLACK]
@@ -100,7 +101,7 @@ class Needs:
     @property
     def kept_bytes(self) -> int:
         """What is kept free for the passes that ran last."""
-        return max((self._of(kind) or 0 for kind in {*self._recent}), default=0) + self._more
+        return max((self.measured(kind) or 0 for kind in {*self._recent}), default=0) + self._more
 
     def begin(self, kind: Kind, beside: int) -> None:
         """A pass computes from here on.
@@ -110,7 +111,7 @@ class Needs:
         """
         self._recent.append(kind)
         self._measuring = None
-        if self._of(kind) is None:
+        if self.measured(kind) is None:
             self._measuring = kind, beside
             self._backend.reset_peak()
         elif kind in self._known:

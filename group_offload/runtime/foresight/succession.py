@@ -155,20 +155,16 @@ class Succession:
         """The bytes that the model takes turns in that takes most."""
         return max((model.memory.turn_bytes for each in self._models if (model := each()) is not None), default=0)
 
-    def spared_by(self, model: Model) -> tuple[list[Model], list[Model]]:
+    def spared_by(self, model: Model) -> list[tuple[Model, bool]]:
         """The other models that `model` gains too little by displacing: it should run too few times before their next stint.
-
-        Returns:
-            All of these, and those of them that would displace `model`.
-        """
+        Each with whether it would displace `model`."""
         mine = self._numbers[model]
-        spared = [
-            (number, other)
-            for number in range(len(self._models))
-            if number != mine and not self._displaces(mine, number)
-            if (other := self._model(number)) is not None
+        others = [(number, self._model(number)) for number in range(len(self._models)) if number != mine]
+        return [
+            (other, self._displaces(number, mine))
+            for number, other in others
+            if other is not None and not self._displaces(mine, number)
         ]
-        return [other for _, other in spared], [other for number, other in spared if self._displaces(number, mine)]
 
     def _displaces(self, mine: int, other: int) -> bool:
         if other not in self._begun:  # a denoiser will want what it can get
