@@ -35,6 +35,7 @@ class Holding:
         self.turn = 0
         """A number that is higher the later the module has run."""
         self.num_passes = 0
+        """How many passes the module has had."""
 
     @property
     def slot_bytes(self) -> int:
@@ -156,13 +157,8 @@ class Arena:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of all modules' residents."""
+        """The bytes of all modules' residents. It is asked in each call of a gate."""
         return sum(each.resident_bytes for each in self._all)
-
-    @property
-    def has_residents(self) -> bool:
-        """Whether there are any. It is asked in each call of a gate."""
-        return any(each.resident_bytes for each in self._all)
 
     def others_resident_bytes(self, mine: Holding | None) -> int:
         """Those of other modules than `mine` that do not run now."""
@@ -186,18 +182,11 @@ class Arena:
     # ---------------------------------------------------------------- the memory that rings are cut from
 
     def claim(self, mine: Holding) -> None:
-        """A pass begins: no other module takes anything of `mine` from now on, until `give_back` or `disclaim`."""
+        """No other module takes anything of `mine` from now on, until `give_back`."""
         with self._lock:
             self._turn += 1
             mine.turn, mine.thread, mine.is_busy = self._turn, threading.get_ident(), True
-            mine.num_passes += 1
             self._holdings.add(mine)
-
-    def disclaim(self, mine: Holding) -> None:
-        """Undo `claim`. Nothing was enqueued that uses the memory."""
-        with self._lock:
-            mine.is_busy = False
-            mine.num_passes -= 1
 
     def lease(self, mine: Holding, num_bytes: int, writers: Sequence[Stream]) -> bool:
         """Give `mine` device memory until `give_back`, free to use on the current stream and on `writers`.
@@ -246,13 +235,13 @@ class Arena:
         return memory
 
     def give_back(self, mine: Holding, stream: Stream) -> None:
-        """End a pass. All compute that uses the memory is enqueued on `stream`, or done."""
+        """Undo `claim`. All compute that uses the memory is enqueued on `stream`, or done."""
         with self._lock:
             mine.is_busy = False
-            assert mine.memory is not None
             if mine is not self._current():
                 self.release(mine)
                 return
+            assert mine.memory is not None
             self._idle.record(stream)
             if stream != self._owner:
                 self.backend.record_stream(mine.memory, stream)

@@ -225,16 +225,11 @@ class DeviceMemory(Holding):
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
-        """Keep other modules' passes from taking anything until `give_back` or `disclaim`."""
+        """Keep other modules' passes from taking anything until `give_back`."""
         self.arena.claim(self)
         # Another module's pass may have been interrupted as it took a slot's memory.
         self.residents = [slot for slot in self.residents if slot.groups]
         self.resident_bytes = sum(slot.memory.numel() for slot in self.residents)
-
-    def disclaim(self) -> None:
-        """Undo `claim`: there was no pass after all."""
-        self.spared = {}
-        self.arena.disclaim(self)
 
     def take(self) -> None:
         """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
@@ -261,10 +256,8 @@ class DeviceMemory(Holding):
                     self.drop(group)
 
     def give_back(self) -> None:
-        """The pass is over, or `take` has failed."""
+        """The pass is over, or there was none after all."""
         self.spared = {}  # else the memory of models that are gone would stay
-        if self.memory is None:
-            return
         for slot in self.slots:
             # The memory of slots that no call has used has to outlast their copies: another module's pass may drop it.
             if slot.owner is not None and slot.waited_on is None:

@@ -349,7 +349,7 @@ class Passes:
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
-        self.memory.disclaim()
+        self.memory.give_back()
         self._state = State.CLEAN
 
     def _end(self) -> None:
@@ -391,20 +391,24 @@ class Passes:
 
     @property
     def is_reading(self) -> bool:
-        """See `Model`, as for what follows."""
+        """Whether threads read files for a pass, or will. This and what follows may be asked in another model's pass."""
         return self._transfer.is_reading
 
     @property
     def cached_bytes(self) -> int:
+        """The bytes of files that passes find in the page cache only as long as nothing drives them out."""
         return sum(blob.layout.num_bytes for blob in self._files.read_through_cache)
 
     def plan_cache_reads(self, beside_bytes: int) -> None:
+        """Decide what to read into the page cache, which also has to hold `beside_bytes` of another model."""
         self.if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
 
     def read_first(self) -> None:
+        """Begin to read the first groups, before there are slots for them."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
 
     def take_over(self) -> None:
+        """Take the slots, and start the copies of the first groups."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
     def _spare_others(self) -> None:
@@ -420,7 +424,6 @@ class Passes:
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self.memory.take()
             self._lookahead.prepare()
-        self.memory.give_back()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""

@@ -449,6 +449,7 @@ class Placer:
             Whether its compute is to be measured.
         """
         memory = self._memory
+        memory.num_passes += 1
         if self.has_budget:
             self._needs.begin(kind, self._backend.bytes_in_use())
         # A budget's plan counts on as much as a ring would take.
@@ -571,21 +572,21 @@ class Placer:
         return gave
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Evict the residents of all models after a forward ran out of device memory.
+        """Evict the residents of all models after a forward with a budget ran out of device memory.
 
         Returns:
             The error with advice added.
         """
-        self._memory.arena.answer()
-        memory, name = self._memory, self._name
-        given = memory.resident_bytes + memory.arena.others_resident_bytes(memory)
-        if not self.has_budget or not given:
+        arena, name = self._memory.arena, self._name
+        arena.answer()
+        before = arena.resident_bytes
+        arena.give_way(before, self._memory)
+        given = before - arena.resident_bytes
+        if not given:
             return torch.OutOfMemoryError(
                 f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
                 f"offload_type='leaf_level'."
             )
-        self._memory.limit_residents(0)
-        self._memory.arena.displace(self._memory, 0)
         self._backend.release_unused()
         self._needs.add(given)
         return torch.OutOfMemoryError(

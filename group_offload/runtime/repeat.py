@@ -132,7 +132,7 @@ class Repeater:
 
     def may_repeat(self, attempt: _Attempt) -> bool:
         """Whether residents are left, and nothing was changed since the call began."""
-        if not self._arena.has_residents or self._before is None:
+        if not self._arena.resident_bytes or self._before is None:
             return False
         if not attempt.is_untouched or self._passes.has_changed_weights:
             return False

@@ -26,7 +26,6 @@ from group_offload import (
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
-    remove_group_offloading,
 )
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
@@ -261,20 +260,6 @@ def test_an_edit_of_what_stays_on_the_device(options: dict[str, Any], device: Si
 def check_at_rest(model: RoutedModel, resident: RoutedModel) -> None:
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_larger_inputs_are_foreseen(device: SimulatedDevice) -> None:
-    """Activations grow with the inputs: groups are given up before the forward, and come back after it."""
-    resident = RoutedModel(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
-    budget = peak + num_bytes // 2
-    model, handle = offloaded(resident, vram_budget=budget)
-    for batch, passes in ((2, 4), (8, 3), (2, 12)):
-        for _ in range(passes):
-            check(device, model, resident, batch=batch)
-            assert device.peak_bytes_in_use() <= budget
-    assert handle.stats().resident_bytes > 0
-    handle.remove()
 
 
 def test_larger_inputs_evict_no_more_than_they_can_need(device: SimulatedDevice) -> None:
@@ -569,18 +554,6 @@ def test_the_cpu_has_no_memory_of_its_own() -> None:
         apply_group_offloading(RoutedModel(WIDTHS), "cpu", vram_budget="1GiB")
 
 
-@every_mode
-def test_more_than_enough(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """The first guess is right already."""
-    resident = RoutedModel(WIDTHS).eval()
-    model, handle = offloaded(resident, vram_budget=1 << 30, **options)
-    for _ in range(3):
-        check(device, model, resident)
-    outer = weight_bytes(handle) - sum(group.num_bytes for group in handle.plan.details.problem.groups)
-    assert handle.stats().resident_bytes == weight_bytes(handle) - outer
-    handle.remove()
-
-
 @pytest.mark.parametrize("options", MODES[:2], ids=str)  # at leaf level this model's blocks have weights of their own
 def test_groups_that_stay_put_nothing_between_kernels(
     options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
@@ -609,21 +582,6 @@ def test_groups_that_stay_put_nothing_between_kernels(
 
     monkeypatch.setattr(SimulatedEvent, "record", count)
     assert recorded(WIDTHS) == recorded(WIDTHS * 2) > 0
-
-
-def test_two_models_in_turn(device: SimulatedDevice) -> None:
-    """Device memory goes to whoever runs; the budget holds for both together."""
-    residents = [RoutedModel(WIDTHS).eval(), RoutedModel([48] * 9).eval()]
-    needs = [needed(device, resident) for resident in residents]
-    budget = max(peak + num_bytes // 2 for num_bytes, peak in needs)
-    twins = [offloaded(resident, vram_budget=budget) for resident in residents]
-    for number in range(6):
-        which = number // 3 % 2
-        check(device, twins[which][0], residents[which])
-        assert device.peak_bytes_in_use() <= budget
-    for _, handle in twins:
-        handle.remove()
-    assert device.allocated_bytes == 0
 
 
 def test_ram_that_others_need(
@@ -715,26 +673,6 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
     assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20
 
 
-def test_weights_that_have_no_file_need_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names a budget that works."""
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.ram_in_use", lambda: 100 << 20)
-    model = RoutedModel(WIDTHS)
-    pipeline = SimpleNamespace(components={"transformer": model})
-    named = ""
-    for call in (
-        lambda budget: offload(model, ram_budget=budget),
-        lambda budget: enable_group_offload(pipeline, "cpu", ram_budget=budget),
-    ):
-        with pytest.raises(ConfigError, match="for weights without a file") as error:
-            call((164 << 20) - 1)
-        assert not device.pinned_bytes
-        found = re.search(r"needs at least ([\d.]+ \w+):", str(error.value))
-        assert found is not None
-        named = found[1]
-        call(named)
-        remove_group_offloading(model)
-
-
 RAM_WITHOUT_WEIGHTS = 200 << 20
 
 
@@ -824,21 +762,6 @@ def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
     check(device, model, resident)
     handle.remove()
     check_at_rest(model, resident)
-
-
-def test_memory_that_others_have_taken_is_learnt(device: SimulatedDevice) -> None:
-    """What stays is asked anew in each pass: less of it while another process has memory, and all of it again afterwards."""
-    resident, model, handle = all_resident(device)
-    before = handle.stats().resident_bytes
-    device.capacity = device.total.now + 2 * DIM * 4
-    for _ in range(6):
-        check(device, model, resident)
-    assert handle.stats().resident_bytes < before
-    device.capacity = 1 << 40
-    for _ in range(6):
-        check(device, model, resident)
-    assert handle.stats().resident_bytes == before
-    handle.remove()
 
 
 @pytest.mark.parametrize(

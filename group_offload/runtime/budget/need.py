@@ -57,6 +57,10 @@ class Needs:
     libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes another algorithm
     if it finds no memory for the first one, takes the one that it takes on an empty card.
 
+    To evict less, in steps as memory is refused, would not do. A call is repeated only if one of the same gate has returned
+    before. And a library that tries algorithms out, as cuDNN does, leaves out those whose workspaces are larger than what is
+    free, without asking for it: nobody would see that the bits are others.
+
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
     """
