@@ -184,32 +184,26 @@ class DeviceMemory(Holding):
         return [placed if lands(placed) else placed._replace(packed=None) for placed in blobs]
 
     def evict_residents(self, num_bytes: int) -> None:
-        if not self.is_busy:  # for another module's pass
-            while self.residents and num_bytes > 0:
-                slot = self.residents[-1]
-                num_bytes -= slot.memory.numel()
-                slot.evict()
-                self.resident_bytes -= slot.memory.numel()
-                self.residents.remove(slot)
-                if not slot.is_aliased:
-                    self._backend.free(slot.memory)
-            return
         if num_bytes <= 0:
             return
-        next_use: dict[Group | PackedGroup, int] = {}
-        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
-            next_use.setdefault(group, number)
-            next_use.setdefault(group.packed, number)
-
-        def soonest(slot: Slot[Any]) -> int:
-            return min((next_use.get(group, len(next_use)) for group in slot.groups), default=len(next_use))
-
-        for slot in sorted(self.residents, key=soonest, reverse=True):
+        # Another module's pass takes what came last, whatever this module needs next.
+        for slot in (
+            sorted(self.residents, key=self._next_uses(), reverse=True) if self.is_busy else self.residents[::-1]
+        ):
             if num_bytes > 0 and not slot.is_held:
                 num_bytes -= slot.memory.numel()
                 self.free(slot)
         # What was evicted is not brought again in this pass: it takes turns.
         self.resident_room = min(self.resident_room, self.resident_bytes)
+
+    def _next_uses(self) -> Callable[[Slot[Any]], int]:
+        """A function that tells how far off the next use of a slot is."""
+        next_use: dict[Group | PackedGroup, int] = {}
+        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
+            next_use.setdefault(group, number)
+            next_use.setdefault(group.packed, number)
+        never = len(next_use)
+        return lambda slot: min((next_use.get(group, never) for group in slot.groups), default=never)
 
     def limit_residents(self, room: int) -> None:
         """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""

@@ -327,7 +327,7 @@ class Passes:
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self.memory.take()
-        is_timed = self._placer.begin_pass(kind, kind.top)
+        is_timed = self._placer.begin_pass(kind)
         self._probe.begin_forward(
             self.number,
             type(call.module).__name__,
@@ -612,7 +612,7 @@ class Passes:
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=False)
         self.memory.take()
-        self._placer.begin_pass(kind, None)
+        self._placer.begin_pass(kind)
         stream = self._backend.current_stream()
         self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
         self._teaches = True

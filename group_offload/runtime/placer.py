@@ -439,14 +439,11 @@ class Placer:
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return self._available() - others - need - margin
 
-    def begin_pass(self, kind: Kind, top: Hashable) -> bool:
+    def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
-        Args:
-            top: Module or method that the pass begins at. None for a backward, in which nothing is measured.
-
         Returns:
-            Whether its compute is to be measured.
+            Whether its compute is to be measured: not that of a backward.
         """
         memory = self._memory
         memory.num_passes += 1
@@ -454,12 +451,12 @@ class Placer:
             self._needs.begin(kind, self._backend.bytes_in_use())
         # A budget's plan counts on as much as a ring would take.
         memory.most_pooled_bytes = memory.ring_sizes.get(0) if self.has_budget else None
-        memory.window_bytes = self._window(self._top if top is None else top)
+        memory.window_bytes = self._window(self._top if kind.is_backward else kind.top)
         self._weighed = Weighing()
-        if top is None:
+        if kind.is_backward:
             return False
         if memory.is_tight:
-            self._weighed = self._activations.setdefault(top, self._weighed)
+            self._weighed = self._activations.setdefault(kind.top, self._weighed)
             self._weighed.begin(self._other_bytes())
         return self._budgeter.count_pass(kind)
 

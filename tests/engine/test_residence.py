@@ -382,18 +382,24 @@ def test_a_page_map_of_zeros(device: SimulatedDevice, caplog: pytest.LogCaptureF
 # ---------------------------------------------------------------- RAM that cannot be page-locked
 
 
-def limit_pins(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, num_own: int) -> list[int]:
-    """Refuse to lock memory in place, and give `num_own` pieces of the driver's own at most. Returns what was asked for."""
-    pin, asked = device.pin, list[int]()
+def limit_pins(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, num_own: int = 0
+) -> tuple[list[int], list[Callable[[], None]]]:
+    """Refuse to lock memory in place, and give `num_own` pieces of the driver's own at most.
+
+    Returns:
+        What the driver was asked for, and the calls that take its memory back.
+    """
+    pin, asked, undo = device.pin, list[int](), list[Callable[[], None]]()
 
     def empty_pinned(num_bytes: int) -> torch.Tensor | None:
         asked.append(num_bytes)
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return memory if len(asked) <= num_own and pin(memory, []) else None
+        return memory if len(asked) <= num_own and pin(memory, undo) else None
 
     monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
     monkeypatch.setattr(device, "empty_pinned", empty_pinned)
-    return asked
+    return asked, undo
 
 
 def step_and_edit(twins: Twins) -> None:
@@ -415,7 +421,7 @@ def test_page_locking_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What the driver has no memory of its own for stays in plain RAM, and goes through threads."""
-    asked = limit_pins(device, monkeypatch, num_own)
+    asked, undo = limit_pins(device, monkeypatch, num_own)
     tune(monkeypatch, segment_bytes=1024)
     with caplog.at_level(logging.WARNING, "group_offload"), Twins(device, RoutedModel(UNEVEN * 4), **options) as twins:
         messages = [record.getMessage() for record in caplog.records]
@@ -436,6 +442,9 @@ def test_page_locking_is_refused(
         )
         step_and_edit(twins)
         assert (twins.handle.stats().staging_bytes > 0) == (num_own < 10)
+        device.synchronize()
+        for take_back in undo:
+            take_back()
 
 
 @pytest.mark.parametrize("room", [3000, 9000, 20_000], ids=lambda room: f"{room}-bytes")
@@ -498,7 +507,7 @@ def test_under_wsl2_no_more_than_half_of_the_ram_is_asked_for(
 
 def test_an_edit_waits_for_threads_that_read_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next pass is on its way: what it reads of RAM that is not page-locked must not change meanwhile."""
-    limit_pins(device, monkeypatch, 0)
+    limit_pins(device, monkeypatch)
     with Twins(device, RoutedModel([16] * 4)) as twins:
         twins.step()
         twins.step()

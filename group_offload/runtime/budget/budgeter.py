@@ -98,7 +98,7 @@ class Budgeter:
         """The sum of these when it last differed by much from the one before: plans are made for it."""
         self._for: tuple[int, float] | None = None
         """The room on the device and the `_pass_seconds` that the plan was made for."""
-        self._asked_to_pack = 0.0
+        self._asked_to_pack: float | None = None
         """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
     # ---------------------------------------------------------------- plans
@@ -283,7 +283,7 @@ class Budgeter:
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
         """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
-        if total and not isinstance(kind.top, str):  # the CPU has no clock of its own
+        if total and not kind.is_backward:  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.

@@ -28,7 +28,7 @@ class Kind:
     """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
-    """What the pass begins at: a weak reference to the module, or the method."""
+    """What the pass begins at: a weak reference to the module, or the method; a name for a backward."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
 
@@ -37,6 +37,10 @@ class Kind:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
+
+    @property
+    def is_backward(self) -> bool:
+        return isinstance(self.top, str)
 
     def growth_from(self, other: Kind) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
