@@ -34,7 +34,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from ..base import selective
-from ..base.arena import arena_for
 from ..base.compiled import Around, is_compiled
 from ..base.saved import hooks_in_force, pop_hooks
 from ..base.tensors import map_tensors
@@ -473,7 +472,6 @@ class Gates:
         self.is_function = is_function(config, top)
         """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
-        self._arena = arena_for(self.backend)
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
@@ -654,7 +652,12 @@ class Gates:
         if tensor.device == self.backend.device:
             return tensor
         bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
-        return self._arena.retried(bring, tensor.nbytes)
+        return self._made(bring, tensor.nbytes)
+
+    def _made(self, make: Callable[[], torch.Tensor], num_bytes: int) -> torch.Tensor:
+        """A tensor that takes device memory in the pass in progress: its own residents give way too."""
+        memory = self.passes.memory
+        return memory.arena.retried(make, num_bytes, memory)
 
     def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
         """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""
@@ -667,7 +670,7 @@ class Gates:
         def apart(tensor: torch.Tensor) -> torch.Tensor:
             is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
             is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
-            return self._arena.retried(tensor.clone, tensor.nbytes) if is_inside else tensor
+            return self._made(tensor.clone, tensor.nbytes) if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
 

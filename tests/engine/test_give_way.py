@@ -109,11 +109,11 @@ class ReturnsWeight(nn.Linear):
         return self.weight
 
 
-@pytest.mark.parametrize("place", ["tables._brought", "gates.apart"])
+@pytest.mark.parametrize("place", ["tables._brought", "gates._made"])
 def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, table_bytes=1 << 16)
     resident = Tied().eval()
-    if place == "gates.apart":
+    if place == "gates._made":
         resident.blocks[2] = ReturnsWeight(64, 64)
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device):
