@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .base.arena import arenas
 from .config import ModelOptions, OffloadConfig, takes_options
 from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
 from .owners import add_owner, shared_handle
 from .runtime.engine import Engine
 from .runtime.gates import HANDLE, is_offloaded
-from .runtime.slots.arena import arenas
 
 
 @takes_options(ModelOptions)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from ..base.arena import arena_for
 from ..base.device import Backend, Event, Stream
 from ..base.tuning import tuning
 
@@ -31,7 +32,7 @@ class CopyStreams:
     """Copies of activations of one device. See [Note: The life of an activation]."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._arena = backend, arena_for(backend)
         self._out = backend.new_stream()
         """D2H, beside forward; and beside backward's H2D, which takes the other direction of the link."""
         self._back = backend.new_stream()
@@ -56,7 +57,7 @@ class CopyStreams:
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
         """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
         owner = None if stream == self._backend.current_stream() else stream  # None is faster
-        memories = [self._backend.empty(num_bytes, owner) for num_bytes in sizes]
+        memories = [self._arena.take(num_bytes, owner) for num_bytes in sizes]
         born = self._backend.new_event()
         born.record(stream)
         return memories, born

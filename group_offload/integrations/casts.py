@@ -24,12 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..base.arena import moved, retried
 from ..base.torch_internals import has_compatible_shallow_copy_type, parse_to
 from ..stores.checkpoint import FileMap
 
@@ -252,9 +254,10 @@ def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     for name, dtype in casts.items():
         with torch.inference_mode(False), torch.no_grad():
-            tensors[name].data = tensors[name].detach().to(dtype).to(device)
+            value = tensors[name].detach().to(dtype)
+            tensors[name].data = moved(value, device or value.device)
     if device is not None:
-        module.to(device)
+        retried(device, partial(module.to, device), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, torch.dtype | None]:

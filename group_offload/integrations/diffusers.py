@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
+from ..base.arena import moved
 from ..base.compiled import is_compiled
 from ..base.text import did_you_mean
 from ..base.weak import Weak
@@ -177,7 +178,7 @@ def carry_out(
 def _move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
     for tensor, device in devices.items():
         if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            tensor.data = moved(tensor.data, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.arena import moved
 from ..base.mapping import trim_heap
 from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..weights import rewrap
@@ -128,7 +129,7 @@ class Quantising:
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._casts.made(value).to(self._device)
+            return moved(self._casts.made(value), self._device)
         return [self._moved(item) for item in value] if isinstance(value, list) else value
 
     def _to_ram(self, module: nn.Module) -> None:

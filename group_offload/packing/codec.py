@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from ..base.arena import retried
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import Task, on_pool
 from ..base.tuning import tuning
@@ -56,7 +57,7 @@ def pack(
     """
     device = image.device if device is None else device
     try:
-        return _pack(image, layout, device, memory, hashed)
+        return retried(device, partial(_pack, image, layout, device, memory, hashed), layout.num_bytes)
     except torch.OutOfMemoryError:
         if device.type == "cpu":
             raise

@@ -31,6 +31,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..base.arena import arena_for
 from ..base.device import Backend, Stream
 from ..base.layout import span_of
 from ..base.saved import (
@@ -59,7 +60,6 @@ from .contexts import Context, nodes_with
 from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
-from .slots.arena import arena_for
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -58,7 +58,6 @@ from .passes import Passes
 from .placer import Placer
 from .repeat import Repeater
 from .skips import own_forward, preceded
-from .slots.arena import arena_for
 from .tables import GatheredRows
 
 HANDLE = "_group_offload_handle"
@@ -578,7 +577,12 @@ class Gates:
         if tensor.device == self.backend.device:
             return tensor
         bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
-        return arena_for(self.backend).retried(bring, tensor.nbytes)
+        return self._made(bring, tensor.nbytes)
+
+    def _made(self, make: Callable[[], torch.Tensor], num_bytes: int) -> torch.Tensor:
+        """A tensor that takes device memory in the pass in progress: its own residents give way too."""
+        memory = self.passes.memory
+        return memory.arena.retried(make, num_bytes, memory)
 
     def detach_from_slots(self, output: Any, groups: Sequence[Group]) -> Any:
         """The output of a call that needed `groups`, with clones in place of views of slots that other groups will use."""
@@ -591,7 +595,7 @@ class Gates:
         def apart(tensor: torch.Tensor) -> torch.Tensor:
             is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
             is_inside = is_plain and any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in spans)
-            return tensor.clone() if is_inside else tensor
+            return self._made(tensor.clone, tensor.nbytes) if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
 

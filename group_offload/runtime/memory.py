@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base.arena import Holding, arena_for
 from ..base.compiled import is_compiled
 from ..base.device import Event
 from ..base.layout import ALIGNMENT, span_bytes
@@ -22,8 +23,8 @@ from .foresight.schedule import Schedule
 from .groups.group import Group
 from .groups.packed import PackedGroup
 from .measure.counters import Counters
-from .slots.arena import Holding, Ring, arena_for
 from .slots.berths import Berths
+from .slots.ring import Ring
 from .slots.slot import Slot
 from .slots.stalls import Stalls
 
@@ -31,7 +32,7 @@ _SHARED_SLOTS = 4
 """Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
 
 
-class DeviceMemory(Holding[Group]):
+class DeviceMemory(Holding):
     """The slots of one module, and the groups in them. An engine owns it, and uses it under the engine's lock.
 
     Order of calls: `reside` once groups are known; `claim`, `take`, then everything else, then `give_back` in each pass.
@@ -50,8 +51,16 @@ class DeviceMemory(Holding[Group]):
         self.is_tight = self.is_just_in_time and not config.record_stream
         """Whether memory of weights that wait for their turn counts most: slots in use limit what is on its way, too."""
         self.arena = arena_for(self._backend)
-        self.claims: Collection[DeviceMemory] = ()
-        """Those of `spared` that are worth more: what they want, and do not have yet, is theirs too."""
+        self.rings: dict[int, Ring[Group]] = {}
+        """For each height of groups, the memory that these groups take turns in."""
+        self.berths: Berths | None = None
+        """The part of the memory that packed bytes land in."""
+        self.pooled: list[Slot[Group]] = []
+        """Slots in no ring, each allocated for one run of groups that takes turns."""
+        self.residents: list[Slot[Any]] = []
+        """The slots of groups that stay between passes, unless they give way."""
+        self.wanted_bytes = 0
+        """What would stay if the module had the device to itself."""
         self.schedule = Schedule(())
         """Tells which groups are needed last."""
         self._to_stay: frozenset[Group | PackedGroup] = frozenset()
@@ -134,10 +143,27 @@ class DeviceMemory(Holding[Group]):
         return self._largest.get(0, 0)
 
     @property
-    def spared_bytes(self) -> int:
-        """What the residents of models that are worth as much take, and those worth more will take."""
-        wanted = sum(max(0, each.wanted_bytes - each.resident_bytes) for each in self.claims)
-        return wanted + sum(each.resident_bytes for each in self.spared)
+    def num_bytes(self) -> int:
+        return self.slot_bytes + self.resident_bytes
+
+    @property
+    def slots(self) -> list[Slot[Group]]:
+        return [*self.residents, *self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)]
+
+    @property
+    def is_aliased(self) -> bool:
+        return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
+
+    def take_back(self) -> tuple[torch.Tensor, list[Event]]:
+        memory, unread = self.memory, [] if self.berths is None else [*self.berths.last_uses]
+        for slot in (*self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)):
+            slot.evict()
+            if slot.waited_on is None:
+                unread.append(slot.ready)
+        assert memory is not None
+        # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
+        self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
+        return memory, unread
 
     def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
         """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
@@ -158,32 +184,26 @@ class DeviceMemory(Holding[Group]):
         return [placed if lands(placed) else placed._replace(packed=None) for placed in blobs]
 
     def evict_residents(self, num_bytes: int) -> None:
-        if not self.is_busy:  # for another module's pass
-            while self.residents and num_bytes > 0:
-                slot = self.residents[-1]
-                num_bytes -= slot.memory.numel()
-                slot.evict()
-                self.resident_bytes -= slot.memory.numel()
-                self.residents.remove(slot)
-                if not slot.is_aliased:
-                    self._backend.free(slot.memory)
-            return
         if num_bytes <= 0:
             return
-        next_use: dict[Group | PackedGroup, int] = {}
-        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
-            next_use.setdefault(group, number)
-            next_use.setdefault(group.packed, number)
-
-        def soonest(slot: Slot[Any]) -> int:
-            return min((next_use.get(group, len(next_use)) for group in slot.groups), default=len(next_use))
-
-        for slot in sorted(self.residents, key=soonest, reverse=True):
+        # Another module's pass takes what came last, whatever this module needs next.
+        for slot in (
+            sorted(self.residents, key=self._next_uses(), reverse=True) if self.is_busy else self.residents[::-1]
+        ):
             if num_bytes > 0 and not slot.is_held:
                 num_bytes -= slot.memory.numel()
                 self.free(slot)
         # What was evicted is not brought again in this pass: it takes turns.
         self.resident_room = min(self.resident_room, self.resident_bytes)
+
+    def _next_uses(self) -> Callable[[Slot[Any]], int]:
+        """A function that tells how far off the next use of a slot is."""
+        next_use: dict[Group | PackedGroup, int] = {}
+        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
+            next_use.setdefault(group, number)
+            next_use.setdefault(group.packed, number)
+        never = len(next_use)
+        return lambda slot: min((next_use.get(group, never) for group in slot.groups), default=never)
 
     def limit_residents(self, room: int) -> None:
         """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""
@@ -199,16 +219,11 @@ class DeviceMemory(Holding[Group]):
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
-        """Keep other modules' passes from taking anything until `give_back` or `disclaim`."""
+        """Keep other modules' passes from taking anything until `give_back`."""
         self.arena.claim(self)
         # Another module's pass may have been interrupted as it took a slot's memory.
         self.residents = [slot for slot in self.residents if slot.groups]
         self.resident_bytes = sum(slot.memory.numel() for slot in self.residents)
-
-    def disclaim(self) -> None:
-        """Undo `claim`: there was no pass after all."""
-        self.spared = self.claims = ()
-        self.arena.disclaim(self)
 
     def take(self) -> None:
         """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
@@ -235,10 +250,8 @@ class DeviceMemory(Holding[Group]):
                     self.drop(group)
 
     def give_back(self) -> None:
-        """The pass is over, or `take` has failed."""
-        self.spared = self.claims = ()  # else the memory of models that are gone would stay
-        if self.memory is None:
-            return
+        """The pass is over, or there was none after all."""
+        self.spared = {}  # else the memory of models that are gone would stay
         for slot in self.slots:
             # The memory of slots that no call has used has to outlast their copies: another module's pass may drop it.
             if slot.owner is not None and slot.waited_on is None:
@@ -249,7 +262,7 @@ class DeviceMemory(Holding[Group]):
     def recover(self) -> None:
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
         self.bound.clear()
-        self.spared = self.claims = ()
+        self.spared = {}
         self._bytes_ahead, self.next_bytes = 0, 0
         slots = [*self.residents, *self.pooled]
         for slot in slots:

@@ -305,7 +305,7 @@ class Passes:
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self.memory.take()
-        is_timed = self._placer.begin_pass(kind, kind.top)
+        is_timed = self._placer.begin_pass(kind)
         self._probe.begin_forward(
             self.number,
             type(call.module).__name__,
@@ -327,7 +327,7 @@ class Passes:
 
     def stay_clean(self) -> None:
         """Return to the clean state after work that `begin_clean` began and that was no pass."""
-        self.memory.disclaim()
+        self.memory.give_back()
         self._state = State.CLEAN
 
     def _end(self) -> None:
@@ -369,28 +369,31 @@ class Passes:
 
     @property
     def is_reading(self) -> bool:
-        """See `Model`, as for what follows."""
+        """Whether threads read files for a pass, or will. This and what follows may be asked in another model's pass."""
         return self._transfer.reader.is_reading
 
     @property
     def cached_bytes(self) -> int:
+        """The bytes of files that passes find in the page cache only as long as nothing drives them out."""
         return sum(blob.layout.num_bytes for blob in self._files.read_through_cache)
 
     def plan_cache_reads(self, beside_bytes: int) -> None:
+        """Decide what to read into the page cache, which also has to hold `beside_bytes` of another model."""
         self.if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
 
     def read_first(self) -> None:
+        """Begin to read the first groups, before there are slots for them."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
 
     def take_over(self) -> None:
+        """Take the slots, and start the copies of the first groups."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
     def _spare_others(self) -> None:
         """Find out what other models of the pipeline keep on the device because this one would gain less by the room."""
         if self.succession is not None:
-            spared, worth_more = self.succession.spared_by(self)
-            self.memory.spared = [other.memory for other in spared]
-            self.memory.claims = [other.memory for other in worth_more]
+            others = self.succession.spared_by(self)
+            self.memory.spared = {each.memory: each.memory.wanted_bytes if wants else 0 for each, wants in others}
 
     def _start_first(self) -> None:
         self._spare_others()
@@ -399,7 +402,6 @@ class Passes:
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self.memory.take()
             self._lookahead.prepare()
-        self.memory.give_back()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
@@ -575,7 +577,7 @@ class Passes:
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=False)
         self.memory.take()
-        self._placer.begin_pass(kind, None)
+        self._placer.begin_pass(kind)
         stream = self._backend.current_stream()
         self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
         self._teaches = True

@@ -20,6 +20,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
+from ..base.arena import arena_for
 from ..base.device import Backend
 from ..base.tuning import tuning
 from ..config import OffloadConfig
@@ -41,7 +42,6 @@ from .groups.group import Group
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
 from .packer import Packer
-from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 
@@ -298,7 +298,8 @@ class Placer:
         if need is None:
             return  # the first pass measures
         memory = self._memory
-        room = self._room(need) - memory.outer_bytes - memory.spared_bytes
+        room = self._room(need) - memory.outer_bytes
+        room -= sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
         if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
             self.reside()
             self._tell_plan()
@@ -429,36 +430,45 @@ class Placer:
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return self._available() - others - need - margin
 
-    def begin_pass(self, kind: Kind, top: Hashable) -> bool:
+    def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
-        Args:
-            top: Module or method that the pass begins at. None for a backward, in which nothing is measured.
-
         Returns:
-            Whether its compute is to be measured.
+            Whether its compute is to be measured: not that of a backward.
         """
         memory = self._memory
+        memory.num_passes += 1
         if self.has_budget:
             self._needs.begin(kind, self._backend.bytes_in_use())
         # A budget's plan counts on as much as a ring would take.
         memory.most_pooled_bytes = memory.ring_sizes.get(0) if self.has_budget else None
-        memory.window_bytes = self._window(self._top if top is None else top)
+        memory.window_bytes = self._window(self._top if kind.is_backward else kind.top)
         self._weighed = Weighing()
-        if top is None:
+        if kind.is_backward:
             return False
         if memory.is_tight:
-            self._weighed = self._activations.setdefault(top, self._weighed)
+            self._weighed = self._activations.setdefault(kind.top, self._weighed)
             self._weighed.begin(self._other_bytes())
         return self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
-        """How many forwards of this kind have room beside one another, if all of them compute with the same weights."""
+        """How many forwards of this kind have room beside one another, if all of them compute with the same weights.
+
+        One where nothing is sent: company would only evict residents.
+        """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.of(kind)
+        need = self._needs.measured(kind)
+        if not need or self.sends_nothing:
+            return 1
         room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
-        return min(_MOST_TOGETHER, room // need) if need else 1
+        return min(_MOST_TOGETHER, room // need)
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether all groups that could take turns stay on the device by the plan."""
+        plan = self._budgeter.plan
+        return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
     def weigh_activations(self, module: nn.Module) -> None:
         """Measure the memory of activations as a gated call of `module` begins."""
@@ -550,21 +560,21 @@ class Placer:
         return gave
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Evict the residents of all models after a forward ran out of device memory.
+        """Evict the residents of all models after a forward with a budget ran out of device memory.
 
         Returns:
             The error with advice added.
         """
-        self._memory.arena.answer()
-        memory, name = self._memory, self._name
-        given = memory.resident_bytes + memory.arena.others_resident_bytes(memory)
-        if not self.has_budget or not given:
+        arena, name = self._memory.arena, self._name
+        arena.answer()
+        before = arena.resident_bytes
+        arena.give_way(before, self._memory)
+        given = before - arena.resident_bytes
+        if not given:
             return torch.OutOfMemoryError(
                 f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
                 f"offload_type='leaf_level'."
             )
-        self._memory.limit_residents(0)
-        self._memory.arena.displace(self._memory, 0)
         self._backend.release_unused()
         self._needs.add(given)
         return torch.OutOfMemoryError(

@@ -30,12 +30,12 @@ import torch
 from torch import nn
 
 from ..base import selective
+from ..base.arena import arena_for
 from ..base.device import Backend, Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
 from .convoy.fingerprint import Fingerprint, examine
 from .passes import Passes
-from .slots.arena import arena_for
 
 logger = logging.getLogger("group_offload")
 
@@ -132,7 +132,7 @@ class Repeater:
 
     def may_repeat(self, attempt: _Attempt) -> bool:
         """Whether residents are left, and nothing was changed since the call began."""
-        if not self._arena.has_residents or self._before is None:
+        if not self._arena.resident_bytes or self._before is None:
             return False
         if not attempt.is_untouched or self._passes.has_changed_weights:
             return False

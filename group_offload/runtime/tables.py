@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..base.arena import arena_for, moved
 from ..base.device import Backend, plain_empty
 from ..base.layout import as_bytes
 from ..base.tensors import map_tensors
-from .slots.arena import arena_for
 
 _ORDER = {
     torch.nn.functional.embedding: tuple(signature(torch.nn.functional.embedding).parameters),
@@ -74,7 +74,7 @@ class GatheredRows(TorchFunctionMode):
         if not backend.has_streams:
             return rows
         if rows.requires_grad:
-            return rows.to(backend.device)
+            return moved(rows, backend.device)
         rows = rows.contiguous()
         target = arena_for(backend).take(rows.nbytes).view(rows.dtype).view(rows.shape)
         backend.copy(as_bytes(target), as_bytes(rows), backend.current_stream(), blocking=True)

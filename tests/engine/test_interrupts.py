@@ -20,14 +20,13 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
-from group_offload.base import publish
+from group_offload.base import arena, publish
 from group_offload.base.device import AcceleratorBackend, Backend
 from group_offload.base.page_lock import PageLock
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.passes import Passes
-from group_offload.runtime.slots import arena
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.base import Tier
 from group_offload.stores.files import FileBlob

@@ -124,17 +124,6 @@ def test_weights_that_change_after_they_were_sent_ahead(device: SimulatedDevice)
     pipe.remove()
 
 
-def test_half_of_what_a_model_was_refused_is_tried_again_in_its_turn(device: SimulatedDevice) -> None:
-    """Once, though the slots are made ready before it is called."""
-    pipe = PretendPipeline(device).offload(vram_budget=1 << 30)
-    pipe.image(), pipe.image()
-    needs = engine_of(pipe.handles["vae"]).placer._needs
-    needs.add(1024)
-    pipe.image()
-    assert needs._more == 512
-    pipe.remove()
-
-
 @pytest.mark.parametrize("how", ["removed", "gone", "running", "interrupted"])
 def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> None:
     pipe = PretendPipeline(device).offload()

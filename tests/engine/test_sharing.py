@@ -300,7 +300,9 @@ def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Ca
     handle.remove()
 
 
-def test_a_budget_holds_for_all_that_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_room_for_all", [False, True])
+def test_a_budget_holds_for_all_that_share_a_pass(has_room_for_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all weights stay on the device nothing is evicted to share what is not sent."""
     tune(monkeypatch, device_margin_bytes=0)
     gc.collect()
     device = SimulatedDevice(0, "lazy")
@@ -308,7 +310,7 @@ def test_a_budget_holds_for_all_that_share_a_pass(monkeypatch: pytest.MonkeyPatc
         model, resident = make(Model, 6), make(Model, 6)
         weights = sum(tensor.nbytes for tensor in model.parameters())
         x = inputs(0, 64, WIDTH)
-        budget = weights + 20 * x.nbytes
+        budget = weights * (3 if has_room_for_all else 1) + 20 * x.nbytes
         handle = offload(model, share_passes=True, vram_budget=budget)
 
         def work() -> None:
@@ -318,8 +320,12 @@ def test_a_budget_holds_for_all_that_share_a_pass(monkeypatch: pytest.MonkeyPatc
 
         work()
         device.reset_peak()
+        before = handle.stats()
         in_threads([work] * 4)
         assert device.peak_bytes_in_use() <= budget
+        after = handle.stats()
+        assert after.passes_shared == 0 or not has_room_for_all
+        assert after.onloads == before.onloads or not has_room_for_all
         handle.remove()
 
 

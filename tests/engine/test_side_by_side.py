@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from group_offload import apply_group_offloading, free_slots, remove_group_offloading
-from group_offload.runtime.slots import arena
+from group_offload.runtime.slots.slot import Slot
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
@@ -154,24 +154,6 @@ def test_an_encoder_and_a_decoder_leave_the_denoiser_alone(device: SimulatedDevi
     pipe.remove()
 
 
-def test_activations_displace_what_other_models_left(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device)
-    total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
-    budget = peak_without_budget(device) + total
-    pipe.offload(vram_budget=budget)
-    settled(pipe, IMAGE)
-    device.synchronize()
-    device.reset_peak()
-    rows = (budget - total // 2) // (WIDTH * 4 * 8)
-    for _ in range(2):
-        pipe.call("vae", torch.randn(rows, WIDTH))
-        gc.collect()
-        device.synchronize()
-    assert pipe.handles["transformer"].stats().passes  # it still runs
-    pipe.image()
-    pipe.remove()
-
-
 def test_a_model_without_a_budget_leaves_nothing_there(device: SimulatedDevice) -> None:
     """Nobody has said that the device has room for both."""
     pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
@@ -254,7 +236,7 @@ def test_an_interrupt_while_another_model_is_displaced(
     settled(pipe, IMAGE)
     other = make(Model)
     handle = apply_group_offloading(other, "cpu")
-    evict, num_evicted = arena.Slot.evict, 0
+    evict, num_evicted = Slot.evict, 0
 
     def strike(self: Any) -> None:
         nonlocal num_evicted
@@ -264,7 +246,7 @@ def test_an_interrupt_while_another_model_is_displaced(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena.Slot, "evict", strike)
+        patch.setattr(Slot, "evict", strike)
         with pytest.raises(KeyboardInterrupt):
             forward(device, other, torch.randn(3, WIDTH))
     settled(pipe, IMAGE)
@@ -272,18 +254,21 @@ def test_an_interrupt_while_another_model_is_displaced(
     pipe.remove()
 
 
-def test_a_model_that_is_restored_leaves_nothing_there(device: SimulatedDevice) -> None:
+@pytest.mark.parametrize("how", ["restored", "gone"])
+def test_a_model_that_is_restored_or_gone_leaves_nothing_there(how: str, device: SimulatedDevice) -> None:
+    """Neither other models nor what they have learnt keep its memory."""
     pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, IMAGE)
-    before = device.memory.now
-    staying = pipe.handles["transformer"].stats().resident_bytes
-    remove_group_offloading(pipe.components["transformer"])
+    settled(pipe, WITH_CONTROLNET)
+    before, staying = device.memory.now, pipe.handles["controlnet"].stats().resident_bytes
+    assert staying
+    if how == "restored":
+        remove_group_offloading(pipe.components["controlnet"])
+    del pipe.handles["controlnet"], pipe.components["controlnet"]
     gc.collect()
     device.synchronize()
     assert device.memory.now <= before - staying
-    pipe.call("encoder")
-    for name in ("encoder", "vae"):
-        pipe.handles[name].remove()
+    pipe.image()
+    pipe.remove()
 
 
 def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
@@ -317,6 +302,14 @@ def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
 
 def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice) -> None:
     """Without a budget too, where the slots of the pipeline's largest model hold all of it. The device takes no more."""
+    large = PretendPipeline(device, vae=6).offload()
+    before = engine_of(large.handles["vae"]).placer.slot_bytes
+    for _ in range(4):
+        large.call("vae")
+    assert engine_of(large.handles["vae"]).placer.slot_bytes == before
+    large.remove()
+    device.synchronize()
+    device.memory.peak = device.memory.now
     tiles = ("encoder", *["transformer"] * 2, *["vae"] * 4)
     pipe = PretendPipeline(device, vae=2).offload()
     for _ in range(2):
@@ -328,44 +321,4 @@ def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice
         for passed, onloads in zip(image[-4:], expected, strict=True):
             assert onloads is None or passed.onloads == onloads, (passed, onloads)
     assert device.memory.peak <= largest
-    pipe.remove()
-
-
-def test_a_part_that_the_slots_cannot_hold_takes_turns(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device, vae=6).offload()
-    before = engine_of(pipe.handles["vae"]).placer.slot_bytes
-    for _ in range(4):
-        pipe.call("vae")
-    assert engine_of(pipe.handles["vae"]).placer.slot_bytes == before
-    pipe.remove()
-
-
-def test_a_part_that_was_held_is_cut_again(device: SimulatedDevice) -> None:
-    """A module that is cut into other groups has the usual slots again, until it repeats itself."""
-    pipe = PretendPipeline(device, vae=2).offload()
-    for _ in range(3):
-        pipe.call("vae")
-    assert pipe.call("vae").onloads == 0
-    for model in (pipe.components["vae"], pipe.resident["vae"]):
-        assert isinstance(model, Model)
-        with device.running():
-            model.blocks[1].down.bias = None
-    pipe.call("transformer")
-    for _ in range(3):
-        pipe.call("vae")
-    assert pipe.call("vae").onloads == 0
-    pipe.remove()
-
-
-def test_a_model_that_is_gone_leaves_nothing_there(device: SimulatedDevice) -> None:
-    """Neither other models nor what they have learnt keep its memory."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, WITH_CONTROLNET)
-    before, staying = device.memory.now, pipe.handles["controlnet"].stats().resident_bytes
-    assert staying
-    del pipe.handles["controlnet"], pipe.components["controlnet"]
-    gc.collect()
-    device.synchronize()
-    assert device.memory.now <= before - staying
-    pipe.image()
     pipe.remove()

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading, free_slots
+from group_offload.base import arena
 from group_offload.plan.placement import Placement
 from group_offload.runtime import engine, memory, packer, passes, placer
 from group_offload.runtime.budget.budgeter import Budgeter
@@ -38,7 +39,7 @@ from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.copies.transfer import Transfer
 from group_offload.runtime.foresight import lookahead
 from group_offload.runtime.foresight.schedule import Schedule
-from group_offload.runtime.slots import arena, berths
+from group_offload.runtime.slots import berths
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile

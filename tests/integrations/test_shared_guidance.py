@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,17 @@ def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture
     pipe.transformer_2.disable_cache()
     assert_same(run_wan(pipe), expected())
     assert handle.stats().passes_shared
+
+
+def test_weights_that_all_stay_are_not_shared(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "group_offload")
+    pipe = tiny.wan_pipeline()
+    enable_group_offload(pipe, "cpu", share_passes=True, offload_to_disk_path=tmp_path, ram_budget="4GiB")
+    handle = handle_of(pipe.transformer_2)
+    assert handle is not None
+    assert_same(run_wan(pipe), expected("wan"))
+    assert handle.stats().passes_shared == 0
+    assert any("no forward sends any weights" in record.getMessage() for record in caplog.records)
 
 
 def test_a_lora_whose_weight_was_zero() -> None:

@@ -64,6 +64,48 @@ def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: 
     return result
 
 
+class Twins:
+    """A model on the simulated device and its resident twin: called alike, and edited alike.
+
+    At the end of the `with` block the model is restored, and nothing is left on the device or page-locked.
+    """
+
+    def __init__(self, device: SimulatedDevice, model: Any, **options: Any) -> None:
+        self.device, self.model, self.resident = device, model, copy.deepcopy(model)
+        self.handle = offload(model, **options)
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is None:
+            self.check()
+            self.handle.remove()
+            for module in self.model.modules():
+                getattr(module, "alive", []).clear()
+            self.device.synchronize()
+            assert self.device.pinned_bytes == 0 and self.device.allocated_bytes == 0
+
+    def step(self, part: str = "", x: torch.Tensor | None = None) -> None:
+        """A forward of both, or of a part of them. Nobody asks for the output before `check`."""
+        x = torch.randn(3, DIM) if x is None else x
+        output = forward(self.device, self.model.get_submodule(part), x)
+        self._pending.append((output, run(self.resident.get_submodule(part), x)))
+
+    def edit(self, change: Callable[..., object], *args: Any) -> None:
+        with self.device.running():
+            change(self.model, *args)
+        change(self.resident, *args)
+
+    def check(self) -> None:
+        """All outputs so far, and the weights, are those of the resident twin."""
+        for output, expected in self._pending:
+            assert torch.equal(self.device.get(output), expected)
+        self._pending.clear()
+        assert_same_state(self.model, self.resident, self.device)
+
+
 def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
     """Some passes of a random model, in random order and on random streams, with edits in between: every output is right."""
     rng = random.Random(seed)
@@ -166,7 +208,7 @@ def edit(device: SimulatedDevice, rng: random.Random, model: RoutedModel, reside
     resident.get_parameter(name).data.mul_(2)
 
 
-def assert_same_state(model: RoutedModel, resident: RoutedModel, device: SimulatedDevice) -> None:
+def assert_same_state(model: nn.Module, resident: nn.Module, device: SimulatedDevice) -> None:
     with device.running():
         for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
             assert torch.equal(value, expected), name

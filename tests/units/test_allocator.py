@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ..support.allocator import Block, CachingAllocator, Memory, State
+from ..support.allocator import Block, CachingAllocator, State
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -34,18 +34,6 @@ def sizes(card: CachingAllocator) -> list[list[float]]:
     ]
 
 
-def test_memory_without_a_cache() -> None:
-    card = Memory(100)
-    block = card.malloc(60, "stream")
-    assert (card.free_bytes, card.reserved.now, card.allocated.peak) == (40, 60, 60)
-    with pytest.raises(torch.OutOfMemoryError):
-        card.malloc(41, "stream")
-    assert (card.num_refused, card.last_refused_bytes) == (1, 41)
-    card.free(block)
-    card.reset_peak()
-    assert (card.free_bytes, card.allocated.now, card.reserved.peak) == (100, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("asked", "reserved", "is_small"),
     [(1, 2, True), (MIB, 2, True), (MIB + 1, 20, False), (10 * MIB - 512, 20, False), (10 * MIB, 10, False)],
@@ -55,12 +43,6 @@ def test_what_the_driver_is_asked_for(asked: int, reserved: int, is_small: bool)
     card.malloc(asked, "stream")
     assert card.reserved.now == reserved * MIB and card.segments[0].is_small is is_small
     assert card.allocated.now == (asked + 511) // 512 * 512
-
-
-def test_sizes_are_divided() -> None:
-    card = CachingAllocator(MIB, scale=1024)
-    card.malloc(5 * 1024, "stream")
-    assert (card.reserved.now, card.allocated.now) == (20 * 1024, 5 * 1024)
 
 
 def test_the_smallest_block_that_fits_is_split() -> None:
@@ -81,13 +63,6 @@ def test_free_neighbours_become_one_block() -> None:
     for index, expected in ((0, [-10, 10, 10, 10]), (2, [-10, 10, -10, 10]), (1, [-30, 10]), (3, [-40])):
         card.free(blocks[index])
         assert sizes(card) == [expected]
-
-
-def test_streams_share_nothing() -> None:
-    card = CachingAllocator(GIB)
-    card.free(card.malloc(40 * MIB, "one"))
-    card.malloc(40 * MIB, "other")
-    assert card.reserved.now == 80 * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -98,20 +96,6 @@ def test_parts_of_a_model_are_told_apart() -> None:
     assert image() == [t, None, v, e, v]
 
 
-def test_nothing_is_read_while_the_running_model_reads() -> None:
-    company = Company()
-    e, t = company.models["e"], company.models["t"]
-    t.steps_to_read, e.cached_bytes = 3, 7
-    company.play("e")
-    e.is_reading = True
-    company.succession.look(e)
-    assert t.asked == []
-    e.is_reading = False
-    for _ in range(5):
-        company.succession.look(e)
-    assert t.asked == ["plan beside 7", "read", "first", "read", "read"]
-
-
 def test_reads_end_when_another_model_runs() -> None:
     company = Company()
     e, t = company.models["e"], company.models["t"]
@@ -132,24 +116,3 @@ def test_files_of_a_model_that_has_just_run_are_not_read_again() -> None:
     company.play("c")
     company.succession.look(c)
     assert not [asked for asked in t.asked if asked.startswith("plan")]
-
-
-def test_the_first_groups_are_read_in_the_last_pass_only() -> None:
-    company = Company()
-    t, v = company.models["t"], company.models["v"]
-    company.play("ettv")
-    for name, asked in zip("ett", (0, 0, 1), strict=True):
-        company.play(name)
-        company.succession.look(company.models[name])
-        company.succession.look(company.models[name])
-        assert v.asked.count("first") == asked, name
-    assert "take over" not in t.asked + v.asked  # that is for the pass to call, at its end
-
-
-def test_no_model_is_kept_alive() -> None:
-    company = Company()
-    company.play("etvetv")
-    gone = weakref.ref(company.models.pop("v"))
-    gc.collect()
-    assert gone() is None
-    assert company.play("et") == "t."

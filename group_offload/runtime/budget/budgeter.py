@@ -94,14 +94,12 @@ class Budgeter:
         self._passes.clear()
         self._seconds: dict[str, float] = {}
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
-        self._planned_seconds = 0.0
-        """The sum of `_seconds` when it last called for a new plan."""
-        self._num_learnt = 0
-        """The number of times that compute turned out to differ from the planned seconds."""
-        self._for: tuple[int, int] | None = None
-        """The room on the device and the `_num_learnt` that the plan was made for."""
-        self._asked_to_pack = 0
-        """The `_num_learnt` at which `gain_from_packing` was asked last."""
+        self._pass_seconds = 0.0
+        """The sum of these when it last differed by much from the one before: plans are made for it."""
+        self._for: tuple[int, float] | None = None
+        """The room on the device and the `_pass_seconds` that the plan was made for."""
+        self._asked_to_pack: float | None = None
+        """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
     # ---------------------------------------------------------------- plans
 
@@ -140,14 +138,9 @@ class Budgeter:
         return 0 if self.plan is None else self.plan.device_bytes - self.plan.slot_bytes
 
     def refresh(self) -> None:
-        """Predict the times of the plan again, if the speed of compute or of the drive has changed."""
-        plan = self.plan
-        if plan is None:
-            return
-        drive, now = plan.problem.speeds.drive, self._now(plan)
-        has_learnt = self._for is not None and self._for[1] != self._num_learnt
-        if has_learnt or abs(now.speeds.drive - drive) > MIN_GAIN * drive:
-            self.plan = kept_plan(now, plan) or plan  # the next pass makes another
+        """Predict the times of the plan again, with the speeds of compute and of the drive as they are known by now."""
+        if self.plan is not None:
+            self.plan = kept_plan(self._now(self.plan), self.plan) or self.plan  # the next pass makes another
 
     def before_pass(self, order: Sequence[Group], room: int) -> bool:
         """A pass begins, and groups have `room` bytes on the device, slots included.
@@ -160,7 +153,7 @@ class Budgeter:
         if before is None:
             return False
         step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-        asked = room // step * step, self._num_learnt
+        asked = room // step * step, self._pass_seconds
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
         fits = is_possible and (before.device_bytes <= room or before.device_bytes <= self.least_bytes)
@@ -254,11 +247,11 @@ class Budgeter:
     def has_learnt_to_pack(self) -> bool:
         """Whether `gain_from_packing` may have another answer than the last time: compute was measured since."""
         is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
-        return is_known and self._num_learnt != self._asked_to_pack
+        return is_known and self._pass_seconds != self._asked_to_pack
 
     def gain_from_packing(self) -> float:
         """The share of a pass that would be saved if groups were packed, as far as that can be told."""
-        self._asked_to_pack = self._num_learnt
+        self._asked_to_pack = self._pass_seconds
         if self.plan is None:
             return 0.0
         now = _as_of(self._now(self.plan), self.plan)
@@ -292,7 +285,7 @@ class Budgeter:
 
     def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
         """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
-        if total and not isinstance(kind.top, str):  # the CPU has no clock of its own
+        if total and not kind.is_backward:  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.
@@ -305,9 +298,8 @@ class Budgeter:
             # The faster one of two counts: the module's first pass warms up.
             self._seconds[name] = median_low(seconds[name] for seconds in last if name in seconds)
         now = sum(self._seconds.values())
-        if not is_known or abs(now - self._planned_seconds) > MIN_GAIN * self._planned_seconds:
-            self._planned_seconds = now
-            self._num_learnt += 1
+        if not is_known or abs(now - self._pass_seconds) > MIN_GAIN * self._pass_seconds:
+            self._pass_seconds = now
 
 
 def _as_of(problem: Problem, plan: Plan) -> Plan:

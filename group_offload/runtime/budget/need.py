@@ -28,7 +28,7 @@ class Kind:
     """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
-    """What the pass begins at: a weak reference to the module, or the method."""
+    """What the pass begins at: a weak reference to the module, or the method; a name for a backward."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
 
@@ -37,6 +37,10 @@ class Kind:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
+
+    @property
+    def is_backward(self) -> bool:
+        return isinstance(self.top, str)
 
     def growth_from(self, other: Kind) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
@@ -57,6 +61,10 @@ class Needs:
     libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes another algorithm
     if it finds no memory for the first one, takes the one that it takes on an empty card.
 
+    To evict less, in steps as memory is refused, would not do. A call is repeated only if one of the same gate has returned
+    before. And a library that tries algorithms out, as cuDNN does, leaves out those whose workspaces are larger than what is
+    free, without asking for it: nobody would see that the bits are others.
+
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
     """
@@ -74,14 +82,15 @@ class Needs:
 
     def of(self, kind: Kind) -> int | None:
         """The need of a pass of this kind, and of those before it if they take turns; None if it has yet to be measured."""
-        found = self._of(kind)
+        found = self.measured(kind)
         if found is None:
             return None
         # Two kinds that take turns would else bring groups to the device and evict them again and again.
-        recent = [self._of(each) or 0 for each in {*self._recent}] if kind in self._recent else []
+        recent = [self.measured(each) or 0 for each in {*self._recent}] if kind in self._recent else []
         return max([found, *recent]) + self._more
 
-    def _of(self, kind: Kind) -> int | None:
+    def measured(self, kind: Kind) -> int | None:
+        """The need of a pass of this kind alone, as it was measured or as smaller and hardly larger inputs tell it."""
         if kind in self._known:
             return self._known[kind]
         fitting = [(growth, need) for growth, need in self._alike(kind) if growth <= _SLACK]
@@ -100,7 +109,7 @@ class Needs:
     @property
     def kept_bytes(self) -> int:
         """What is kept free for the passes that ran last."""
-        return max((self._of(kind) or 0 for kind in {*self._recent}), default=0) + self._more
+        return max((self.measured(kind) or 0 for kind in {*self._recent}), default=0) + self._more
 
     def begin(self, kind: Kind, beside: int) -> None:
         """A pass computes from here on.
@@ -110,7 +119,7 @@ class Needs:
         """
         self._recent.append(kind)
         self._measuring = None
-        if self._of(kind) is None:
+        if self.measured(kind) is None:
             self._measuring = kind, beside
             self._backend.reset_peak()
         elif kind in self._known:

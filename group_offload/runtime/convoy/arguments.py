@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...base.arena import retried
 from ...base.torch_internals import tree_flatten, tree_unflatten
 from .fingerprint import SIMPLE, are_alike
 
@@ -181,7 +182,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().view(-1)
+    flat = retried(tensor.device, tensor.detach().contiguous, tensor.nbytes).view(-1)
     if flat.stride(0) != 1:  # one element, expanded: that is contiguous too, but has no view as bytes
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

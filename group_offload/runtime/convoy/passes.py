@@ -85,6 +85,11 @@ class SharedPasses(Passes):
         """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
         return any(group.was_touched() or group.was_replaced() for group in self._groups)
 
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether no pass sends weights, so that forwards save nothing by sharing one."""
+        return self._placer.sends_nothing
+
     def ran_out(self, num_forwards: int) -> None:
         """So many forwards had no room in one pass."""
         self._least_too_many = min(self._least_too_many, num_forwards)

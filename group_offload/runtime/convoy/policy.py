@@ -155,7 +155,8 @@ class SharingPolicy:
             return self.alone(*args, **kwargs)
         reason = self._examined()
         if reason is None and len(calls) > room and self._passes.counters.passes:
-            self._say(f"there is room for {room} in one pass, not for {len(calls)}")
+            is_vain, most = self._passes.sends_nothing, f"there is room for {room} in one pass, not for {len(calls)}"
+            self._say("by its plan no forward sends any weights" if is_vain else most)
         may_share = [self._judgement(call.key) for call in calls[:room]]
         if False in may_share:
             del may_share[1:]

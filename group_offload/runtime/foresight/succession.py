@@ -26,7 +26,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 _NUM_SEEN = 3
 """The number of last times that count. Most of them decide: the last step of an image does not foretell the next first step."""
@@ -36,31 +36,8 @@ _WORTH_IT = 3
 """So many passes make room that another model gives up worth what it costs."""
 
 
-class Model(Protocol):
-    """The passes of one model of a pipeline. All methods may be called in another model's pass, and never raise errors."""
-
-    memory: Any
-    """The model's `DeviceMemory`."""
-    ahead: Any
-    """The model's `CacheReads`."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether threads read files for a pass, or will."""
-
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes of files that passes find in the page cache only as long as nothing drives them out."""
-
-    def plan_cache_reads(self, beside_bytes: int) -> None:
-        """Decide what to read into the page cache, which also has to hold `beside_bytes` of another model."""
-
-    def read_first(self) -> None:
-        """Begin to read the first groups, before there are slots for them."""
-
-    def take_over(self) -> None:
-        """Take the slots, and start the copies of the first groups."""
-
+Model = Any
+"""The `Passes` of one model of a pipeline. What is called here may be called in another model's pass, and raises no errors."""
 
 Part = tuple[int, int]
 """The number of a model, and the hash of the module or method that its pass begins at: an autoencoder encodes, or decodes."""
@@ -90,10 +67,8 @@ class Succession:
         """The model of the stint that came after the last one that began with a part."""
         self._counts = [0] * len(self._models)
         """How many passes each model has had."""
-        self._begun: dict[int, list[int]] = {}
-        """For each model, these counts as its last stint began."""
-        self._between: dict[int, list[int]] = {}
-        """For each model, the passes of all between the beginnings of its last two stints."""
+        self._begun: dict[int, deque[list[int]]] = {}
+        """For each model, these counts as its last two stints began."""
         self._stint: Counter[Part] = Counter()
         """The parts of the current stint, in order, and how many passes each has had in it."""
         self._last: Part | None = None
@@ -127,15 +102,12 @@ class Succession:
         return self._model(self._heir)
 
     def _begin_stint(self, part: Part) -> None:
-        number, now = part[0], [*self._counts]
-        if number in self._begun:
-            self._between[number] = [after - then for after, then in zip(now, self._begun[number], strict=True)]
-        self._begun[number] = now
+        self._begun.setdefault(part[0], deque(maxlen=2)).append([*self._counts])
         self._stint = Counter()
         reader = self._model(self._reader)
         if reader is not None:
             reader.ahead.stop()
-        heir = self._heirs.get(part, self._first_heirs.get(number))
+        heir = self._heirs.get(part, self._first_heirs.get(part[0]))
         # The files of a model that has just run were read then.
         self._reader = None if self._last is not None and heir == self._last[0] else heir
         self._is_planned = False
@@ -155,29 +127,25 @@ class Succession:
         """The bytes that the model takes turns in that takes most."""
         return max((model.memory.turn_bytes for each in self._models if (model := each()) is not None), default=0)
 
-    def spared_by(self, model: Model) -> tuple[list[Model], list[Model]]:
+    def spared_by(self, model: Model) -> list[tuple[Model, bool]]:
         """The other models that `model` gains too little by displacing: it should run too few times before their next stint.
-
-        Returns:
-            All of these, and those of them that would displace `model`.
-        """
+        Each with whether it would displace `model`."""
         mine = self._numbers[model]
-        spared = [
-            (number, other)
-            for number in range(len(self._models))
-            if number != mine and not self._displaces(mine, number)
-            if (other := self._model(number)) is not None
+        others = [(number, self._model(number)) for number in range(len(self._models)) if number != mine]
+        return [
+            (other, self._displaces(number, mine))
+            for number, other in others
+            if other is not None and not self._displaces(mine, number)
         ]
-        return [other for _, other in spared], [other for number, other in spared if self._displaces(number, mine)]
 
     def _displaces(self, mine: int, other: int) -> bool:
-        if other not in self._begun:  # a denoiser will want what it can get
+        begun = self._begun.get(other)
+        if begun is None:  # a denoiser will want what it can get
             return mine not in self._run_once or other in self._run_once
-        since = self._counts[mine] - self._begun[other][mine]
-        between = self._between.get(other)
-        if between is None:  # of a stint of unknown length
+        since = self._counts[mine] - begun[-1][mine]
+        if len(begun) == 1:  # of a stint of unknown length
             return since >= _WORTH_IT or mine not in self._run_once
-        return max(since, between[mine]) >= _WORTH_IT
+        return max(since, begun[-1][mine] - begun[0][mine]) >= _WORTH_IT
 
     def look(self, model: Model) -> None:
         """A call in a pass of `model` begins: if nobody reads for it, read for its heir."""

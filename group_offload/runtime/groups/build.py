@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from ...base.arena import moved
 from ...base.compiled import is_compiled
 from ...base.layout import ALIGNMENT, BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import flat_view, map_anonymous, trim_heap
@@ -443,7 +444,7 @@ def materialise(part: Part) -> None:
             flat = extent_bytes(part.rest, extent)
             if locked is not None and home.type != "cpu":
                 flat = locked[extent.offset : extent.offset + extent.num_bytes]  # at the speed of the link
-            flat = flat.to(home) if home.type != "cpu" else flat.clone()
+            flat = moved(flat, home) if home.type != "cpu" else flat.clone()
             for index in mine:
                 tensor = part.refs[index].tensor
                 tensor.data = fit_for(tensor, layout.specs[index].view(flat, extent.offset))

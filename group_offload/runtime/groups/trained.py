@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ...base.arena import arena_for, moved
 from ...base.device import Backend, plain_empty
 from ...base.layout import as_bytes, overlapping, span_bytes
 from ...base.saved import view_of
 from ...errors import StateError
 from ...weights import TensorRef
-from ..slots.arena import arena_for
 
 MAX_SHARE = 0.5
 """Above this share of a module's bytes, `requires_grad` is taken for the default of modules and not for a wish to train."""
@@ -140,15 +140,15 @@ class Trained:
             self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
             parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
             if parameter.grad is not None:
-                parameter.grad = self._arena.retried(partial(parameter.grad.to, memory.device), parameter.grad.nbytes)
+                parameter.grad = moved(parameter.grad, memory.device)
 
     def _move(self, parameter: torch.Tensor, home: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             value = plain_empty(span_bytes(parameter), torch.device("cpu"))
             self._backend.copy(value, as_bytes(parameter), self._backend.current_stream(), blocking=True)
-            parameter.data = view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()).to(home)
+            parameter.data = moved(view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()), home)
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(home)
+                parameter.grad = moved(parameter.grad, home)
 
 
 def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any,
         state = (optimizer.state.get(parameter) or {}) if home != parameter.device else {}
         for name, value in [*state.items()]:
             if isinstance(value, torch.Tensor) and value.dim() and value.device == home:  # a count of steps stays
-                state[name] = value.to(parameter.device)
+                state[name] = moved(value, parameter.device)
 
 
 def _refuse(fqn: str, had_gradient: bool, parameter: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...base.arena import arena_for
 from ...base.device import Backend, Event
 from ...base.layout import ALIGNMENT
 from ...base.peer_memory import PeerMemory
@@ -30,7 +31,6 @@ from ...base.system import (
 from ...base.torch_internals import new_gloo_group
 from ...base.tuning import tuning
 from ...errors import ConfigError
-from ..slots.arena import arena_for
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
 from .cut import cut
