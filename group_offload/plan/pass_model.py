@@ -26,7 +26,7 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
@@ -98,54 +98,37 @@ def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
     """
     model = PassModel(problem)
     footprint = model.footprint(placements)
-    unpack = [0.0] * len(model.groups)
-    if footprint.unpack_bytes:
-        unpack = [
-            size / problem.speeds.unpack if is_unpacked else 0.0
-            for size, is_unpacked in zip(model.sizes, model.are_unpacked(placements), strict=True)
-        ]
-    if not footprint.h2d_bytes:
-        return [*_computes(model, {}, unpack)]
-    sent = _sent_uses(model, placements, footprint.slot_bytes)
-    clocks = _Clocks(sent)
-    for _ in range(_MIN_PASSES):
-        clocks.run_pass()
-    moves: list[_Move] = []
-    stalls = clocks.run_pass(moves)
-    num_uses = len(stalls)
-    clocks.run_pass(moves)
-    sent_turns = [turn for turn, (index, _) in enumerate(model.uses) if placements[index] is not Placement.DEVICE]
-    found = [*_computes(model, dict(zip(sent_turns, stalls, strict=True)), unpack)]
-    first_name = model.groups[sent.groups[0]].name
+    sent = model.sent_uses(placements, footprint.slot_bytes) if footprint.h2d_bytes else []
+    unpack = model.unpack_seconds(placements) if footprint.unpack_bytes else [0.0] * len(model.groups)
+    clocks, moves, stalls = _Clocks(sent), list[_Move](), list[float]()
+    if sent:
+        for _ in range(_MIN_PASSES):
+            clocks.run_pass()
+        stalls = clocks.run_pass(moves)
+        clocks.run_pass(moves)
+    found, now, stall_of = list[Slice](), 0.0, iter(stalls)
+    for index, seconds in model.uses:
+        name, num_bytes = model.groups[index].name, model.sizes[index]
+        stall = 0.0 if placements[index] is Placement.DEVICE else next(stall_of, 0.0)
+        for lane, took in ((STALLS, stall), (DECODE, unpack[index]), (COMPUTE, seconds)):
+            if took > 0 or lane is COMPUTE:
+                found.append(Slice(lane, name, now, now + took, 0 if lane is STALLS else num_bytes))
+            now += took
+    if not sent:
+        return found
+    first_name = model.groups[sent[0][0]].name
     first = next(each.start for each in found if each.name == first_name and each.lane in (DECODE, COMPUTE))
     zero, end = moves[0][2] - first, found[-1].end
-    for turn, (start, arrived, _, is_read) in enumerate(moves):
-        if arrived is None:
+    for (index, _, _, copy, _, _, read), (start, arrived, _, is_read) in zip(sent * 2, moves, strict=True):
+        if copy is None or arrived is None:
             continue
-        index, read = sent.groups[turn % num_uses], sent.reads[turn % num_uses]
-        group = model.groups[index]
-        num_bytes = model.sent[index] if unpack[index] else group.num_bytes
+        name = model.groups[index].name
+        num_bytes = model.sent[index] if unpack[index] else model.sizes[index]
         if read is not None:
-            found.append(Slice(READS, group.name, is_read - zero - read.seconds, is_read - zero, num_bytes))
+            found.append(Slice(READS, name, is_read - zero - read.seconds, is_read - zero, num_bytes))
         # A copy that waits for the drive is not busy all the time: what counts is its end.
-        start = max(start, arrived - num_bytes / problem.speeds.h2d)
-        found.append(Slice(COPIES, group.name, start - zero, arrived - zero, num_bytes))
+        found.append(Slice(COPIES, name, max(start, arrived - copy) - zero, arrived - zero, num_bytes))
     return [each for each in found if each.end > 0 and each.start < end]
-
-
-def _computes(model: PassModel, stalls: Mapping[int, float], unpack: Sequence[float]) -> Iterator[Slice]:
-    """Compute of each use, and what comes before it: the stall, by the turn of the use, and unpacking, by the group."""
-    now = 0.0
-    for turn, (index, seconds) in enumerate(model.uses):
-        group, stall = model.groups[index], stalls.get(turn, 0.0)
-        if stall > 0:
-            yield Slice(STALLS, group.name, now, now + stall, 0)
-        now += stall
-        if unpack[index] > 0:
-            yield Slice(DECODE, group.name, now, now + unpack[index], group.num_bytes)
-            now += unpack[index]
-        yield Slice(COMPUTE, group.name, now, now + seconds, group.num_bytes)
-        now += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +140,6 @@ class Footprint:
     """What packed bytes land in before they are unpacked."""
     device_bytes: int
     """Resident groups, packed or not, slots, and berths."""
-    not_resident_bytes: int
-    """Groups that are used and not resident, whether they are sent each time or all fit in the slots."""
     h2d_bytes: int
     drive_bytes: int
     unpack_bytes: int
@@ -169,8 +150,8 @@ class SimulatedPass:
     """One pass in steady state, as the search needs it."""
 
     step_seconds: float
-    stalls: dict[int, float]
-    """Seconds that compute waits, by the index of the group that it waits for."""
+    stalls: list[tuple[int, float]]
+    """The group of each use that is sent, and the seconds that compute waits for it."""
     num_uses: int
     """How many uses were simulated, over all passes."""
 
@@ -182,14 +163,16 @@ class PassModel:
         self.problem = problem
         self.groups = problem.groups
         self.sizes = [group.num_bytes for group in self.groups]
-        self.is_packed = [group.packed_bytes > 0 for group in self.groups]
+        self._all_bytes = sum(self.sizes)
+        self._is_packed = [group.packed_bytes > 0 for group in self.groups]
+        self.has_packed = any(self._is_packed)
         self.berths = [group.berth_bytes for group in self.groups]
         self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
         """What each group takes in RAM, and on the link from there."""
-        self.reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
+        self._reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
         self.read = [
             group.packed_bytes if packed else group.num_bytes
-            for group, packed in zip(self.groups, self.reads_packed, strict=True)
+            for group, packed in zip(self.groups, self._reads_packed, strict=True)
         ]
         """What is read of each group from its file, and sent then."""
         num_uses = [0] * len(self.groups)
@@ -210,16 +193,11 @@ class PassModel:
         budgets = problem.budgets
         self.device_budget = 0 if budgets.device_bytes is None else budgets.device_bytes
         self.has_residents = budgets.device_bytes is not None
-        self.rests = problem.rests or (Placement.RAM,) * len(self.groups)
-        self.choices = [self._choices(index) for index in range(len(self.groups))]
-        """Where each group may be between its uses, given where it rests; the fastest first."""
-        able = [index for index in self.used if Placement.DEVICE in self.choices[index]]
-        self.by_size = sorted(able, key=lambda index: -self.sizes[index])
-        """The groups that are used and may stay on the device, the largest first."""
         self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
-    def _choices(self, index: int) -> list[Placement]:
-        group, rest = self.groups[index], self.rests[index]
+    def choices(self, index: int, rest: Placement) -> list[Placement]:
+        """Where a group may be between its uses, given where it rests; the fastest first."""
+        group = self.groups[index]
         if not group.may_reside or not self.has_residents:
             return [rest]
         is_kept_packed = group.packed_bytes > 0 and rest is Placement.RAM
@@ -227,35 +205,38 @@ class PassModel:
 
     def footprint(self, placements: Sequence[Placement]) -> Footprint:
         # Each candidate of the search comes through here, so the names are bound to locals.
-        sizes, sent, device, file = self.sizes, self.num_sent, Placement.DEVICE, Placement.FILE
-        in_ram, kept, is_packed = self.sent, Placement.PACKED, self.is_packed
+        sizes, sent, device, file, kept = self.sizes, self.num_sent, Placement.DEVICE, Placement.FILE, Placement.PACKED
         streamed = [index for index, placement in enumerate(placements) if placement is not device]
-        slots = sum(nlargest(self.problem.num_slots, [sizes[index] for index in streamed]))
-        resident = sum(sizes) - sum([sizes[index] for index in streamed])
-        berths, unpacked = 0, 0
-        if any(is_packed):
-            resident += sum([in_ram[index] for index in streamed if placements[index] is kept])
-            from_file = [i for i in streamed if self.reads_packed[i] and placements[i] is file]
-            packed = [i for i in streamed if is_packed[i] and placements[i] is not file]
-            from_ram = [self.berths[index] for index in packed if placements[index] is not kept]
-            berths = NUM_BERTHS * max(from_ram, default=0) + max([self.berths[i] for i in from_file], default=0)
-            packed += from_file
-            unpacked = sum([sizes[index] * sent[index] for index in packed])
+        streamed_sizes = [sizes[index] for index in streamed]
         not_resident = sum([sizes[index] for index in streamed if sent[index]])
+        slots = sum(nlargest(self.problem.num_slots, streamed_sizes))
+        resident, berths, unpacked = self._all_bytes - sum(streamed_sizes), 0, 0
+        from_file = [index for index in streamed if placements[index] is file]
+        from_ram = [index for index in streamed if placements[index] is not file and placements[index] is not kept]
+        if self.has_packed:
+            packed, read_packed = self._is_packed, [index for index in from_file if self._reads_packed[index]]
+            stay = [index for index in streamed if placements[index] is kept]
+            sent_packed = [index for index in from_ram if packed[index]]
+            resident += sum([self.sent[index] for index in stay])
+            berths = NUM_BERTHS * max([self.berths[index] for index in sent_packed], default=0)
+            berths += max([self.berths[index] for index in read_packed], default=0)
+            unpacked = sum([sizes[index] * sent[index] for index in (*stay, *sent_packed, *read_packed)])
         on_device = resident + slots + berths
         if not_resident <= slots:
-            return Footprint(slots, berths, on_device, not_resident, 0, 0, 0)
-        drive = sum([self.read[index] * sent[index] for index in streamed if placements[index] is file])
-        h2d = drive + sum(
-            [in_ram[i] * sent[i] for i in streamed if placements[i] is not file and placements[i] is not kept]
-        )
-        return Footprint(slots, berths, on_device, not_resident, h2d, drive, unpacked)
+            return Footprint(slots, berths, on_device, 0, 0, 0)
+        drive = sum([self.read[index] * sent[index] for index in from_file])
+        h2d = drive + sum([self.sent[index] * sent[index] for index in from_ram])
+        return Footprint(slots, berths, on_device, h2d, drive, unpacked)
 
-    def are_unpacked(self, placements: Sequence[Placement]) -> list[bool]:
-        """For each group, whether it is unpacked before each use that it is not there for already."""
+    def unpack_seconds(self, placements: Sequence[Placement]) -> list[float]:
+        """For each group, how long the device unpacks it before each use that it is not there for already."""
         return [
-            is_read if at is Placement.FILE else is_packed and at is not Placement.DEVICE
-            for is_packed, is_read, at in zip(self.is_packed, self.reads_packed, placements, strict=True)
+            size / self.problem.speeds.unpack
+            if (is_read if at is Placement.FILE else is_packed and at is not Placement.DEVICE)
+            else 0.0
+            for size, is_packed, is_read, at in zip(
+                self.sizes, self._is_packed, self._reads_packed, placements, strict=True
+            )
         ]
 
     def fits(self, footprint: Footprint) -> bool:
@@ -267,6 +248,34 @@ class PassModel:
         speeds, busy = self.problem.speeds, self.busy_seconds(footprint)
         return max(busy, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
 
+    def least_seconds(self, rests: Sequence[Placement]) -> Callable[[int], float]:
+        """How long a pass takes at least if groups rest there: a function of the bytes that weights may take on the device.
+
+        All of these bytes hold groups, or parts of groups, but for the slots. If the smallest group that the slots are made for
+        has s bytes, all larger ones are on the device, resident or in slots. Hence s is no smaller than the last group that
+        still fits there, taking groups by size.
+        """
+        speeds, most = self.problem.speeds, max(self.num_sent)
+        read = sum([self.read[i] * self.num_sent[i] for i in self.used if rests[i] is Placement.FILE])
+        sent = read + sum([self.sent[i] * self.num_sent[i] for i in self.used if rests[i] is not Placement.FILE])
+        unpack = sum(
+            [self.sizes[i] * self.num_sent[i] for i, seconds in enumerate(self.unpack_seconds(rests)) if seconds]
+        )
+        by_size = sorted(self.sizes, reverse=True)
+        ends = [*accumulate(by_size)]
+        used, num_slots = sum([self.sizes[index] for index in self.used]), min(self.problem.num_slots, len(by_size))
+
+        def least(device_bytes: int) -> float:
+            if used <= device_bytes:
+                return self.compute_seconds
+            num_large = bisect_right(ends, device_bytes)
+            room = device_bytes - (by_size[num_large - 1] * num_slots if num_large else 0)
+            kept = room * most
+            busy = self.compute_seconds + max(0, unpack - kept) / speeds.unpack
+            return max(busy, (sent - kept) / speeds.h2d, (read - kept) / speeds.drive)
+
+        return least
+
     def busy_seconds(self, footprint: Footprint) -> float:
         """How long the device computes and unpacks."""
         return self.compute_seconds + footprint.unpack_bytes / self.problem.speeds.unpack
@@ -275,18 +284,42 @@ class PassModel:
         """Simulate passes until two take equally long. Of these two the mean counts."""
         busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
-            return SimulatedPass(busy, {}, 0)
-        sent = _sent_uses(self, placements, footprint.slot_bytes)
+            return SimulatedPass(busy, [], 0)
+        sent = self.sent_uses(placements, footprint.slot_bytes)
         clocks = _Clocks(sent)
-        before, after, num_passes = [0.0], clocks.run_pass(), 1
-        while num_passes < _MIN_PASSES or (num_passes < _MAX_PASSES and not _take_equally_long(busy, before, after)):
+        before, after, num_passes = list[float](), clocks.run_pass(), 1
+        while num_passes < _MAX_PASSES:
             before, after, num_passes = after, clocks.run_pass(), num_passes + 1
-        stalls: dict[int, float] = {}
-        for group, one, other in zip(sent.groups, before, after, strict=True):
-            stalls[group] = stalls.get(group, 0.0) + (one + other) / 2
-        return SimulatedPass(busy + sum(stalls.values()), stalls, num_passes * len(sent.groups))
+            stalled = sum(after)
+            if num_passes >= _MIN_PASSES and abs(stalled - sum(before)) <= _SAME_PASS * (busy + stalled):
+                break
+        stalls = [(use[0], (one + other) / 2) for use, one, other in zip(sent, before, after, strict=True)]
+        return SimulatedPass(busy + sum([stall for _, stall in stalls]), stalls, num_passes * len(sent))
 
-    def backs(self, sizes: list[int], geometry: Geometry) -> list[int]:
+    def sent_uses(self, placements: Sequence[Placement], slot_bytes: int) -> list[_Use]:
+        """The uses of one pass whose groups are sent."""
+        h2d, num_bytes, unpack = self.problem.speeds.h2d, self.sizes, self.unpack_seconds(placements)
+        indices = [index for index, _ in self.uses if placements[index] is not Placement.DEVICE]
+        largest = max([size for size, at in zip(num_bytes, placements, strict=True) if at is not Placement.DEVICE])
+        backs = iter(self._backs([num_bytes[index] for index in indices], Geometry(slot_bytes, largest)))
+        reads = _reads([self.read[index] for index in indices if placements[index] is Placement.FILE], self.problem)
+        sent, gap = list[_Use](), 0.0
+        for index, seconds in self.uses:
+            at = placements[index]
+            if at is Placement.DEVICE:
+                gap += seconds
+                continue
+            takes = unpack[index]
+            copy = (self.sent[index] if takes else num_bytes[index]) / h2d if at is not Placement.PACKED else None
+            read = next(reads) if at is Placement.FILE else None
+            num_strips = -(-self.sent[index] // self.berths[index]) if takes else 0
+            sent.append((index, gap, seconds + takes, copy, num_strips, next(backs), read))
+            gap = 0.0
+        # Residents at the end of a pass are computed before the first use of the next one.
+        sent[0] = (sent[0][0], sent[0][1] + gap, *sent[0][2:])
+        return sent
+
+    def _backs(self, sizes: list[int], geometry: Geometry) -> list[int]:
         """`_backs`, remembered: it takes most of the time of a simulation, and many placements send the same sizes."""
         key = (geometry.num_bytes, geometry.first_part, *sizes)
         if key not in self._known_backs:
@@ -294,11 +327,14 @@ class PassModel:
         return self._known_backs[key]
 
     def predict(self, footprint: Footprint, run: SimulatedPass) -> Prediction:
-        stalls = sorted(((self.groups[i].name, s) for i, s in run.stalls.items() if s > 0), key=lambda stall: -stall[1])
+        waits: dict[str, float] = {}
+        for index, seconds in run.stalls:
+            if seconds > 0:
+                waits[self.groups[index].name] = waits.get(self.groups[index].name, 0.0) + seconds
         return Prediction(
             step_seconds=run.step_seconds,
             stall_seconds=run.step_seconds - self.busy_seconds(footprint),
-            stalls=tuple(stalls),
+            stalls=tuple(sorted(waits.items(), key=lambda wait: -wait[1])),
             h2d_bytes=footprint.h2d_bytes,
             drive_bytes=footprint.drive_bytes,
             h2d_seconds=footprint.h2d_bytes / self.problem.speeds.h2d,
@@ -317,32 +353,20 @@ class _Read:
     last_chunk_seconds: float
     """How long the link needs for the last chunk, after it was read."""
     windows: list[tuple[int, float]]
-    """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_windows`."""
+    """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_reads`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SentUses:
-    """The uses of one pass whose groups are sent. Each list has one entry for each of these uses."""
+_Use = tuple[int, float, float, "float | None", int, int, "_Read | None"]
+"""A use whose group is sent:
 
-    groups: list[int]
-    gaps: list[float]
-    """Seconds of compute of resident groups right before the use."""
-    computes: list[float]
-    """Seconds of compute of the use, and of unpacking the group for it."""
-    copies: list[float | None]
-    """Seconds that the link needs for the use. None: the group stays on the device packed."""
-    num_strips: list[int]
-    """How many strips the group of the use is sent in: then the link needs berths before its slot. 0: it is not packed."""
-    backs: list[int]
-    """How many uses earlier the use is that has to be computed before the slot of this one is free."""
-    reads: list[_Read | None]
-    """The read from a file. None: the group rests in RAM."""
-
-
-def _take_equally_long(compute_seconds: float, before: list[float], after: list[float]) -> bool:
-    """Whether two passes do, by their stalls."""
-    stalled = sum(after)
-    return abs(stalled - sum(before)) <= _SAME_PASS * (compute_seconds + stalled)
+- the group,
+- the seconds of compute of resident groups right before the use,
+- its own seconds of compute, and of unpacking the group for it,
+- the seconds that the link needs for it, or None if the group stays on the device packed,
+- how many strips the group is sent in: then the link needs berths before its slot (0: it is not packed),
+- how many uses earlier the use is that has to be computed before the slot of this one is free,
+- the read from a file, or None if the group rests in RAM.
+"""
 
 
 _Move = tuple[float, "float | None", float, float]
@@ -353,16 +377,16 @@ there is no copy."""
 class _Clocks:
     """The times when the drive, the link and compute are done with the work that they were given."""
 
-    def __init__(self, sent: _SentUses) -> None:
+    def __init__(self, sent: Sequence[_Use]) -> None:
         self._sent = sent
         self._drive = self._link = self._compute = 0.0
-        self._ends = [0.0] * len(sent.groups)
+        self._ends = [0.0] * len(sent)
         """When the compute of each use ended. Before the first pass stands one that took no time."""
         self._berths = [0.0] * NUM_BERTHS
         """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
         self._reading_berth = 0.0
         """The same for the last strip that was read from a file."""
-        self._starts = [0.0] * (sum(read is not None for read in sent.reads) + 1)
+        self._starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
         """When the copy of each use that is read from a file began."""
 
     def run_pass(self, moves: list[_Move] | None = None) -> list[float]:
@@ -371,84 +395,42 @@ class _Clocks:
         Args:
             moves: Gets what moves for each use.
         """
-        ends, link, compute = self._ends, self._link, self._compute
-        stalls, sent = [], self._sent
-        for gap, seconds, copy, num_strips, back, read in zip(
-            sent.gaps, sent.computes, sent.copies, sent.num_strips, sent.backs, sent.reads, strict=True
-        ):
+        ends, starts, drive, link, compute = self._ends, self._starts, self._drive, self._link, self._compute
+        stalls = []
+        for _, gap, seconds, copy, num_strips, back, read in self._sent:
             compute += gap
-            if copy is None:
-                compute += seconds
-                stalls.append(0.0)
-                ends.append(compute)
-                if moves is not None:
-                    moves.append((link, None, compute - seconds, self._drive))
-                continue
-            room = free = ends[-back]
-            if num_strips:
-                free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
-            start = free if free > link else link
-            link = start + copy
-            num_ahead = NUM_BERTHS if read is None else 1
-            if num_strips > num_ahead:  # the others wait for the slot
-                link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
-            if read is not None:
-                link = max(link, self._read(read, start) + read.last_chunk_seconds)
-            stall = link - compute if link > compute else 0.0
+            start, arrived, stall = link, None, 0.0
+            if copy is not None:
+                room = free = ends[-back]
+                if num_strips:
+                    free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
+                if free > start:
+                    start = free
+                link = start + copy
+                num_ahead = NUM_BERTHS if read is None else 1
+                if num_strips > num_ahead:  # the others wait for the slot
+                    link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
+                if read is not None:
+                    starts.append(start)
+                    drive += read.seconds
+                    for earlier, after in read.windows:
+                        drive = max(drive, starts[-1 - earlier] + after)
+                    link = max(link, drive + read.last_chunk_seconds)
+                if link > compute:
+                    stall = link - compute
+                if num_strips and read is None:
+                    for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
+                        self._berths.append(max(link - left * copy / num_strips, room))
+                elif num_strips:
+                    self._reading_berth = max(link, room)
+                arrived = link
             stalls.append(stall)
-            compute += stall
-            if num_strips and read is None:
-                for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
-                    self._berths.append(max(link - left * copy / num_strips, room))
-            elif num_strips:
-                self._reading_berth = max(link, room)
-            compute += seconds
+            compute += stall + seconds
             ends.append(compute)
             if moves is not None:
-                moves.append((start, link, compute - seconds, self._drive))
-        self._link, self._compute = link, compute
+                moves.append((start, arrived, compute - seconds, drive))
+        self._drive, self._link, self._compute = drive, link, compute
         return stalls
-
-    def _read(self, read: _Read, start: float) -> float:
-        """When the read ends, if the copy begins at `start`."""
-        self._starts.append(start)
-        drive = self._drive + read.seconds
-        for back, seconds in read.windows:
-            drive = max(drive, self._starts[-1 - back] + seconds)
-        self._drive = drive
-        return drive
-
-
-def _sent_uses(model: PassModel, placements: Sequence[Placement], slot_bytes: int) -> _SentUses:
-    speeds, sizes = model.problem.speeds, model.sizes
-    groups, gaps, computes, gap = [], [], [], 0.0
-    unpacked = model.are_unpacked(placements)
-    for index, seconds in model.uses:
-        if placements[index] is Placement.DEVICE:
-            gap += seconds
-        else:
-            groups.append(index)
-            gaps.append(gap)
-            computes.append(seconds + (sizes[index] / speeds.unpack if unpacked[index] else 0.0))
-            gap = 0.0
-    gaps[0] += gap  # residents at the end of a pass are computed before the first use of the next one
-    largest = max(size for size, placement in zip(sizes, placements, strict=True) if placement is not Placement.DEVICE)
-    sent_sizes = [sizes[index] for index in groups]
-    reads = _reads([model.read[index] for index in groups if placements[index] is Placement.FILE], model.problem)
-    return _SentUses(
-        groups=groups,
-        gaps=gaps,
-        computes=computes,
-        copies=[
-            None
-            if placements[index] is Placement.PACKED
-            else (model.sent[index] if unpacked[index] else sizes[index]) / speeds.h2d
-            for index in groups
-        ],
-        num_strips=[-(-model.sent[index] // model.berths[index]) if unpacked[index] else 0 for index in groups],
-        backs=model.backs(sent_sizes, Geometry(slot_bytes, largest)),
-        reads=[next(reads) if placements[index] is Placement.FILE else None for index in groups],
-    )
 
 
 def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
@@ -490,25 +472,19 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
 
 
 def _reads(sizes: list[int], problem: Problem) -> Iterator[_Read]:
-    windows = _windows(sizes, min(problem.staging_bytes, sum(sizes)), problem.speeds.drive)
-    for size, window in zip(sizes, windows, strict=True):
-        yield _Read(size / problem.speeds.drive, min(size, _CHUNK_BYTES) / problem.speeds.h2d, window)
+    """The read of each use from a file.
 
-
-def _windows(sizes: list[int], staging_bytes: int, drive: float) -> list[list[tuple[int, float]]]:
-    """For each use from a file: the copies that have to begin before the drive can read it to its end.
-
-    A copy frees frames of the staging memory faster than the drive fills them. So the only limit is this: the byte that
-    lies `staging_bytes` behind the first byte of a copy cannot be read before that copy begins. The copies listed for a use
-    are those for which that byte lies in the use.
+    A copy frees frames of the staging memory faster than the drive fills them. So the only limit is this: the byte that lies
+    `staging_bytes` behind the first byte of a copy cannot be read before that copy begins. The windows of a read are the copies
+    for which that byte lies in it.
     """
+    drive, staging = problem.speeds.drive, min(problem.staging_bytes, sum(sizes))
     ends = list(accumulate(sizes * 2))
-    begins = [0, *ends]
-    windows, first = [], 0
-    for index, end in enumerate(ends):
-        window = []
-        while first <= index and begins[first] + staging_bytes <= end:
-            window.append((index - first, (end - begins[first] - staging_bytes) / drive))
+    begins, first = [0, *ends], 0
+    for index, (size, end) in enumerate(zip(sizes * 2, ends, strict=True)):
+        windows = []
+        while first <= index and begins[first] + staging <= end:
+            windows.append((index - first, (end - begins[first] - staging) / drive))
             first += 1
-        windows.append(window)
-    return windows[len(sizes) :]
+        if index >= len(sizes):  # in the pass before, the first reads have none before them
+            yield _Read(size / drive, min(size, _CHUNK_BYTES) / problem.speeds.h2d, windows)

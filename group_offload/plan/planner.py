@@ -1,19 +1,17 @@
 """Plans: where each group of weights rests, and how fast a pass is predicted to be.
 
-`make_plan(problem)` has two stages. The RAM budget alone decides where each group rests (`share_out_ram`). Then the device
-budget decides of which groups a copy stays on the device: the search takes the fastest placement that it finds, by
-[Note: The model of a pass] (`pass_model`).
+`make_plan(problem)` decides where each group rests, within the RAM budget, and of which groups a copy stays on the device,
+within the device budget. It takes the fastest placement that the search finds, by [Note: The model of a pass] (`pass_model`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .bound import lower_bound
 from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
-from .rests import share_out_ram
-from .search import Search
+from .search import find_fastest
 
 _NEAR = 0.05
 """What sets the time of a pass is known if the measured time is as near as this to its limit."""
@@ -42,11 +40,8 @@ class Plan:
     @property
     def rests(self) -> tuple[Placement, ...]:
         """Where each group rests, RAM or FILE, whether a copy of it stays on the device or not."""
-        decided = self.problem.rests or self.placements
-        return tuple(
-            at if at in (Placement.RAM, Placement.FILE) else rest
-            for at, rest in zip(self.placements, decided, strict=True)
-        )
+        assert self.problem.rests is not None  # the plan was made for them
+        return self.problem.rests
 
     @property
     def step_seconds(self) -> float:
@@ -116,30 +111,17 @@ class Plan:
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The fastest placement within the budgets that the search finds, for the rests of the problem or those of `share_out_ram`.
+    """The fastest placement within the budgets that the search finds, with the rests of the problem if these are decided.
 
-    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model. Of
-    placements within 0.1% of the fastest, the best is the one that sends the fewest bytes, then the one that reads the fewest
-    from the drive, then the one that takes the least device memory.
+    More memory never makes it slower, but for 0.2%: see [Note: More memory is never slower] (`search`). Where there are few
+    placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but for 0.2%.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
-    if problem.rests is None:
-        problem = replace(problem, rests=share_out_ram(problem))
-    model = PassModel(problem)
-    search = Search(model)
-    best = search.run()
-    return Plan(
-        problem=problem,
-        placements=tuple(best.placements),
-        slot_bytes=best.footprint.slot_bytes + best.footprint.berth_bytes,
-        device_bytes=best.footprint.device_bytes,
-        ram_bytes=ram_bytes_of(problem, model.rests),
-        prediction=model.predict(best.footprint, best.run),
-        num_simulated_uses=search.effort,
-    )
+    best, num_uses = find_fastest(problem)
+    return _plan_of(replace(problem, rests=best.rests), best.placements, num_uses)
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -150,26 +132,27 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
     """
     if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
         return None
-    ram_bytes, budget = ram_bytes_of(problem, before.rests), problem.budgets.ram_bytes
-    if problem.rests is None and budget is not None and ram_bytes > budget:
+    budget, device = problem.budgets.ram_bytes, problem.budgets.device_bytes
+    if problem.rests is None and budget is not None and ram_bytes_of(problem, before.rests) > budget:
         return None
     if problem.rests not in (None, before.rests):
         return None
-    problem = replace(problem, rests=before.rests)
-    model = PassModel(problem)
-    footprint = model.footprint(before.placements)
-    if not model.fits(footprint):
+    kept = _plan_of(replace(problem, rests=before.rests), before.placements, before.num_simulated_uses)
+    if device is not None and kept.device_bytes > device:
         return None
-    return replace(
-        before,
+    return replace(kept, measured_seconds=before.measured_seconds)
+
+
+def _plan_of(problem: Problem, placements: Sequence[Placement], num_uses: int) -> Plan:
+    assert problem.rests is not None
+    model = PassModel(problem)
+    footprint = model.footprint(placements)
+    return Plan(
         problem=problem,
+        placements=tuple(placements),
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
-        ram_bytes=ram_bytes,
-        prediction=model.predict(footprint, model.run(before.placements, footprint)),
+        ram_bytes=ram_bytes_of(problem, problem.rests),
+        prediction=model.predict(footprint, model.run(placements, footprint)),
+        num_simulated_uses=num_uses,
     )
-
-
-def least_seconds(problem: Problem) -> float:
-    """No placement within the budgets makes a pass faster than this. (The fastest may be slower: see `lower_bound`.)"""
-    return lower_bound(PassModel(problem))

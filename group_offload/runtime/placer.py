@@ -233,7 +233,8 @@ class Placer:
             least += self._packer.limit((group for group in in_no_file if not group.height), ram - outer - least)
             outer += self._packer.limit((group for group in in_no_file if group.height), ram - outer - least)
             ram = max(least, ram - outer)
-        self._budgeter.begin(self._groups, first_guess(self._groups), ram, promised)
+        room = self._room(0) - self._memory.outer_bytes if self.has_budget else None
+        self._budgeter.begin(self._groups, first_guess(self._groups), ram, promised, room)
         least = self._budgeter.least_bytes + self._memory.outer_bytes
         if isinstance(self._vram, int) and self._groups and self._vram < least:
             if is_apart or (is_first and isinstance(config.ram_budget, int)):

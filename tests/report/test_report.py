@@ -28,7 +28,7 @@ from group_offload import (
 from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
 from group_offload.handle import report_of
 from group_offload.plan.budgets import describe_bytes
-from group_offload.plan.pass_model import foresee, simulate
+from group_offload.plan.pass_model import foresee
 from group_offload.plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds
 from group_offload.plan.planner import make_plan
 from group_offload.report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
@@ -458,6 +458,6 @@ def test_more_ram_gains_what_it_holds(size: int) -> None:
     none = Budgets(device_bytes=None, ram_bytes=None)
     problem = Problem(groups=groups, order=tuple(range(8)), speeds=Speeds(h2d=50e9, drive=2e9), budgets=none)
     placements = (Placement.RAM,) * 2 + (Placement.FILE,) * 6
-    plan = replace(make_plan(problem), placements=placements, prediction=simulate(problem, placements))
+    plan = make_plan(replace(problem, rests=placements))
     assert plan.gain_from(ram_bytes=plan.more_bytes) == pytest.approx(size / 2e9, rel=0.05)
     assert 0 < plan.gain_from(device_bytes=plan.more_bytes) < 2 * size / 2e9

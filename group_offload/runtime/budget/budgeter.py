@@ -1,12 +1,12 @@
 """The budgeter plans where groups rest, and which of them stay on the device.
 
 [Note: How a plan comes to be]
-When a module is offloaded, RAM alone decides which groups rest there, and which are read from the drive. That stays so. What
-stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No group stays yet: what passes
-need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]). From the second one on as
-many groups stay on the device as fit beside that. Passes also measure how long each group computes. The plan is made again
-with these times, and when the device has other room, and carried out if it is 3% faster. Compute is measured again now and
-then: a device's speed varies, and other inputs take another time.
+When a module is offloaded, the plan for all memory that it may have decides which groups rest in RAM, and which are read from
+the drive. That stays so. What stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No
+group stays yet: what passes need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]).
+From the second one on as many groups stay on the device as fit beside that. Passes also measure how long each group computes.
+The plan is made again with these times, and when the device has other room, and carried out if it is 3% faster. Compute is
+measured again now and then: a device's speed varies, and other inputs take another time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...plan.placement import (
     smallest_device_bytes,
     smallest_ram_bytes,
 )
-from ...plan.planner import Plan, kept_plan, least_seconds, make_plan
+from ...plan.planner import Plan, kept_plan, make_plan
 from ...stores.files import FileBlob
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
@@ -104,19 +104,25 @@ class Budgeter:
     # ---------------------------------------------------------------- plans
 
     def begin(
-        self, groups: Sequence[Group], order: Sequence[Group], ram_bytes: int | None, promised_bytes: int
+        self,
+        groups: Sequence[Group],
+        order: Sequence[Group],
+        ram_bytes: int | None,
+        promised_bytes: int,
+        device_bytes: int | None,
     ) -> None:
         """Decide where groups rest, once the module was cut into groups, before any measurement. None stays on the device.
 
         Args:
             ram_bytes: RAM for weights; None for no limit.
+            device_bytes: Device memory that groups may have at most, later; None for no group that stays there.
         """
         self.clear()
         self.groups = tuple(g for g in groups if g.num_bytes and not g.height and not g.is_in_place)
         self._order, self.ram_bytes, self.promised_bytes = tuple(order), ram_bytes, promised_bytes
         if self.groups:
+            self._rests = make_plan(self._problem(device_bytes)).rests
             self.plan = make_plan(self._problem(None))
-            self._rests = self.plan.problem.rests
 
     def describe(self, groups: Sequence[Group], order: Sequence[Group]) -> None:
         """Describe in a plan where groups rest: there is no budget."""
@@ -311,8 +317,6 @@ def _plan_if_better(problem: Problem, before: Plan) -> Plan:
     """Another plan if it is faster than `before` by `MIN_GAIN`; else `before`, predicted with the times known by now."""
     kept = _as_of(problem, before)
     worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
-    if least_seconds(problem) >= worth_it:
-        return kept  # no search finds a plan worth it
     plan = make_plan(problem)
     return plan if plan.placements == before.placements or plan.prediction.step_seconds <= worth_it else kept
 
