@@ -35,7 +35,8 @@ def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) 
     else:  # what came from files is brought again unless it was in a slot all the time
         assert brought[0][1] - stats.peak_device_bytes <= brought[1][1] <= brought[0][1]
     handle.remove()
-    check(model, reference, inputs(0, 2, 3, WIDTH), passes=1)
+    assert_same(run(model, inputs(0, 2, 3, WIDTH)), run(reference, inputs(0, 2, 3, WIDTH)))
+    assert_at_rest(model, reference)
 
 
 def test_list_as_root_whose_elements_are_called(offload: Offload) -> None:

@@ -89,6 +89,7 @@ def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: 
             assert handle.is_active
             assert_at_rest(model, reference)
         check(model, reference, inputs(), passes=2)
+    num_parts = sum(len(group.parts) for group in engine_of(handle).groups)  # edited weights have left their files
     num_left = num_parts - 1
     with pytest.raises(MemoryError):
         handle.remove()
