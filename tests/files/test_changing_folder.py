@@ -166,7 +166,8 @@ def killed(path: str) -> None:
     for _ in range(6):
         assert status_of(fork(lambda: die(folder))) == -signal.SIGKILL
         print(sum(file.stat().st_size for file in folder.iterdir()))
-    handle = offload_to(folder, make(Model))
+    model = make(Model)
+    handle = offload_to(folder, model)
     assert names(folder) == {group.where for group in handle.groups}
     headers_in(folder)
     handle.remove()

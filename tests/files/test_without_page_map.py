@@ -25,9 +25,7 @@ _EDITS: dict[Any, list[str]] = {
     test_edits: [
         "test_edit_after_a_forward",
         "test_edit_is_kept_by_remove",
-        "test_edits_do_not_reach_a_forward_that_is_over",
         "test_edit_breaks_no_tie_and_a_broken_tie_stays_broken",
-        "test_tie_made_after_applying_holds",
     ],
     test_files: [
         "test_edit_of_one_model_leaves_the_other",
