@@ -143,6 +143,20 @@ def test_each_walk_through_what_comes_next_starts_something(monkeypatch: pytest.
         handle.remove()
 
 
+def test_no_walk_goes_on_for_reads_that_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits of RAM that is not page-locked are not detected, so it is not read ahead: each walk met all groups in vain."""
+    met: list[None] = []
+    reads_of = Transfer.reads_of
+    monkeypatch.setattr(Transfer, "reads_of", lambda *args: met.append(None) or reads_of(*args))
+    device, model = SimulatedDevice(0, "lazy"), nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(50)))
+    with use_simulated_device(device):
+        handle = offload(model, low_cpu_mem_usage=True)
+        for _ in range(2):
+            forward(device, model, torch.randn(2, DIM))
+        assert not met and handle.stats().bytes_onloaded["pageable ram"]
+        handle.remove()
+
+
 def test_the_host_waits_for_copies_from_what_can_be_edited() -> None:
     """Where the system does not tell which weights were edited, they rest in the memory that copies read."""
     device = SimulatedDevice(0, "lazy")

@@ -63,6 +63,8 @@ class LookAhead:
         """Whether another model's pass should come after this one."""
         self._reads_ram = False
         """Whether threads read RAM that is not page-locked."""
+        self._reads_ram_ahead = False
+        """Whether they may do so before there is a slot: see `Transfer.reads_of`."""
         self._outer: list[Group] = []
         """Groups inside of whose modules others are needed."""
         self._ahead: dict[Group, _Ahead] = {}
@@ -88,9 +90,8 @@ class LookAhead:
 
     def note_tiers(self, groups: Sequence[Group]) -> None:
         """Find out how blobs are sent."""
-        self._reads_ram = any(
-            part.blob.tier is Tier.PAGEABLE and part.is_read for group in groups for part in group.parts
-        )
+        parts = [part for group in groups for part in group.parts if part.blob.tier is Tier.PAGEABLE and part.is_read]
+        self._reads_ram, self._reads_ram_ahead = bool(parts), any(part.blob.detects_edits for part in parts)
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
         """A pass failed.
@@ -231,7 +232,7 @@ class LookAhead:
         return self._memory.misses_residents or any(group.slot is None for group in self._outer)
 
     def _may_read_ahead(self) -> bool:
-        return self._reads and self._transfer.reader.has_room_ahead
+        return self._reads_ahead and self._transfer.reader.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: _Walk) -> None:
         """Start to onload `run`; where no slot is free, start to read it."""
@@ -240,12 +241,12 @@ class LookAhead:
             if self._onload_ahead(run, walk.soon):
                 return
             walk.full.add(height)
-        if self._reads:
+        if self._reads_ahead:
             self._read_ahead(run, walk)
 
     @property
-    def _reads(self) -> bool:
-        return self._reads_ram or self._files.are_read
+    def _reads_ahead(self) -> bool:
+        return self._reads_ram_ahead or self._files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         ahead = self._ahead_of(run)
@@ -294,7 +295,7 @@ class LookAhead:
     def _run_limit(self, group: Group) -> int:
         is_pooled = self._memory.is_just_in_time and not group.height
         room = 2 * self._memory.window_bytes if is_pooled else self._memory.ring_sizes.get(group.height, 0)
-        if self._reads:
+        if self._reads_ram or self._files.are_read:
             return min(tuning().max_read_run_bytes, room // 4)
         return min(tuning().max_run_bytes, room // 8)
 
