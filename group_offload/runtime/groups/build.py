@@ -81,6 +81,8 @@ class Builder:
     """RAM that other processes have in common with this one, for weights that are in no file."""
     _homes: dict[int, torch.device] = field(default_factory=dict)
     """By id, the devices of parameters and buffers before they were offloaded."""
+    _groups_before: dict[int, Group] = field(default_factory=dict)
+    """By id, the groups that tensors were in."""
     _made: list[Part] = field(default_factory=list)
     """The new parts."""
 
@@ -98,6 +100,7 @@ class Builder:
         cut = partition(self.root, config, is_compiled, self.without)
         known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
         empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
+        self._groups_before = {id(ref.tensor): group for group in before for part in group.parts for ref in part.refs}
         self._homes = {
             id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)
         }
@@ -277,6 +280,8 @@ class Builder:
         self._made.append(part)
         for ref, view in zip(refs, blob.rest, strict=True):
             ref.tensor.data = fit_for(ref.tensor, view)
+            if id(ref.tensor) in self._groups_before:
+                self._groups_before[id(ref.tensor)].forget_rest(ref.tensor)
         return part
 
 

@@ -347,6 +347,12 @@ class Group:
             part.give_up()
         self._rest_views, self.rest_addresses = [], []
 
+    def forget_rest(self, tensor: torch.Tensor) -> None:
+        """The tensor rests elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
+        place = self._index_of[id(tensor)]
+        part, index = self._places[place]
+        part.rest[index] = self._rest_views[place] = torch.empty(0)
+
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
 
