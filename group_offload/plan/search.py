@@ -5,7 +5,8 @@ Which placements are compared does not depend on the budgets. They are all that 
 few *orders* in which groups come to RAM, and to the device. A budget is filled in such an order, where a group without room is
 passed over. What a filling takes, less one byte, is the next smaller budget that is filled in another way. So the search goes
 through the fillings of all smaller budgets too, down to those that are slower by their limits. With more memory all of these
-still fit, and others are added. Of all of them the fastest counts.
+still fit, and others are added. Of all of them the fastest counts. (Where groups have so many sizes that a search would take
+long, it ends early: `_MOST_FILLINGS`. There it holds nearly.)
 
 A filling is left out only if it cannot be the fastest: if its limit says so, or if it is a part of another one. With more
 groups in RAM nothing comes later. With more on the device neither, if slots have one size; if they have few sizes, seldom.
@@ -32,6 +33,10 @@ _NUM_LEFT, _TAILS = (1, 2, 3, 4, 6), (4, 2)
 _FEW_GROUPS, _NUM_LARGEST = 12, 4
 """If groups all differ, and are so few, smaller ones take the room in RAM that a large one leaves; and each of so many of the
 largest comes first in an order."""
+_MOST_RESTS, _MOST_FILLINGS = 12, 24
+"""So many fillings of RAM, and of the device, are tried in an order: of groups of many sizes there is no end of them."""
+_MOST_USES = 12_000
+"""After so many uses that were simulated, only the largest filling of an order is tried."""
 _MANY_USES = 150
 """In a longer pass groups are small beside budgets: of two orders, only the largest filling is tried."""
 _GOLDEN = (5**0.5 - 1) / 2
@@ -92,7 +97,9 @@ class _Search:
             return [(Placement.RAM,) * len(groups)]
         for order in self._orders_to_ram():
             room = ram - smallest_ram_bytes(problem)
-            while room >= 0:
+            for _ in range(_MOST_RESTS):
+                if room < 0:
+                    break
                 taken, left = set[int](), room
                 for index in order:
                     if self.model.sent[index] <= left:
@@ -228,10 +235,12 @@ class _Search:
         """Consider the fillings of the device by these steps, from the largest one on, until further ones are slower."""
         base = self.model.footprint(start).device_bytes
         room = self.model.device_budget - base
-        while room >= 0 and self._is_faster(least(base + room)):
+        for _ in range(_MOST_FILLINGS):
+            if room < 0 or not self._is_faster(least(base + room)):
+                return
             placements, left = self._filled(start, steps, room)
             footprint = self._consider(rests, placements)
-            if self._is_even or self._is_long:
+            if self._is_even or self._is_long or self.num_uses > _MOST_USES:
                 return
             if not self._all_differ and not self._is_faster(self.model.limit_seconds(footprint)):
                 return

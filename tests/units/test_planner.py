@@ -277,6 +277,19 @@ def test_the_effort_for_two_thousand_groups_is_bounded(share: float, compute: fl
     assert make_plan(problem).num_simulated_uses < 20 * len(problem.order)
 
 
+@pytest.mark.parametrize("ram", [0.5, 0.7, 0.9])
+def test_the_effort_for_groups_of_many_sizes_is_bounded(ram: float) -> None:
+    """As of a VAE at leaf level: there is no end of the ways to fill a budget. A forward waits for the plan."""
+    sizes = [(1 + 7 * (i % 18) ** 2) * MIB // 4 for i in range(120)]
+    seconds = [size / 25e9 * (0.5 + i % 5 / 2) for i, size in enumerate(sizes)]
+    problem = problem_of(groups_of(sizes, seconds), order=range(40, 120), speeds=Speeds(h2d=25e9, drive=3e9))
+    least = smallest_device_bytes(problem)
+    problem = within(problem, least + round(0.1 * sum(sizes)), round(ram * sum(sizes)))
+    plan = make_plan(problem)
+    assert plan.num_simulated_uses < 20_000
+    assert make_plan(replace(problem, rests=plan.rests)).num_simulated_uses < 20_000
+
+
 def large(share: float, *, compute: float, shape: str = "mixed") -> Problem:
     sizes = [(1 + 37 * i % 101) * MIB // 4 for i in range(2000)]
     if shape == "three huge":  # so many small ones are in the slots at a time
