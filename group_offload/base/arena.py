@@ -242,6 +242,7 @@ class Arena:
                 self.release(mine)
                 return
             assert mine.memory is not None
+            stream.wait_event(self._idle)  # after `refresh`, the last pass may have computed on another stream
             self._idle.record(stream)
             if stream != self._owner:
                 self.backend.record_stream(mine.memory, stream)

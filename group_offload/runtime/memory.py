@@ -434,13 +434,13 @@ class DeviceMemory(Holding):
         assert slot.owner is not None
         if slot.waited_on is None:  # no call used the slot: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
-        self._stalls.retire(slot)
         self.next_bytes = self.next_bytes or 0
         among.remove(slot)
         if slot.is_resident:
             self.resident_bytes -= slot.memory.numel()
         else:
             self.pooled_bytes -= slot.memory.numel()
+        self._stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
 

@@ -26,6 +26,7 @@ from group_offload.base.page_lock import PageLock
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
+from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots import slot as slots
 from group_offload.stores.base import Tier
@@ -478,6 +479,39 @@ def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) ->
         assert not device.allocated_bytes
         for handle in handles:
             handle.remove()
+
+
+def test_an_interrupt_while_a_slot_is_given_up() -> None:
+    """At each line: it is given up once, so that no two slots get the same events after that."""
+    device = SimulatedDevice(0, "lazy")
+    model, reference = make(), make()
+    with use_simulated_device(device):
+        handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
+        memory, expected = engine_of(handle).memory, run(reference, inputs())
+
+        def fill() -> None:
+            for _ in range(4):
+                assert_same(device.get(forward(device, model, inputs())), expected)
+            assert len(memory.residents) > 2
+
+        fill()
+        counting = Strike()
+        with counting:
+            free_slots()
+        places = [place for place in counting.places if place[0] is DeviceMemory.free.__code__]
+        assert len(places) > 8
+        for place in places:
+            fill()
+            with suppress(KeyboardInterrupt), Strike(2, place=place) as strike:
+                contained(free_slots)
+            assert strike.where
+            free_slots()
+            spare = memory._stalls._spare
+            assert len({id(event) for event in spare}) == len(spare), strike.where
+            fill()
+        handle.remove()
+        device.synchronize()
+        assert not device.allocated_bytes
 
 
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

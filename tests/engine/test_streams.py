@@ -315,6 +315,26 @@ def test_a_lease_goes_from_stream_to_stream() -> None:
             device.get(output)
 
 
+def test_slots_go_to_another_model_after_a_refresh_on_its_stream() -> None:
+    """The first one's pass computes on another stream still: the refresh must not make the arena forget that."""
+    device = SimulatedDevice(0, "lazy")
+    models = RoutedModel([16] * 3), RoutedModel([16] * 3)
+    side = device.new_stream()
+    x = torch.randn(2, DIM)
+    expected = [run(model, x) for model in models]
+    with use_simulated_device(device):
+        handles = [offload(model) for model in models]
+        for _ in range(2):
+            outputs = [forward(device, models[0], x)]
+            with device.use_stream(side):
+                handles[0].refresh()
+            outputs.append(forward(device, models[1], x, side))
+            for output, wanted in zip(outputs, expected, strict=True):
+                assert torch.equal(device.get(output), wanted)
+        for handle in handles:
+            handle.remove()
+
+
 def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> None:
     """Two models whose slots are of one size alternate; the first one's next pass is on its way when the other begins."""
     device = SimulatedDevice(0, "lazy")
@@ -1085,6 +1105,7 @@ def scenarios() -> Iterator[partial[Any]]:
     yield partial(test_an_edit_waits_for_copies_on_all_streams)
     yield partial(test_at_rest_nothing_moves)
     yield partial(test_a_lease_goes_from_stream_to_stream)
+    yield partial(test_slots_go_to_another_model_after_a_refresh_on_its_stream)
     yield partial(test_memory_of_the_allocator_is_freed_after_another_stream_used_it)
     yield partial(test_removed_after_an_interrupt_at_the_end_of_a_pass)
     yield partial(test_weights_come_from_the_device, {})
@@ -1182,6 +1203,7 @@ FOUND_BY: dict[str, set[str]] = {
     "test_memory_of_the_allocator_is_freed_after_another_stream_used_it": {"Passes.release-1"},
     "test_the_bytes_of_what_could_not_be_read_go_to_others": {"Reader._end-0"},
     "test_slots_go_to_another_model_while_a_side_stream_reads_them": {"Passes._end-1"},
+    "test_slots_go_to_another_model_after_a_refresh_on_its_stream": {"Arena.give_back-0"},
     "test_weights_come_from_the_device": {"Segment.fetch-0", "Segment.fetch-1"},
     "test_what_was_read_ahead_in_vain_is_given_up": {"LookAhead._give_up_ahead-0"},
 }
