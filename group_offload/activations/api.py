@@ -38,7 +38,8 @@ class ActivationOffloadHandle(NotCopied):
             self._hooks.append(module.register_forward_pre_hook(partial(tell, HANDLE, "_enter")))
             self._hooks.append(module.register_forward_hook(partial(tell, HANDLE, "_leave"), always_call=True))
             module.__dict__[HANDLE] = self
-            for gate in self._gates:
+            for gate, group in zip(self._gates, groups.values(), strict=True):
+                group.__dict__[GROUP] = gate
                 gate.place()
         except BaseException:
             self.remove()

@@ -47,7 +47,6 @@ class GroupGate(NotCopied, Around):
 
     def place(self) -> None:
         """Put the gate outside of what the module compiles for itself; it may have been compiled since the last call."""
-        self._module.__dict__[GROUP] = self
         around, call = innermost(self._module, self)
         if call is self:
             return
