@@ -306,7 +306,8 @@ class OffloadHandle:
 
     def __repr__(self) -> str:
         if self._engine is None:
-            return f"<OffloadHandle of {self._name}: removed>"
+            is_gone = OffloadHandle.module.of(self) is None
+            return f"<OffloadHandle of {self._name}: {'its model is gone' if is_gone else 'removed'}>"
         return f"<OffloadHandle of {self._name}: {len(self._engine.groups)} groups>"
 
     def __str__(self) -> str:

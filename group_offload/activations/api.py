@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Group, Skip, as_device, as_groups
@@ -31,12 +32,18 @@ class ActivationOffloadHandle(NotCopied):
         """The FQNs of the groups, in registration order."""
         self._session: Session | None = Session(config, type(module).__name__, len(groups))
         self._last_stats = ActivationStats()
-        self._hooks = [
-            module.register_forward_pre_hook(partial(tell, HANDLE, "_enter")),
-            module.register_forward_hook(partial(tell, HANDLE, "_leave"), always_call=True),
-        ]
-        module.__dict__[HANDLE] = self
         self._gates = [GroupGate(self._session, name, group) for name, group in groups.items()]
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._hooks.append(module.register_forward_pre_hook(partial(tell, HANDLE, "_enter")))
+            self._hooks.append(module.register_forward_hook(partial(tell, HANDLE, "_leave"), always_call=True))
+            module.__dict__[HANDLE] = self
+            for gate, group in zip(self._gates, groups.values(), strict=True):
+                group.__dict__[GROUP] = gate
+                gate.place()
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def is_active(self) -> bool:

@@ -44,8 +44,6 @@ class GroupGate(NotCopied, Around):
         self._session = session
         self._module = module
         self._hook: RemovableHandle | None = None
-        module.__dict__[GROUP] = self
-        self.place()
 
     def place(self) -> None:
         """Put the gate outside of what the module compiles for itself; it may have been compiled since the last call."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -309,9 +308,26 @@ def _device_facts(component: _Component, arguments: argparse.Namespace) -> Memor
 
 
 def _as_json(facts: ReportFacts) -> str:
-    """What the page says, but for its timelines, for programs."""
-    found = asdict(replace(facts, models=[replace(model, passes=()) for model in facts.models]))
-    for model in found["models"]:
-        for figures in model.pop("figures").values():
-            model.update(figures)
-    return json.dumps(found, indent=2, default=attrgetter("value"))
+    """What the page says, but for its timelines, for programs. These fields are stable."""
+    models = [
+        {
+            "name": model.name,
+            "model_class": model.model_class,
+            "sentences": model.sentences,
+            **{name: value for figures in model.figures.values() for name, value in figures.items()},
+            "groups": [
+                {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
+            ],
+        }
+        for model in facts.models
+    ]
+    memories = [
+        {
+            "name": memory.name,
+            "budget_bytes": memory.budget_bytes,
+            "parts": {label: num_bytes for label, num_bytes, _ in memory.parts},
+        }
+        for memory in facts.memories
+    ]
+    found = {"title": facts.title, "models": models, "memories": memories, "sentences": facts.sentences}
+    return json.dumps(found, indent=2)

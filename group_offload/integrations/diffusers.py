@@ -267,7 +267,11 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     )
     if options.ram_budget is not None:
         shares = shares_of(
-            {each.name: each.model for each in offloaded if each.options.ram_budget == options.ram_budget},
+            {
+                each.name: each.model
+                for each in offloaded
+                if "ram_budget" not in _own_options(names[each.model], special)
+            },
             options.ram_budget,
             options.vram_budget,
             has_folder=options.offload_to_disk_path is not None,
@@ -520,7 +524,7 @@ def _marker_of(module: nn.Module) -> OffloadMarker | None:
     """The marker of an offloaded module, of a part of one, or of a module that has one inside."""
     root = root_of(module)
     if root is None:
-        root = next((part for part in module.modules() if HANDLE in part.__dict__), None)
+        root = next((part for part in module.modules() if part.__dict__.get(HANDLE) is not None), None)
     handle = None if root is None or _moving.gives_up else handle_of(root)
     return None if handle is None or not handle.is_active else OffloadMarker(handle.config.onload_device, handle)
 

@@ -52,11 +52,13 @@ class Quantising:
         self._undo = ExitStack()
 
     def __enter__(self) -> None:
-        for module_name, class_name in _SEAMS:
-            if module_name.partition(".")[0] in sys.modules:
-                with suppress(ImportError):
-                    maker = getattr(importlib.import_module(module_name), class_name)
-                    self._watch(maker, "from_config", self._from_config, kind=classmethod)
+        with self._undo:
+            for module_name, class_name in _SEAMS:
+                if module_name.partition(".")[0] in sys.modules:
+                    with suppress(ImportError):
+                        maker = getattr(importlib.import_module(module_name), class_name)
+                        self._watch(maker, "from_config", self._from_config, kind=classmethod)
+            self._undo = self._undo.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from group_offload import ConfigError, DeviceError, ModuleError, StateError
 from group_offload.activations import activation_offloading, apply_activation_offloading, no_activation_offloading
 from group_offload.activations.config import ActivationConfig
+from group_offload.activations.gates import GroupGate
 from group_offload.activations.offloader import DeviceOffloader
 from group_offload.base.saved import hooks_in_force
 
@@ -590,6 +591,21 @@ def test_the_module_stays_as_it_was() -> None:
     handle.remove()
     for name, module in model.named_modules():
         assert {k: v for k, v in module.__dict__.items() if v or k in before[name]} == before[name]
+
+
+def test_an_interrupt_while_it_is_applied_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: GroupGate) -> None:
+        place(self)
+        if self.name == "blocks.1":
+            raise KeyboardInterrupt
+
+    model, place = make(), GroupGate.place
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupGate, "place", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            offload(model)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
+    assert offload(model).is_active
 
 
 def test_copies_of_the_module_are_not_offloaded() -> None:

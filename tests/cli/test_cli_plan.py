@@ -118,7 +118,7 @@ def bytes_at(model: Mapping[str, Any], place: str) -> int:
 
 
 def bytes_in(memory: Mapping[str, Any]) -> int:
-    return sum(num_bytes for _, num_bytes, _ in memory["parts"])
+    return sum(memory["parts"].values())
 
 
 # ---------------------------------------------------------------- what is printed
@@ -230,6 +230,14 @@ def test_what_is_missing(model: Path, run: Terminal, monkeypatch: pytest.MonkeyP
     assert "save_pretrained" in run("plan", model, status=2)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model_index.json", "diffusion_pytorch_model.safetensors"])
+def test_a_pipe_is_not_waited_for(name: str, model: Path, run: Terminal) -> None:
+    path = model / name if name.endswith("json") else min(model.glob("*.safetensors"))
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert "not a file" in run("plan", model, status=2)
+
+
 def test_pipelines_that_are_none(pipeline: Path, run: Terminal) -> None:
     for name in ("../text_encoder", "", "vae", "a/b"):
         (pipeline / "model_index.json").write_text(json.dumps({name: ["diffusers", "Model"]}))
@@ -292,7 +300,11 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     [device, ram] = found["memories"]
     assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
     assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
-    assert ["Python, torch and everything else, as given", 3 * GIB // 2, "pass"] in ram["parts"]
+    assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
+    assert found.keys() == {"title", "models", "memories", "sentences"} and part["sentences"]
+    assert ram.keys() == {"name", "budget_bytes", "parts"}
+    assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
+    assert not {"device", "passes", "memory", "figures"} & part.keys()
 
 
 def test_plan_for_people(model: Path, run: Terminal) -> None:

@@ -418,6 +418,8 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert "removed" in str(handle) and not handle.is_active
     remove_group_offloading(model)  # does nothing to other modules
     assert snapshot_without_pointers(model) == before
+    del model
+    assert "its model is gone" in repr(handle)
 
 
 def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:

@@ -368,6 +368,13 @@ def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: 
         remove_group_offloading(model)
 
 
+def test_a_models_own_ram_budget_is_its_own() -> None:
+    """Even one that says what the pipeline's says."""
+    pipe = tiny.flux_pipeline()
+    handles = enable_group_offload(pipe, "cpu", ram_budget="64GiB", model_options={"vae": {"ram_budget": "64GiB"}})
+    assert {name for name, handle in handles.items() if handle.config.ram_share is None} == {"vae"}
+
+
 def test_who_takes_the_least_memory_by_itself(patched: None) -> None:
     pipe = tiny.flux_pipeline()
     enable_group_offload(pipe, onload_device="cpu")

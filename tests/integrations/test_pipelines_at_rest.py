@@ -90,6 +90,7 @@ def test_a_copy_is_a_resident_model(
     tiny.call(model, tiny.flux_inputs())
     copied = make_copy(model)
     assert not stock._is_group_offload_enabled(copied)
+    assert stock._is_group_offload_enabled(nn.ModuleList([copied, model]))
     assert torch.equal(tiny.call(aligned(copied).to(device), tiny.flux_inputs()), expected)
     with torch.no_grad():
         copied.proj_out.weight.zero_()
