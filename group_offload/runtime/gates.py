@@ -491,9 +491,9 @@ class Gates:
         for child in self._top.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates.clear()
+        kept = {} if root_gate is None else {self._top: root_gate}
+        self._gates = weakref.WeakKeyDictionary(kept)  # at once: an interrupt never finds it without the root's gate
         if root_gate is not None:
-            self._gates[self._top] = root_gate
             # What was known of the module keeps weights that were replaced.
             root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours, is_function=self.is_function)
         for module, found in needs.items():
