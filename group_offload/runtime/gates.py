@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -304,30 +304,42 @@ class MethodGate(InnerGate):
     # the copy alive.)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _let_through(memo.get(id(self.module)), self.name)
+        copied = memo.get(id(self.module))  # None if a shallow copy, or the module's `__dict__`, is copied
+        return partial(_refuse_call, self.name) if copied is None else _let_through(copied, self.name)
 
     def __reduce__(self) -> tuple[Any, Any]:
         return _let_through, (self.module, self.name)
 
 
-class CompileGate(MethodGate):
-    """Stands for `compile` of the root: what it compiles goes inside of the root's gate, and not in its place."""
+def _watch_compile() -> None:
+    """Let `compile` of a root put what it makes inside of the root's gate, and not in its place; once for the process."""
+    plain: Callable[..., Any] = nn.Module.compile
+    if hasattr(plain, "group_offload_before"):
+        return
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        gate, call = innermost(module)[0], module.__dict__.get(COMPILED_CALL)
-        try:
-            self._enclosed(*args, **kwargs)
-        finally:
-            made = module.__dict__.get(COMPILED_CALL)
-            if gate is not None and made is not call:
-                gate.compiled, module.__dict__[COMPILED_CALL] = made, call
+    @wraps(plain)
+    def compile_inside(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        gate = None if self.__dict__.get(HANDLE) is None else innermost(self)[0]
+        if gate is None:
+            plain(self, *args, **kwargs)
+        else:  # what torch does, in one step: no other thread, and no interrupt, finds the module without its gate
+            gate.compiled = torch.compile(self._call_impl, *args, **kwargs)
+
+    compile_inside.group_offload_before = plain  # type: ignore[attr-defined]
+    nn.Module.compile = compile_inside  # type: ignore[method-assign]
 
 
 def _let_through(module: nn.Module, name: str) -> MethodGate:
     gate = MethodGate.__new__(MethodGate)
     gate.module, gate.name, gate.compiled, gate._owner = module, name, None, lambda: None
     return gate
+
+
+def _refuse_call(name: str, *args: Any, **kwargs: Any) -> None:
+    raise StateError(
+        f"This module is a copy of what a shallow copy (copy.copy) or the __dict__ of an offloaded module held, so its method "
+        f"{name} has no module. Copy the offloaded module itself (copy.deepcopy), or call del copied.{name} for your copy."
+    )
 
 
 @not_compiled
@@ -412,6 +424,7 @@ class Gates:
         self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
         self._methods: dict[Method, MethodGate] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        _watch_compile()
 
     def __del__(self) -> None:
         """The model is gone, and so is the engine. Parts of the model that are still there become modules as any other."""
@@ -491,9 +504,9 @@ class Gates:
         for child in self._top.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        self._gates.clear()
+        kept = {} if root_gate is None else {self._top: root_gate}
+        self._gates = weakref.WeakKeyDictionary(kept)  # at once: an interrupt never finds it without the root's gate
         if root_gate is not None:
-            self._gates[self._top] = root_gate
             # What was known of the module keeps weights that were replaced.
             root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours, is_function=self.is_function)
         for module, found in needs.items():
@@ -541,10 +554,6 @@ class Gates:
                 gate = self._methods[method] = MethodGate(self, method)
                 gate.groups = _in_turn(found)
                 gate.install()
-        if not isinstance(self._top, torch.jit.ScriptModule):
-            method = Method(weakref.ref(self._top), "compile")
-            gate = self._methods[method] = CompileGate(self, method)
-            gate.install()
 
     def uninstall(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""

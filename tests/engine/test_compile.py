@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -187,16 +187,17 @@ def test_whole_model_through_torch_compile(how: str, level: str, folder: Path | 
     assert_same(run(call, inputs(0)), expected[0])
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
+@pytest.mark.parametrize("order", ["compiled first", "offloaded first", "offloaded first, unbound"])
 @every_level
-def test_model_that_compiles_itself(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
+def test_model_that_compiles_itself(level: str, order: str, folder: Path | None, backend: Any) -> None:
     model, expected = make(Model), compiled_outputs()
     torch._dynamo.reset()
-    if is_first:
+    if order == "compiled first":
         model.compile(backend=backend)
     handle = offload_to(folder, model, level)
-    if not is_first:
-        model.compile(backend=backend)
+    if order != "compiled first":
+        call = partial(nn.Module.compile, model) if "unbound" in order else model.compile
+        call(backend=backend)
         assert copy.deepcopy(model).compile.__self__ is not model  # a copy compiles itself
     check(model, model, handle, expected, backend, 5 if level == "block_level" else 15)
     handle.remove()

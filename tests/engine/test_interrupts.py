@@ -24,6 +24,8 @@ from group_offload.base import arena, publish
 from group_offload.base.device import AcceleratorBackend, Backend
 from group_offload.base.page_lock import PageLock
 from group_offload.base.pagemap import can_detect_writes
+from group_offload.base.torch_internals import COMPILED_CALL
+from group_offload.runtime import gates
 from group_offload.runtime.copies import reader
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.memory import DeviceMemory
@@ -197,6 +199,34 @@ def test_an_interrupt_between_a_gate_and_the_engine(
         check(model, reference, inputs())
         handle.remove()
         assert_at_rest(model, reference)
+
+
+def test_an_interrupt_while_gates_are_exchanged() -> None:
+    """The root's gate stays, so the next call repairs the others, and the module can be given back."""
+
+    def exchange(strike: Strike) -> tuple[Model, Any]:
+        model = make()
+        handle = offload_to(None, model)
+        run(model, inputs())
+        model.extra = nn.Linear(4, 4)
+        with suppress(KeyboardInterrupt), strike:
+            run(model, inputs())
+        return model, handle
+
+    expected = run(make(), inputs())
+    counting = Strike(path=gates.__file__)
+    exchange(counting)
+    places = [place for place in counting.places if place[0] is gates.Gates.install.__code__]
+    assert places
+    for place in places:
+        strike = Strike(1, place=place)
+        model, handle = exchange(strike)
+        assert strike.where
+        assert_same(run(model, inputs()), expected)
+        handle.remove()
+        left = {COMPILED_CALL, gates.HANDLE}
+        assert not any(left & {*vars(part)} or part._forward_pre_hooks for part in model.modules()), strike.where
+        assert_same(run(model, inputs()), expected)
 
 
 class Retrying(Model):

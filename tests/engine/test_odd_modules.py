@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,57 @@ def test_a_copy_is_compiled_as_one(level: str) -> None:
     for part, same in ((model, reference), (model.blocks[1], reference.blocks[1])):
         compiled = torch.compile(copy.deepcopy(part), fullgraph=True, backend="eager")
         assert_same(run(compiled, inputs()), run(same, inputs()))
+
+
+class HandsOut(Model):
+    """Its copies and pickles are made of its `__dict__`."""
+
+    def __deepcopy__(self, memo: Any) -> HandsOut:
+        return _made_of(copy.deepcopy(self.__dict__, memo))
+
+    def __reduce__(self) -> Any:
+        return _made_of, (self.__dict__.copy(),)
+
+
+def _made_of(values: dict[str, Any]) -> HandsOut:
+    model = HandsOut.__new__(HandsOut)
+    model.__dict__.update(values)
+    return model
+
+
+def _traced() -> nn.Module:
+    model = torch.fx.symbolic_trace(Model())
+    for node in model.graph.nodes:
+        node.type = None  # an annotation that is a string can't be pickled
+    model.recompile()
+    return model
+
+
+def _copied_by_its_dict(model: nn.Module) -> nn.Module:
+    copied = copy.copy(model)
+    copied.__dict__ = copy.deepcopy(model.__dict__)
+    return copied
+
+
+@pytest.mark.parametrize("kind", [Model, HandsOut, _traced], ids=["plain", "hands out", "traced"])
+@pytest.mark.parametrize(
+    "make_copy",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: copy.deepcopy(copy.copy(model)),
+        _copied_by_its_dict,
+    ],
+    ids=["deepcopy", "pickle", "of a shallow copy", "of the dict"],
+)
+def test_copies_are_modules_as_any_other(kind: Any, make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    model, reference = make(kind), make(kind)
+    apply_group_offloading(model, "cpu")
+    copied = make_copy(model)
+    model.gain.data.zero_()
+    assert_same(run(copied, inputs()), run(reference, inputs()))
+    apply_group_offloading(copied, "cpu")
+    check(copied, reference, inputs())
 
 
 class Unbound(nn.Module):
