@@ -176,6 +176,8 @@ class Builder:
         for users in views.values():
             try:
                 checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
+                if self.config.verify_files:
+                    checkpoint.prove_whole()  # before anything rests in it
             except GroupFileError:
                 raise
             except OSError as error:
