@@ -3,7 +3,8 @@
 [Note: Write protocol]
 1. A new file is made under a temporary name (`.NAME.PID.BOOTRANDOM.tmp`). No link is followed, and no existing file is opened.
 2. The content is written and synced, so a name never leads to bytes that a crash of the machine can take away.
-3. The file gets its name by rename(2), and the folder is synced, where the file system can do that.
+3. The file gets its name by link(2), which takes no name that another file has, and loses the temporary one. Where it replaces
+   a file, or the file system has no links, it is renamed. Then the folder is synced, where the file system can do that.
 A process that dies at any of these steps leaves a whole file or none under the name, and at most one temporary file. The next
 set-up in the folder removes the temporary file if it is of this boot of the machine: only then does its lock tell that its
 process is dead.
@@ -57,8 +58,13 @@ def publish(
     temporary = path.with_name(temporary_name(path.name))
     opened = system.own_descriptor(os.open(temporary, system.NEW_FILE, 0o644))
     try:
-        with suppress(OSError):  # a file system without locks
+        try:
             system.lock(opened.fileno())
+            is_there = os.path.lexists(temporary)
+        except OSError as error:  # a file system without locks
+            is_there = not isinstance(error, BlockingIOError)
+        if not is_there:  # a set-up took it for that of a dead process before it was locked
+            return publish(path, content, replaces=replaces, written_at=written_at)
         for piece in content:
             left = memoryview(piece)
             while left:
@@ -69,9 +75,17 @@ def publish(
         written = os.fstat(opened.fileno())
         if system.IS_WINDOWS:  # gives no name to an open file
             opened.close()
-        if not replaces and os.path.lexists(path):
+        try:
+            if not replaces:
+                os.link(temporary, path)
+        except FileExistsError:
             return None
-        os.replace(temporary, path)
+        except OSError:  # a file system without links
+            if os.path.lexists(path):
+                return None
+            replaces = True
+        if replaces:
+            os.replace(temporary, path)
         _sync_folder(path.parent)
         return written
     finally:

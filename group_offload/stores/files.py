@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..base.layout import ALIGNMENT, BlobLayout, as_bytes, lay_out_at, span_bytes
+from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, written_pages
-from ..base.system import open_to_read
+from ..base.system import IS_LINUX, open_to_read
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
@@ -27,12 +29,15 @@ from .checkpoint import FileSpan
 from .folder import Folder
 from .moves import Copy, Move, Read
 from .origin import Origin
+from .safetensors_file import data_section
 from .source import Contents, Piece, Proof, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
 """Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
 _MAX_GAP = 4096
 """How many bytes between two tensors are copied along, at most, rather than left out."""
+_MAX_MAPPINGS = 128
+"""Extents of a group file that are smaller than this part of it share one mapping: a process has 65530 of them."""
 
 
 class Checkpoint(SourceFile):
@@ -40,18 +45,21 @@ class Checkpoint(SourceFile):
 
     is_ours = False
     """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
+    _mapping: tuple[str, tuple[str, int]] | None = None
+    """Path and identity, as the kernel shows them; None if nobody asks, as the hash of the content is known."""
 
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """See `SourceFile`."""
         super().__init__(path, fd, start, end, stamp)
-        mapping = mapping_at(self.bytes.data_ptr())
-        self._mapping = None if mapping is None else (mapping.path, mapping.identity)
         self._pages: _Pages | None = None
         """The memory of all blobs; None until it is needed."""
 
     @classmethod
-    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+    def of(cls, spans: Sequence[FileSpan], folder: Folder | None = None) -> Checkpoint:
         """The file that tensors are views of.
+
+        Args:
+            folder: The folder of the model's group files. What their headers say of their content is believed.
 
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
@@ -66,12 +74,16 @@ class Checkpoint(SourceFile):
             start = min(span.position for span in spans)
             end = max(span.position + span.num_bytes for span in spans)
             found = cls(path, fd, start, end)
+            if folder is not None and folder.has(path):
+                found.is_ours, found.whole = True, data_section(fd)
         finally:
             os.close(fd)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
-        if found._mapping is None or found._mapping[1] != file.identity:
+        mapping = mapping_at(found.bytes.data_ptr())
+        if mapping is None or mapping.identity != file.identity:
             found.release()
             raise OSError(f"{path} is not what was mapped any more")
+        found._mapping = mapping.path, mapping.identity
         return found
 
     def add(self, blob: FileBlob) -> None:
@@ -123,7 +135,7 @@ class Checkpoint(SourceFile):
 
     def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
         mapping, before = mapping_at(self.bytes.data_ptr()), self._mapping
-        if mapping is None:
+        if mapping is None or before is None:
             return False
         self._mapping = mapping.path, mapping.identity
         is_renamed = before != self._mapping  # or deleted
@@ -342,7 +354,7 @@ def write_blob(
     start = size - layout.num_bytes
     try:
         source = Checkpoint(found.path, found.fd, start, size, found.stamp)
-        rest = layout.views_by_extent(lambda extent: _map(found.fd, start + extent.offset, extent.num_bytes))
+        rest = layout.views_by_extent(_mapper(found.fd, start, layout))
     except OSError as error:
         raise GroupFileError(
             f"Cannot map {found.path} ({size:,} bytes), which group {group_id!r} rests in: {error.strerror or error}. A "
@@ -357,9 +369,26 @@ def write_blob(
     return blob
 
 
-def _map(fd: int, position: int, num_bytes: int) -> torch.Tensor:
-    """Bytes of the file in a mapping of their own: pages that were edited are freed once the weight is in RAM."""
-    if not num_bytes:
-        return flat_view(b"", 0, 0)
-    first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    return flat_view(map_file(fd, position + num_bytes - first, first), position - first, num_bytes)
+def _mapper(fd: int, start: int, layout: BlobLayout) -> Callable[[Extent], torch.Tensor]:
+    """Maps extents of the blob that begins at byte `start` of the file.
+
+    Large ones get a mapping of their own: pages that were edited are freed once the weight is in RAM. All others share one, and
+    where each mapping may take a descriptor all extents do.
+    """
+    limit = layout.num_bytes // _MAX_MAPPINGS if IS_LINUX else layout.num_bytes
+
+    def map_whole(position: int, num_bytes: int) -> tuple[int, Any]:
+        first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        return first, map_file(fd, position + num_bytes - first, first)
+
+    shared = cache(map_whole)
+
+    def mapped(extent: Extent) -> torch.Tensor:
+        if not extent.num_bytes:
+            return flat_view(None, 0, 0)
+        position = start + extent.offset
+        is_large = extent.num_bytes > limit
+        first, memory = map_whole(position, extent.num_bytes) if is_large else shared(start, layout.num_bytes)
+        return flat_view(memory, position - first, extent.num_bytes)
+
+    return mapped

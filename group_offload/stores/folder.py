@@ -207,7 +207,7 @@ class Folder:
             and what `is_right` returned. Or the first of the group's names that no file has, and None.
 
         Raises:
-            GroupFileError: other files have all names.
+            GroupFileError: other files have all names, or the folder cannot be searched.
         """
         for attempt in range(_MOST_NAMES):
             path = self.path / file_name(f"{group_id}@{attempt}" if attempt else group_id)
@@ -218,6 +218,11 @@ class Folder:
             except OSError as error:
                 if isinstance(error, ForeignFileError):
                     self._of_others.add(path)
+                elif not os.path.lexists(path):  # it isn't about the file
+                    raise GroupFileError(
+                        f"Cannot look for the file of group {group_id!r} in {self.path}: {error.strerror or error}. Mend that "
+                        f"(ulimit -n, the modes of the folder, the drive), or pass another folder as offload_to_disk_path."
+                    ) from error
                 continue
             found = None
             try:

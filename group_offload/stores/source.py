@@ -109,6 +109,9 @@ class SourceFile:
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
 
+    whole: tuple[int, int, str] | None = None
+    """Bytes of the file that all blobs lie in, from the first to the last one, and their hash, if that is known."""
+
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
@@ -346,6 +349,17 @@ class SourceFile:
             done += len(chunk)
         return True
 
+    def prove_whole(self) -> None:
+        """
+        Raises:
+            GroupFileError: the file does not hold the bytes any more whose hash is known (`whole`).
+        """
+        if self.whole is not None:
+            start, end, content = self.whole
+            contents = Contents(self.path.name, [Piece(0, start, end - start)], self)
+            contents.content = content
+            contents.prove()
+
     def chunks(self, position: int, num_bytes: int) -> Iterator[memoryview]:
         """The bytes of the file, in chunks. Each chunk is good until the next one.
 
@@ -469,7 +483,9 @@ class SourceFile:
             if now.st_ctime_ns == self._stamp.st_ctime_ns:
                 return
             blobs = [*self.blobs]
-            if blobs and all(blob.content for blob in blobs):
+            if self.whole is not None:
+                self.prove_whole()
+            elif blobs and all(blob.content for blob in blobs):
                 for blob in blobs:
                     blob.prove()
             elif not self._is_explained(self._stamp, now):

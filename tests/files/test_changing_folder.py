@@ -106,7 +106,7 @@ def stop_at(step: int) -> None:
 
         return call
 
-    for name in ("write", "fsync", "replace", "unlink"):
+    for name in ("write", "fsync", "link", "unlink"):
         setattr(os, name, stopping(getattr(os, name)))
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base.pagemap import can_detect_writes
+from group_offload.stores import files
 from group_offload.stores.checkpoint import FileMap
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
@@ -315,6 +316,19 @@ def test_descriptors_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert num_open() <= before  # others' may have gone meanwhile
 
 
+def test_small_weights_share_a_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has 65530 mappings. Where each takes a descriptor, a file has one."""
+    large = nn.Linear(256, 256)
+    model = nn.Sequential(nn.Sequential(large, *(nn.Linear(4, 4) for _ in range(200))))
+    for expected in (3, 2):  # the page cache, the large one, and the small ones
+        handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, num_blocks_per_group=1)
+        (where,) = {group.where for group in handle.groups if group.num_bytes}
+        maps = Path("/proc/self/maps").read_text()
+        assert maps.count(f"{tmp_path}/{where}") == expected
+        handle.remove()
+        monkeypatch.setattr(files, "IS_LINUX", False)
+
+
 def test_ram_falls_by_the_weights(tmp_path: Path) -> None:
     done = run_python(
         """
@@ -374,6 +388,16 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
             with pytest.raises(GroupFileError, match="XXH3") as caught:
                 run(model, inputs())
             assert path.name in str(caught.value) and "'blocks" in str(caught.value)
+        flip_a_bit(path, position)
+        check(model, reference, inputs(), passes=2)
+    if tier == "groups":  # what is left in the file after an edit, before it was read
+        for twin in (model, reference):
+            twin.blocks[1].down.weight.data = twin.blocks[1].down.weight.data * 2
+        handle.refresh()
+        flip_a_bit(path, position)
+        for _ in range(2):
+            with pytest.raises(GroupFileError, match="XXH3"):
+                run(model, inputs())
         flip_a_bit(path, position)
         check(model, reference, inputs(), passes=2)
     handle.remove()

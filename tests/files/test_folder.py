@@ -23,7 +23,7 @@ import torch
 
 from group_offload import GroupFileError
 from group_offload.base import publish as publish_module
-from group_offload.base import reading
+from group_offload.base import reading, system
 from group_offload.base.publish import boot
 from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, file_name
@@ -138,6 +138,13 @@ def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
     assert_holds(set_up(tmp_path / "groups"))
 
 
+def failing(code: int) -> Callable[..., Any]:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fails
+
+
 def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -149,17 +156,53 @@ def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.Monk
 
         return call
 
-    for name in ("write", "fsync", "replace", "unlink"):
+    for name in ("write", "fsync", "link", "replace", "unlink"):
         monkeypatch.setattr(os, name, watch(name, getattr(os, name)))
     put(Folder(tmp_path), weights())
-    assert calls[-4:] == ["fsync", "replace", "fsync folder", "unlink"] and set(calls[:-4]) == {"write"}
+    assert calls[-4:] == ["fsync", "link", "fsync folder", "unlink"] and set(calls[:-4]) == {"write"}
 
 
-def test_a_link_that_is_planted_after_it_was_looked_for(tmp_path: Path) -> None:
-    link = tmp_path / file_name(GROUPS[0])
-    link.symlink_to(tmp_path / "nowhere")
-    assert publish_module.publish(link, [b"content"], replaces=False) is None and link.is_symlink()
-    assert names(tmp_path) == {link.name}
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_name_that_was_taken_meanwhile(has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = tmp_path / file_name(GROUPS[0])
+    taken.symlink_to(tmp_path / "nowhere")
+    if has_links:  # it was free when somebody looked
+        monkeypatch.setattr(os.path, "lexists", lambda path: path != taken)
+    else:
+        monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    assert publish_module.publish(taken, [b"content"], replaces=False) is None and taken.is_symlink()
+    assert publish_module.publish(tmp_path / "free", [b"content"], replaces=False) is not None
+    assert names(tmp_path) == {taken.name, "free"} and (tmp_path / "free").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_temporary_file_that_is_removed_before_it_is_locked(
+    is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a set-up that takes its process for dead, as nobody holds its lock."""
+    real, removed = system.lock, []
+
+    def late(fd: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.glob(".*.tmp"))
+            removed[0].unlink()
+            if is_held:
+                raise BlockingIOError
+        real(fd)
+
+    monkeypatch.setattr(system, "lock", late)
+    publish_module.publish(tmp_path / "new", [b"content"], replaces=False)
+    assert removed and (tmp_path / "new").read_bytes() == b"content" and names(tmp_path) == {"new"}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE])
+def test_a_folder_that_cannot_be_searched(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be opened is left alone, and another name is used. What isn't about the file is told."""
+    folder = Folder(tmp_path)
+    put(folder, weights())
+    monkeypatch.setattr(folder.owners, "open", failing(code))
+    with pytest.raises(GroupFileError, match=os.strerror(code)):
+        put(folder, weights())
 
 
 @pytest.mark.parametrize(("call", "code"), [("open", "EACCES"), ("fsync", "EINVAL"), ("fsync", "EIO")])
@@ -188,12 +231,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
 ) -> None:
     """Neither a file nor a descriptor, whatever fails."""
 
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, fails)
+        patch.setattr(os, call, failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output"):
             publish_module.publish(tmp_path / "new", [b"content"])
     assert not names(tmp_path) and len(os.listdir("/proc/self/fd")) == before
@@ -215,7 +255,7 @@ def test_a_folder_that_is_none(kind: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- kills
 
 
-_CALLS = ("open", "write", "fsync", "replace", "unlink")
+_CALLS = ("open", "write", "fsync", "link", "unlink")
 
 
 def die_at(step: int) -> None:
@@ -269,7 +309,7 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
 
 def set_up_beside(path: Path, log: int, both: Barrier) -> None:
     """Set up while another process does. The first file gets its name once the other one has a file too, or waits."""
-    replace, is_beside = os.replace, False
+    link, is_beside = os.link, False
 
     def meet() -> None:
         nonlocal is_beside
@@ -277,16 +317,16 @@ def set_up_beside(path: Path, log: int, both: Barrier) -> None:
             is_beside = True
             both.wait(60)
 
-    def replace_late(source: Any, target: Any) -> None:
+    def link_late(source: Any, target: Any) -> None:
         meet()
-        replace(source, target)
+        link(source, target)
         os.write(log, f"{os.fspath(target)}\n".encode())
 
     class Meets(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             meet()
 
-    os.replace = replace_late  # type: ignore[assignment]
+    os.link = link_late  # type: ignore[assignment]
     tune(seconds_until_said=0.1)
     logging.basicConfig()
     logging.getLogger("group_offload").addHandler(Meets())

@@ -43,6 +43,7 @@ PORTABLE_OS = {
     "fsync",
     "ftruncate",
     "getpid",
+    "link",
     "listdir",
     "lseek",
     "lstat",

@@ -73,7 +73,7 @@ def test_group_files_where_no_open_file_is_renamed_or_removed(tmp_path: Path, mo
         held = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
         is_open[path] = os.path.realpath(path) in held
 
-    for call in ("replace", "unlink"):
+    for call in ("link", "unlink"):
         real = getattr(os, call)
 
         def checked(path: Path, *args: object, real: object = real, **options: object) -> None:

@@ -174,11 +174,13 @@ class Builder:
 
         Raises:
             ConfigError: `is_promised`, and a file is not there any more.
-            GroupFileError: a file was cut off.
+            GroupFileError: a file was cut off, or a group file is damaged, with `verify_files`.
         """
         for users in views.values():
             try:
-                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
+                if self.config.verify_files:
+                    checkpoint.prove_whole()  # before anything rests in it
             except GroupFileError:
                 raise
             except OSError as error:
@@ -189,7 +191,6 @@ class Builder:
                     ) from error
                 logger.info("Can't leave weights in the file they were loaded from: %s.", error)
                 continue
-            checkpoint.is_ours = self.folder is not None and self.folder.has(checkpoint.path)
             if locks and not checkpoint.lock(None, self.config.backend, self.wait):
                 logger.info(
                     "Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path
@@ -206,6 +207,8 @@ class Builder:
                     blob.tier = Tier.RAM
                 plan.parts.append(self._bind(blob, refs))
                 plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
+                if self.config.verify_files and checkpoint.whole is not None:
+                    blob.prove()  # its hash is known from now on
 
     # ---------------------------------------------------------------- in group files and in RAM
 
