@@ -79,6 +79,8 @@ class Task(Generic[T]):
 
     def wait(self) -> None:
         """Return once no thread does the work. Begin or withdraw it first."""
+        if self.is_done:
+            return  # nobody would take what wakes it off the list again
         woken: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(woken)
         while not self.is_done:

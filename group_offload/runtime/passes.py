@@ -557,8 +557,8 @@ class Passes:
         if found is None:
             raise StateError(
                 f"Backward needs weights of {self.name} that are not offloaded any more: it was cut into groups "
-                f"again between forward and backward, because modules were changed, or others require gradients now. Do that "
-                f"after backward()."
+                f"again between forward and backward, because modules were changed, weights in files were edited, or others "
+                f"require gradients now. Do that after backward()."
             )
         return found
 

@@ -125,19 +125,20 @@ def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevic
     resident = make()
     model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
     x = indices()
-    for edit in (
+    edits = (
         lambda each: each.embed.weight.data.mul_(2),
         lambda each: setattr(each.embed.weight, "data", each.embed.weight.data + 1),
         lambda each: each.embed.weight.data[int(x[0, 0])].zero_(),
         lambda each: setattr(each.embed, "weight", nn.Parameter(each.embed.weight.data * 3, requires_grad=False)),
-    ):
+    )
+    for number, edit in enumerate(edits):
         for each in (model, resident):
             edit(each)
         place = model.get_parameter("embed.weight").data_ptr()
         for _ in range(2):
             with torch.no_grad():
                 assert torch.equal(run(device, model, x), resident(x))
-        if tier == "folder":  # pages that were written to would stay in RAM
+        if tier == "folder" and not number:  # it rests in RAM then: pages that were written to would stay there too
             assert model.get_parameter("embed.weight").data_ptr() != place
     handle.remove()
     assert torch.equal(model.embed.weight, resident.embed.weight)
