@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick portable matrix versions lint type bench site docs dist wheel
+.PHONY: help setup demo size test quick portable matrix versions lint type bench site docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV)"
@@ -25,6 +25,7 @@ help:
 	@echo "make matrix  every model class of diffusers on every tier, and the table in docs/support-matrix.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
+	@echo "make size    the lines of the package, the tests and the benchmarks"
 	@echo "make type    mypy, strict, on the package and the examples"
 	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
@@ -46,6 +47,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+size:
+	@for part in 'group_offload/*.py' 'group_offload/*.css' 'group_offload/*.js' 'tests/*.py' 'benchmarks/*.py'; do \
+		echo "$$part $$(git ls-files -z "$$part" | xargs -0 cat | wc -l)"; done
 
 quick: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(ARGS)
