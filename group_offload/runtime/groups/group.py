@@ -351,7 +351,9 @@ class Group:
         """The tensor rests elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
         place = self._index_of[id(tensor)]
         part, index = self._places[place]
-        part.rest[index] = self._rest_views[place] = torch.empty(0)
+        for views, at in ((part.rest, index), (self._rest_views, place)):
+            if views:  # else the part, or the group, was given up
+                views[at] = torch.empty(0)
 
     def is_as_left(self) -> bool:
         return all(all(part.as_left()) for part in self.parts)
