@@ -395,7 +395,9 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
             twin.blocks[1].down.weight.data = twin.blocks[1].down.weight.data * 2
         handle.refresh()
         flip_a_bit(path, position)
-        for _ in range(2 if any(path.name in group.where for group in handle.groups) else 0):  # else all of it is in RAM
+        for _ in range(
+            2 if any(path.name in group.where for group in handle.groups) else 0
+        ):  # else all of it is in RAM
             with pytest.raises(GroupFileError, match="XXH3"):
                 run(model, inputs())
         flip_a_bit(path, position)
