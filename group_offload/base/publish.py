@@ -60,10 +60,10 @@ def publish(
     try:
         try:
             system.lock(opened.fileno())
-            is_there = os.path.lexists(temporary)
-        except OSError as error:  # a file system without locks
-            is_there = not isinstance(error, BlockingIOError)
-        if not is_there:  # a set-up took it for that of a dead process before it was locked
+            is_held = False
+        except OSError as error:  # a file system may have no locks
+            is_held = isinstance(error, BlockingIOError)
+        if is_held or not os.path.lexists(temporary):  # a set-up took it for a dead process' before it was locked
             return publish(path, content, replaces=replaces, written_at=written_at)
         for piece in content:
             left = memoryview(piece)

@@ -41,9 +41,9 @@ def test_wrong_arguments(arguments: list[str], said: str, run: Terminal) -> None
 
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
 def test_a_process_without_a_stream(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(cli.sys, name, None)  # which `make portable` exchanges
     assert cli.main(["plan", str(tmp_path)]) == cli.FAILED
-    getattr(sys, name).close()
+    getattr(cli.sys, name).close()
 
 
 def test_interrupt(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
