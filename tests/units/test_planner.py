@@ -214,8 +214,7 @@ def test_what_stays_in_files_is_spread_evenly_whatever_the_device_has_room_for()
 def test_more_ram_for_a_unet_keeps_its_large_groups_in_files() -> None:
     """A group that is much larger than others stays on the device, so that slots are small: it gains nothing by RAM.
 
-    Where RAM is shared out without regard to the device, 3750 MiB hold such a group, and small ones are read in its place:
-    a pass takes 4.3 times as long as with 3550 MiB.
+    Where RAM is shared out without regard to the device, 3750 MiB hold such a group, and small ones are read in its place.
     """
     groups = groups_of([size * MIB for size in (10, 120, 1440, 790, 2300, 200, 20)], 0.002)
     problem = problem_of(groups, speeds=Speeds(h2d=25e9, drive=3e9))
