@@ -430,6 +430,7 @@ def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> No
     check(device, model, resident, 2)
     assert num_open() > 0
     end(device, model, resident, handle)
+    device.synchronize()  # what was read ahead may still be on its way to the device
     assert eventually(lambda: num_open() == 0)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
@@ -35,6 +36,7 @@ from group_offload.runtime.copies.transfer import Transfer
 from ..support.inside import engine_of
 from ..support.models import DIM, WIDTH, Block, Model, Stop, inputs, make
 from ..support.on_device import forward, offload
+from ..support.reading import eventually
 from ..support.rigs import LEVELS, TIERS, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import (
@@ -234,6 +236,34 @@ def test_a_thread_that_takes_the_lock_again_and_again_holds_up_no_convoy(monkeyp
         is_over.set()
         turns.disembark(mine[0])
         other.join()
+
+
+def test_who_was_late_for_one_pass_is_waited_for_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else threads that begin their steps together, and come in turns, never share a pass again."""
+    turns, sizes = TurnLock(lambda traveller: None), dict[str, int]()
+    tune(monkeypatch, convoy_wait_seconds=10)
+
+    def board(name: str) -> None:
+        mine: list[Any] = []
+        turns.board([()], 4, mine)
+        sizes[name] = mine[0].convoy.size
+        turns.disembark(mine[0])
+
+    def together(step: int) -> None:
+        ahead = first.submit(board, f"first {step}")
+        assert eventually(lambda: turns._convoy is not None or ahead.done())
+        second.submit(board, f"second {step}").result(60)
+        ahead.result(60)
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for thread in (first, second):
+            thread.submit(turns.announce).result(60)
+        together(0)
+        tune(monkeypatch, convoy_wait_seconds=0.01)
+        first.submit(board, "first 1").result(60)
+        tune(monkeypatch, convoy_wait_seconds=10)
+        together(2)
+    assert sizes == {"first 0": 2, "second 0": 2, "first 1": 1, "first 2": 2, "second 2": 2}
 
 
 def test_a_finalizer_that_asks_for_the_lock_in_the_middle_of_its_calls() -> None:

@@ -353,8 +353,6 @@ class TurnLock:
     def _depart(self, convoy: Convoy) -> None:
         convoy.has_departed = True
         convoy.size = len(convoy.travellers)
-        for thread in self._expected - convoy.callers if convoy.size < convoy.most else ():
-            del self._recent[thread]  # nobody waits again for those who have not come
         self._changed.notify_all()
 
     def _remove(self, traveller: Traveller) -> None:
