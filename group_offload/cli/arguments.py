@@ -80,6 +80,11 @@ def chosen_device(name: str | None) -> torch.device:
         raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether a name may be one of the hub: owner/model, or a folder in it."""
+    return "/" in name and all(re.fullmatch(r"\w[\w.-]*", part) for part in name.split("/"))
+
+
 def find_checkpoint(name: str) -> Path:
     """A file or folder; or what `huggingface_hub` has downloaded before as `name` (owner/model, or a folder in it).
 
@@ -92,15 +97,14 @@ def find_checkpoint(name: str) -> Path:
     if not path.startswith("~") and os.path.exists(path):  # Path.exists raises if the name is too long
         return Path(path)
     parts = name.split("/")
-    is_hub_name = len(parts) > 1 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
-    if is_hub_name:
+    if is_on_hub(name):
         with suppress(ImportError, OSError, ValueError):  # huggingface_hub is not there, or has no such model
             from huggingface_hub import snapshot_download
 
             found = Path(snapshot_download("/".join(parts[:2]), local_files_only=True), *parts[2:])
-            if found.exists():
+            if found.exists() and any(found.rglob("*.safetensors")):  # a part of it may have been downloaded
                 return found
     raise GroupFileError(
         f"There is no {name}: no such file or folder, and no downloaded model. A model of the hub: hf download "
-        f"{'/'.join(parts[:2]) if is_hub_name else 'OWNER/MODEL'}"
+        f"{'/'.join(parts[:2]) if is_on_hub(name) else 'OWNER/MODEL'}"
     )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from .. import __version__
 from ..errors import GroupOffloadError
 from . import bench, doctor, pack, plan
 from .output import complain
@@ -64,6 +65,7 @@ def _write_nothing_more() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"group-offload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (plan, bench, pack, doctor):
         command.add_command(commands)

@@ -178,7 +178,7 @@ def _parts_in(folder: Path) -> dict[str, tuple[str, str]]:
     index = folder / "model_index.json"
     return {
         name: (entry[0], entry[1])
-        for name, entry in (_read_json(index) if index.exists() else {}).items()
+        for name, entry in (read_json(index) if index.exists() else {}).items()
         if name.isidentifier()
         and isinstance(entry, list)
         and len(entry) == 2
@@ -197,7 +197,7 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
         if not file.is_file():  # loaders would wait for a FIFO
             raise GroupFileError(f"Cannot read {file}: it is not a file.")
     if not class_name:
-        config = _read_json(path)
+        config = read_json(path)
         names = config.get("architectures")
         is_transformers = "_class_name" not in config and isinstance(names, list) and bool(names)
         library = "transformers" if is_transformers else "diffusers"
@@ -223,7 +223,11 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
     return FoundModel(folder, variant, model_class)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        GroupFileError: it cannot be read, or is no JSON object.
+    """
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a file")  # a FIFO would be waited for

@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..base.ram import available_ram
 from ..base.tuning import tuning
-from ..errors import ConfigError
+from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import DENOISERS, NUM_STEPS
 from ..plan.budgets import describe_bytes
 from ..plan.placement import ASSUMED_UNPACK, Budgets, Problem, Speeds, smallest_device_bytes
@@ -31,8 +34,9 @@ from ..report.facts import (
     sentences_of,
 )
 from ..report.page import write_page
-from .arguments import add_dtype, find_checkpoint, new_command, path_of, positive_size_of, size_of, speed_of
-from .outline import Outline, absent_parts, find_models, outline_of, unknown_parts
+from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
+from .hub import sketched
+from .outline import Outline, absent_parts, find_models, outline_of, read_json, unknown_parts
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
@@ -45,7 +49,10 @@ def add_command(commands: Any) -> None:
     text = "Show what rests where, and how fast a pass is predicted to be, from a checkpoint. No weight is read."
     plan = new_command(commands, "plan", text)
     add = plan.add_argument
-    text = "the folder of a model or a pipeline, a safetensors file in such a folder, or a name in the hub's cache"
+    text = (
+        "the folder of a model or a pipeline, a safetensors file in such a folder, or a name on the Hugging Face hub, of which "
+        "configs and headers are downloaded"
+    )
     add("model", metavar="MODEL", help=text)
     add("--vram", metavar="SIZE", type=positive_size_of, help="device memory for the whole process, such as 8GiB")
     text = "RAM for the whole process (default: enough for all weights)"
@@ -99,18 +106,36 @@ _Speeds = Mapping[str, tuple[int, str]]
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    path = find_checkpoint(arguments.model)
-    speeds = _speeds(arguments, path)
+    try:
+        path = find_checkpoint(arguments.model)
+    except GroupFileError:
+        if not is_on_hub(arguments.model) or find_spec("huggingface_hub") is None:
+            raise
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        with sketched(arguments.model) as path:
+            return _plan_of(path, Path(HF_HUB_CACHE), arguments)
+    return _plan_of(path, path, arguments)
+
+
+def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
+    """
+    Args:
+        path: Where configs and headers are.
+        weights: Where the weights are, or will be.
+    """
+    speeds = _speeds(arguments, weights)
     models = {
         name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in find_models(path).items()
     }
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
     unknown = [f"Not planned: {name}. {reason}" for name, reason in unknown_parts(path).items()]
     facts = _facts(arguments, speeds, components, unknown)
+    call = [*_call(path, components, arguments)]
     if arguments.html is not None:
         write_page(facts, arguments.html)
     if arguments.json:
-        print(_as_json(facts))
+        print(_as_json(facts, call))
         return 0
     for component in components:
         outline, outer = component.outline, component.outline.outer_bytes
@@ -128,8 +153,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(f"One image or video, all passes of all models: {seconds:.4g} s.")
     if absent := absent_parts(path):
-        say(f"Not planned, because {path} does not have it: {', '.join(absent)}.")
-    say(*facts.sentences)
+        say(f"Not planned, because {arguments.model} does not have it: {', '.join(absent)}.")
+    say(*facts.sentences, "", "To run it here:", *(f"    {line}" for line in call))
     if arguments.html is not None:
         say(f"Wrote {arguments.html}.")
     return 0
@@ -244,6 +269,34 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield f"Times of {', '.join(untimed)} cover weight transfers only: --step-seconds is the denoiser's."
 
 
+def _call(path: Path, components: Sequence[_Component], arguments: argparse.Namespace) -> Iterator[str]:
+    """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
+    folder = path if path.is_dir() else path.parent
+    index, name = folder / "model_index.json", str(arguments.model)
+    model_class = str(read_json(index).get("_class_name")) if index.exists() else components[0].outline.model_class
+    library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
+    given = [f'"{name}"'] + ([f"dtype={arguments.dtype}"] if arguments.dtype is not None else [])
+    limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
+    budgets = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
+    needed = sum(each.outline.num_bytes for each in components) + arguments.process_ram
+    if arguments.dtype is not None:
+        yield "import torch"
+    yield f"from {library} import {model_class}"
+    if needed > (available_ram() if arguments.ram is None else arguments.ram):
+        # Weights that are cast do not stay in the checkpoint.
+        casts = any(each.outline.num_cast for each in components)
+        given += [*budgets, *(['offload_to_disk_path="offload"'] if casts else [])]
+        yield "from group_offload import from_pretrained"
+        yield f"{'pipe' if index.exists() else 'model'} = from_pretrained({', '.join([model_class, *given])})"
+        return
+    apply, thing = ("enable_group_offload", "pipe") if index.exists() else ("apply_group_offloading", "model")
+    if not index.exists() and arguments.vram is None:
+        budgets.append('vram_budget="auto"')
+    yield f"from group_offload import {apply}"
+    yield f"{thing} = {model_class}.from_pretrained({', '.join(given)})"
+    yield f"{apply}({', '.join([thing, *budgets])})"
+
+
 # ------------------------------------------------------------------------------------------------ JSON, and the page
 
 
@@ -307,7 +360,7 @@ def _device_facts(component: _Component, arguments: argparse.Namespace) -> Memor
     return MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram)
 
 
-def _as_json(facts: ReportFacts) -> str:
+def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
     """What the page says, but for its timelines, for programs. These fields are stable."""
     models = [
         {
@@ -330,4 +383,5 @@ def _as_json(facts: ReportFacts) -> str:
         for memory in facts.memories
     ]
     found = {"title": facts.title, "models": models, "memories": memories, "sentences": facts.sentences}
+    found["call"] = "\n".join(call)
     return json.dumps(found, indent=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import group_offload
 from group_offload.cli import doctor
 from group_offload.cli import main as cli
 
@@ -44,6 +45,10 @@ def test_a_process_without_a_stream(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(cli.sys, name, None)  # which `make portable` exchanges
     assert cli.main(["plan", str(tmp_path)]) == cli.FAILED
     getattr(cli.sys, name).close()
+
+
+def test_version(run: Terminal) -> None:
+    assert run("--version") == f"group-offload {group_offload.__version__}\n"
 
 
 def test_interrupt(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,120 @@ def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         find_checkpoint("owner/other/transformer")
 
 
+class Hub(BaseHTTPRequestHandler):
+    """Serves a folder as the model `owner/pipeline` of the hub."""
+
+    folder: Path
+    served: dict[str, int]
+
+    def log_message(self, *args: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        files = {each.relative_to(self.folder).as_posix(): each for each in self.folder.rglob("*") if each.is_file()}
+        if path.startswith("/api/models/owner/pipeline"):
+            siblings = [{"rfilename": name} for name in [*files, "../outside.json", "transformer/flax_model.msgpack"]]
+            return self.answer(json.dumps({"id": "owner/pipeline", "sha": "1" * 40, "siblings": siblings}).encode())
+        file = files.get(path.removeprefix(f"/owner/pipeline/resolve/{'1' * 40}/"))
+        if file is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        first, last = 0, file.stat().st_size - 1
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            first, last = int(wanted[1]), min(last, int(wanted[2]))
+        with file.open("rb") as opened:
+            opened.seek(first)
+            content = opened.read(last + 1 - first) if self.command == "GET" else b""
+        self.served[file.name] = self.served.get(file.name, 0) + len(content)
+        return self.answer(content, last + 1 - first)
+
+    def answer(self, content: bytes, length: int | None = None) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content) if length is None else length))
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    served = type("Served", (Hub,), {"folder": pipeline, "served": {}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        huggingface_hub.utils._http.close_session()
+        yield served
+        server.shutdown()
+    huggingface_hub.utils._http.close_session()
+
+
+@pytest.mark.parametrize("inside", ["", "/transformer"])
+def test_before_the_download(inside: str, hub: type[Hub], pipeline: Path, run: Terminal) -> None:
+    """The plan is that of the files, of which configs and headers are read."""
+    found, expected = (plan(run, f"{path}{inside}", "--ram", "12GiB") for path in ("owner/pipeline", pipeline))
+    assert sum(hub.served.values()) < 4 << 20 < sum(each["num_bytes"] for each in found["models"])
+    for each in (found, expected):
+        del each["title"], each["call"]
+    assert found == expected
+
+
+def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = run("plan", "owner/other", status=2)
+    assert "no file or folder owner/other" in said and "hf download owner/other" in said
+    assert "has no folder vae" in run("plan", "owner/pipeline/vae", status=2)
+    (hub.folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    assert "owner/pipeline/scheduler" in run("plan", "owner/pipeline/scheduler", status=2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    huggingface_hub.utils._http.close_session()
+    assert "hf download owner/pipeline" in run("plan", "owner/pipeline", status=2)
+
+
 # ---------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ((), ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="auto")']),
+        (
+            ("--vram", "8GiB"),
+            ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="8 GiB")'],
+        ),
+        (("--ram", "4GiB"), ['model = from_pretrained(Model, PATH, ram_budget="4 GiB")']),
+        (
+            ("--ram", "4GiB", "--dtype", "float16"),
+            [
+                'model = from_pretrained(Model, PATH, dtype=torch.float16, ram_budget="4 GiB", offload_to_disk_path="offload")'
+            ],
+        ),
+    ],
+    ids=["RAM", "a card", "little RAM", "casts"],
+)
+def test_the_call_to_copy(
+    arguments: tuple[str, ...], lines: list[str], model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
+    call = plan(run, model, *arguments)["call"].splitlines()
+    assert call[-len(lines) :] == [line.replace("PATH", f'"{model}"') for line in lines]
+    assert "from diffusers import Model" in call and ("import torch" in call) == ("--dtype" in arguments)
+
+
+def test_the_call_to_copy_of_a_pipeline(pipeline: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
+    said = run("plan", pipeline)
+    assert f'    pipe = Pipeline.from_pretrained("{pipeline}")\n    enable_group_offload(pipe)\n' in said
+    monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 8 * GIB)
+    assert f'    pipe = from_pretrained(Pipeline, "{pipeline}")\n' in run("plan", pipeline)
 
 
 def test_plan_as_json(model: Path, run: Terminal) -> None:
@@ -301,7 +415,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
     assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
     assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
-    assert found.keys() == {"title", "models", "memories", "sentences"} and part["sentences"]
+    assert found.keys() == {"title", "models", "memories", "sentences", "call"} and part["sentences"]
     assert ram.keys() == {"name", "budget_bytes", "parts"}
     assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
     assert not {"device", "passes", "memory", "figures"} & part.keys()
