@@ -58,23 +58,17 @@ def _sketch(repository: str, inside: PurePosixPath, folder: Path) -> None:
     files = [PurePosixPath(each.rfilename) for each in found.siblings or ()]
     is_pipeline = inside / "model_index.json" in files
     for file in files:
-        if (
-            ".." in file.parts
-            or not file.is_relative_to(inside)
-            or len(file.parts) > len(inside.parts) + 1 + is_pipeline
-        ):
+        depth = len(file.parts) - len(inside.parts)
+        if ".." in file.parts or not file.is_relative_to(inside) or depth > 1 + is_pipeline:
             continue
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         if _CONFIGS.fullmatch(file.name):
             api.hf_hub_download(repository, str(file), revision=found.sha, local_dir=folder)
-        elif file.suffix == ".safetensors" and not (
-            is_pipeline and file.parent == inside
-        ):  # no loader looks beside folders
+        elif (
+            file.suffix == ".safetensors" and depth == 1 + is_pipeline
+        ):  # what lies beside a pipeline's folders is not loaded
             say_meanwhile(f"Reading the header of {file} ...")
-            header = api.parse_safetensors_file_metadata(
-                repository, str(file), revision=found.sha, timeout=_MOST_SECONDS
-            )
-            _write_hole(folder / file, header)
+            _write_hole(folder / file, api.parse_safetensors_file_metadata(repository, str(file), revision=found.sha))
 
 
 def _write_hole(path: Path, header: Any) -> None:
