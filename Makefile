@@ -14,14 +14,15 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo size test quick portable matrix versions lint type bench site docs dist wheel
+.PHONY: help setup demo cover size test quick portable matrix versions lint type bench site docs dist wheel
 
 help:
-	@echo "make setup   the environment, in $(VENV)"
+	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1 GB unpacked, 5 GB or more where torch comes with CUDA), minutes"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files, by diffusers and by this package (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
 	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
+	@echo "make cover   all tests, and the lines that they leave out: thrice the time of make test"
 	@echo "make matrix  every model class of diffusers on every tier, and the table in docs/support-matrix.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
@@ -47,6 +48,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+cover: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt pytest-cov
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --cov=group_offload --cov-report=term-missing:skip-covered $(ARGS)
 
 size:
 	@for part in 'group_offload/*.py' 'group_offload/*.css' 'group_offload/*.js' 'tests/*.py' 'benchmarks/*.py'; do \
