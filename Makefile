@@ -17,7 +17,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 .PHONY: help setup demo cover size test quick portable matrix versions lint type bench site docs dist wheel
 
 help:
-	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1 GB unpacked, 5 GB or more where torch comes with CUDA), minutes"
+	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.5 GB unpacked, 5 GB or more where torch comes with CUDA), minutes"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files, by diffusers and by this package (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -68,6 +69,29 @@ def check(said: str) -> None:
             with Image.open(path) as image:
                 low, high = image.convert("L").getextrema()
             assert low < high, "all pixels are the same"
+
+
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cell runs twice, and then all of them again. The image is the resident pipeline's; handles and stats are tables."""
+    monkeypatch.setenv("TINY", "1")
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    shown: list[object] = []
+    for code in [*(code for code in codes for _ in range(2)), *codes]:
+        *statements, last = ast.parse(code).body
+        exec(compile(ast.Module(statements, []), "notebook.ipynb", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "notebook.ipynb", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "notebook.ipynb", "exec"), names)
+    exec(codes[3].rpartition("\n")[0], names)  # offloading was disabled
+    resident = names["image"]
+    assert isinstance(resident, Image.Image)
+    images = [each.tobytes() for each in shown if isinstance(each, Image.Image)]
+    assert images[0] == images[1] != images[2] == resident.tobytes()  # the first cell makes a checkpoint of its own
+    tables = [getattr(each, "_repr_html_", str)() for each in shown if not isinstance(each, Image.Image | None)]
+    assert len(tables) == 6 and all("<table" in table for table in tables)
 
 
 @pytest.mark.parametrize("script", HERE)
