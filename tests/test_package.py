@@ -116,7 +116,9 @@ def test_streams_are_entered_by_objects_of_their_own() -> None:
 
 
 def test_tests_that_lists_name_exist() -> None:
-    """tests/slow.txt, and what `make portable` leaves out."""
-    for name in (*slow_tests(), *ABOUT_LINUX):
+    """tests/slow.txt, what `make portable` leaves out, and the table of tests/README.md: none names a test that is gone."""
+    classes = re.findall(r"`(\S+\.py::\w+)`", (TESTS / "README.md").read_text())
+    assert classes
+    for name in (*slow_tests(), *ABOUT_LINUX, *classes):
         file, _, test = name.partition("::")
         assert re.search(rf"\b{test}\b", (TESTS / file).read_text()), name

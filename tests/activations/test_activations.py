@@ -65,6 +65,7 @@ def test_bits_of_random_training(rng: random.Random, device: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_bits(step: Step) -> None:
+    """Hazard: `retain_graph` and double backward break a tracker of saved tensors."""
     stats = check(step, "random")
     assert stats.offloads > 0 and stats.shared_tensors > 0
 
@@ -83,7 +84,8 @@ def test_bits_with_checkpointing(run_block: Any) -> None:
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # with None: torch asks for a choice
 @pytest.mark.parametrize("respect", [None, True, False])
 def test_bits_with_selective_checkpointing(respect: bool | None) -> None:
-    """With 3 kept groups, copies to host memory start inside a checkpoint: more groups come than are expected at first."""
+    """With 3 kept groups, copies to host memory start inside a checkpoint: more groups come than are expected at first.
+    Hazard: a selective checkpoint counts our copies as operations of the forward, and hands out wrong results."""
     if respect is not None and not may_respect_hooks():
         pytest.skip("came with torch 2.15")
     named: dict[str, Any] = {} if respect is None else {"respect_saved_tensors_hooks": respect}
@@ -150,6 +152,7 @@ def test_device_memory_is_the_formula(keep_last: int) -> None:
 
 
 def test_nothing_is_fetched_late_and_the_host_never_waits() -> None:
+    """Hazard: nothing is prefetched in backward (torchtune, TRL)."""
     model = make()
     with on("lazy", model) as (put, _):
         device: SimulatedDevice = put.__self__  # type: ignore[attr-defined]
@@ -216,6 +219,7 @@ def test_nothing_grows_with_the_number_of_steps() -> None:
 
 
 def test_dropped_graphs_free_themselves() -> None:
+    """Hazard: a reference cycle keeps dropped graphs."""
     model = make()
     handle = offload(model)
     gc.disable()  # nothing waits for the garbage collector: there are no cycles
@@ -229,7 +233,8 @@ def test_dropped_graphs_free_themselves() -> None:
 
 
 def test_no_address_is_taken_for_another() -> None:
-    """Storages that come and go at the same address during one forward."""
+    """Storages that come and go at the same address during one forward. Hazard: an address is used again, and taken for
+    the tensor that was there before."""
 
     def fleeting(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = x @ w
@@ -298,6 +303,7 @@ VIEWS: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("function", VIEWS.values(), ids=VIEWS)
 def test_views(function: Any) -> None:
+    """Hazard: `y` and `y.t()` are taken for one tensor, so gradients are wrong (ms-swift #10157)."""
     check_gradients(Calls(function, function, function), "random")
 
 
@@ -323,7 +329,7 @@ def rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [Cell, partial(Call, columns), partial(Call, rows)], ids=["GRU", "columns", "rows"])
 def test_parts_of_a_tensor_that_have_versions_of_their_own(block: Callable[[], nn.Module]) -> None:
-    """They are changed in place one after another: a part's version says nothing of another part's bytes.
+    """Hazard: one part's copy is taken for another's (`unsafe_chunk`, a GRU's gates): gradients are silently wrong.
 
     (Not on the simulated device: there a copy of a part reads what lies between its rows.)
     """
@@ -333,6 +339,7 @@ def test_parts_of_a_tensor_that_have_versions_of_their_own(block: Callable[[], n
 
 
 def test_bytes_that_are_saved_many_times_move_once() -> None:
+    """Hazard: views that share bytes are told apart, and each is copied."""
     model = Calls(lambda x, w: torch.sin(x) * torch.cos(x) * x.t() * torch.cos(x[1:]).sum())
     handle = offload(model, keep_last=0)
     gradients(model, torch.randn(DIM, DIM))
@@ -349,7 +356,8 @@ def test_a_small_view_does_not_take_its_storage_along() -> None:
 
 
 def test_parameters_never_move() -> None:
-    """Nor do their views, autocast's copies of them, or buffers."""
+    """Nor do their views, autocast's copies of them, or buffers. Hazard: parameters are copied, or held while FSDP2
+    resizes them."""
     model = Calls(
         lambda x, w: F.linear(F.linear(x.detach(), w), w.view(-1).view(DIM, DIM)),
         lambda x, w: F.linear(F.linear(x, w), w.detach()),
@@ -426,6 +434,7 @@ def spoil_weight(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("spoil", [spoil_result, spoil_input, spoil_weight])
 def test_in_place_changes_are_errors_as_without(spoil: Any, min_bytes: int) -> None:
+    """Hazard: hooks switch off autograd's check of in-place changes: gradients are silently wrong."""
     x = torch.randn(DIM, DIM)
     for model, expected in ((Calls(spoil, spoil), RuntimeError), (Calls(spoil, spoil), StateError)):
         if expected is StateError:
@@ -450,7 +459,8 @@ class ChangedByBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": 9}, {"keep_last": 0, "prefetch": 0}], ids=str)
 def test_a_backward_that_changes_what_others_have_saved_is_an_error(options: dict[str, Any]) -> None:
-    """`exp` has saved its result too. Without offloading it is autograd's error."""
+    """`exp` has saved its result too. Without offloading it is autograd's error. Hazard: a backward computes in the
+    memory of what it has saved, and the next node computes with that."""
     for expected in (RuntimeError, StateError):
         model = Calls(*[lambda x, w: ChangedByBackward.apply(torch.exp(x @ w * 0.1))] * 2)
         with on("random", model) as (put, _):
@@ -462,6 +472,7 @@ def test_a_backward_that_changes_what_others_have_saved_is_an_error(options: dic
 
 
 def test_a_second_backward_over_what_the_first_one_changed_is_an_error() -> None:
+    """Hazard: a backward computes in the memory of what it has saved, and a second one computes with that."""
     for expected in (RuntimeError, StateError):
         model = Calls(*[lambda x, w: ChangedByBackward.apply(x @ w * 0.1)] * 2)
         if expected is StateError:
@@ -473,7 +484,8 @@ def test_a_second_backward_over_what_the_first_one_changed_is_an_error() -> None
 
 
 def test_an_operation_that_fills_what_it_has_saved() -> None:
-    """`rrelu` saves its noise before it draws it, and does not raise its version."""
+    """`rrelu` saves its noise before it draws it, and does not raise its version. Hazard: an operation fills a tensor
+    after autograd has saved it: what was copied has no values yet."""
     check_gradients(Calls(*[lambda x, w: F.rrelu(x @ w * 0.1, training=True)] * 3))
 
 
@@ -511,7 +523,8 @@ def test_tensors_come_back_aligned_as_they_were() -> None:
 
 
 def test_what_backward_saves_is_left_alone() -> None:
-    """A gradient inside of forward, and recomputation of the whole model."""
+    """A gradient inside of forward, and recomputation of the whole model. Hazard: hooks inside a checkpoint shadow it,
+    and what it recomputes is offloaded again."""
     in_backward: list[bool] = []
 
     def note(tensor: torch.Tensor, fqn: str) -> bool:
@@ -540,6 +553,7 @@ def test_what_backward_saves_is_left_alone() -> None:
 
 
 def test_without_an_accelerator_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: no accelerator: a crash deep inside (ms-swift #7201)."""
     monkeypatch.setattr("group_offload.activations.config.default_device", lambda: torch.device("cpu"))
     with pytest.raises(DeviceError, match=r"sees no accelerator here.*pass device='cpu'"):
         apply_activation_offloading(make())
@@ -568,6 +582,7 @@ def test_a_model_on_two_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_applying_again_changes_nothing() -> None:
+    """Hazard: a module is wrapped twice, and calls itself forever (FastVideo #1106)."""
     model = make()
     handle = offload(model)
     assert offload(model) is handle
@@ -582,6 +597,7 @@ def test_applying_again_changes_nothing() -> None:
 
 
 def test_the_module_stays_as_it_was() -> None:
+    """Hazard: a wrapped module calls itself forever, or is another class than before (FastVideo #1106)."""
     model = make()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     keys = list(model.state_dict())
@@ -706,7 +722,8 @@ def test_removed_between_forward_and_backward() -> None:
 
 
 def test_an_error_of_the_last_copy_leaves_no_hooks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the input is saved. An operation might yet fill it, so it is copied after the forward: that finds no RAM."""
+    """Only the input is saved. An operation might yet fill it, so it is copied after the forward: that finds no RAM.
+    Hazard: an error of a copy after the forward leaves saved-tensor hooks in force."""
 
     def no_ram(*args: object) -> None:
         raise MemoryError

@@ -231,7 +231,8 @@ def test_removed_at_once() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell what is where: what is under way is waited for, all host memory goes, and graphs from before refuse."""
+    """Nobody can tell what is where: what is under way is waited for, all host memory goes, and graphs from before
+    refuse. Hazard: Ctrl-C during a copy: gradients are wrong, or memory is freed under the copy."""
     with simulated() as (device, model, x, expected):
         held = [model(x).sum() for _ in range(2)]
         assert device.pinned_bytes > 0
@@ -292,6 +293,7 @@ def test_with_all_waits_everything_is_right() -> None:
 )  # what departs then fails as well
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: memory is freed before the copy from it is done, or a wait is on the wrong stream (torchtitan #2581)."""
     mutant, text = without_wait(owner, name, index)
     monkeypatch.setattr(owner, name, mutant)
     try:

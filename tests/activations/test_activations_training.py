@@ -272,6 +272,7 @@ def run_two_processes(device: str, folder: Path) -> None:
 
 
 def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
+    """Hazard: parameters are copied, or held while FSDP2 resizes them."""
     run_two_processes("cpu", tmp_path)
 
 

@@ -42,6 +42,7 @@ def test_wrong_arguments(arguments: list[str], said: str, run: Terminal) -> None
 
 @pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
 def test_a_process_without_a_stream(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: standard error is closed (`2>&-`), and a file that's opened gets its number."""
     monkeypatch.setattr(cli.sys, name, None)  # which `make portable` exchanges
     assert cli.main(["plan", str(tmp_path)]) == cli.FAILED
     getattr(cli.sys, name).close()

@@ -112,6 +112,7 @@ def test_a_run_that_was_ended_goes_on(run: Terminal, tmp_path: Path, checkpoint:
 
 
 def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> None:
+    """Hazard: `pack` leaves out parts of a pipeline that wasn't downloaded completely, and doesn't say so."""
     path, folder = tmp_path / "pipe", tmp_path / "groups"
     save(path / "transformer", dtype=torch.float32)
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
@@ -154,7 +155,8 @@ def test_a_path_that_libraries_cannot_open(run: Terminal, tmp_path: Path, checkp
 
 
 def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
-    """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed."""
+    """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed.
+    Hazard: `pack FILE` packs the weights that the loader takes by default, and not those of the file."""
     other = {name: weight * 2 for name, weight in save(tmp_path / "again").state_dict().items()}
     named = checkpoint / "diffusion_pytorch_model.ema.safetensors"
     save_file(other, named, {"format": "pt"})
@@ -169,11 +171,13 @@ def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpo
 
 @pytest.mark.parametrize("index", ["{", "{}", '{"metadata": {}, "weight_map": {"a": "../../x"}}'])
 def test_an_index_that_is_no_index(index: str, run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """Hazard: a broken index ends `pack` in a traceback."""
     (checkpoint / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
     assert str(checkpoint) in run("pack", checkpoint, tmp_path / "groups", status=2)
 
 
 def test_weights_that_are_not_there(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """Hazard: a config of another model: `pack` asks for what nobody can do."""
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
     refused = run("pack", checkpoint, tmp_path / "groups", status=2)

@@ -128,7 +128,8 @@ def bytes_in(memory: Mapping[str, Any]) -> int:
 def test_names_of_mounts_cannot_speak_to_the_terminal(
     tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The label of a USB drive is enough."""
+    """The label of a USB drive is enough. Hazard: a disk's label is taken for markup, or its escape sequences reach the
+    terminal."""
     where = "\x1b[31mX"
     measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
     monkeypatch.setattr(cli_bench, "measure", lambda *args, **kwargs: measured)
@@ -486,7 +487,8 @@ def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
 
 
 def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:
-    """Of a download that was broken off, say: without it the pipeline does not open."""
+    """Of a download that was broken off, say: without it the pipeline does not open. Hazard: `plan` leaves out parts of
+    an incomplete download, and doesn't say so."""
     assert "Not planned" not in run("plan", pipeline)
     (pipeline / "scheduler").rmdir()
     assert f"Not planned, because {pipeline} does not have it: scheduler." in run("plan", pipeline)
@@ -586,7 +588,8 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
 
 
 def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> None:
-    """A link goes on to lead to a file, a pipe and a device stay what they are."""
+    """A link goes on to lead to a file, a pipe and a device stay what they are. Hazard: `plan --html /dev/full`, a pipe
+    or a link is replaced by a regular file."""
     model = write_model(tmp_path / "model", 2, MIB, MIB)
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     file.write_text("old")

@@ -62,14 +62,15 @@ sys.stdin.read()
 
 
 def test_a_group_file_that_somebody_keeps_locked(tmp_path: Path) -> None:
-    """Nobody waits for such a lock."""
+    """Nobody waits for such a lock. Hazard: whoever may read a file locks it, and every set-up hangs silently."""
     first = put(Folder(tmp_path), weights())
     with held_by_another(first.path):
         assert put(Folder(tmp_path), weights()).path == first.path
 
 
 def test_a_folder_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A set-up goes on without the lock."""
+    """A set-up goes on without the lock. Hazard: whoever may read the folder locks it, and every set-up hangs
+    silently."""
     with held_by_another(tmp_path):
         assert_holds(set_up(tmp_path))
         waiting, going_on = (record.getMessage() for record in caplog.records)
@@ -111,6 +112,7 @@ def stop_at(step: int) -> None:
 
 
 def test_stopped_at_every_step(tmp_path: Path) -> None:
+    """Hazard: a writer is stopped (SIGSTOP), and every set-up in the folder hangs silently."""
     said = in_new_process(stopped_writer, tmp_path)
     assert int(said.split()[0]) > 10, said
 
@@ -140,7 +142,8 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, step: int, victims: list[Path]) -
 
 @pytest.mark.parametrize("goes", ["all", "temporary", "foreign"])
 def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any step of a set-up: they are not there, which is no error."""
+    """At any step of a set-up: they are not there, which is no error. Hazard: a file goes while the folder is listed,
+    and counts as damaged."""
     patterns = {"all": "*", "temporary": ".probe*", "foreign": "for*"}
     for step in itertools.count(1):
         folder = tmp_path / str(step)
@@ -179,6 +182,7 @@ def die(folder: Path) -> None:
 
 
 def test_kills_do_not_fill_the_drive(tmp_path: Path) -> None:
+    """Hazard: processes that are killed again and again fill the disk with temporary files."""
     sizes = [*map(int, in_new_process(killed, tmp_path / "groups").split())]
     assert max(sizes) == sizes[0]
 
@@ -187,6 +191,7 @@ def test_kills_do_not_fill_the_drive(tmp_path: Path) -> None:
 def test_temporary_files_that_a_set_up_does_not_remove(
     of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Hazard: a set-up removes the temporary files of a process that's still writing."""
     temporary = tmp_path / f".probe.1.{'00000000' if of == 'another boot' else boot()}00000000.tmp"
     temporary.write_bytes(b"")
     with ExitStack() as stack:

@@ -118,7 +118,8 @@ def _inputs_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize(("shards", "level"), [(1, "leaf_level"), (4, "block_level")])
 def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path) -> None:
-    """Bit by bit what the resident model gives, from one file or several; the folder stays what it is."""
+    """Bit by bit what the resident model gives, from one file or several; the folder stays what it is. Hazard: a second
+    copy of the checkpoint is written, and set-up takes half a minute."""
     if name == "wan_kl" and where.device is not None:
         pytest.skip("takes long, and the other VAE is enough there")
     make, make_inputs = tiny.MODELS[name]
@@ -148,6 +149,7 @@ def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path
 
 
 def test_no_memory_is_taken(tmp_path: Path) -> None:
+    """Hazard: offloading takes as much RAM again as the checkpoint (diffusers #10847, #11106, #7970)."""
     done = run_python(
         """
         import gc
@@ -211,7 +213,8 @@ def loaded_by_hand(resident: nn.Module, path: Path, *, shift: int) -> nn.Module:
 @every_level
 @pytest.mark.parametrize("shift", [0, 2, 8, 14, 1, 9])
 def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_path: Path) -> None:
-    """At odd places, where no dtype may lie, a loader may make of them what it likes: the weights stay right."""
+    """At odd places, where no dtype may lie, a loader may make of them what it likes: the weights stay right. Hazard:
+    tensors lie at odd offsets, or in several dtypes."""
     resident = nn.Module.to(RoutedModel([24, 40, 8]), torch.bfloat16).eval()
     (tmp_path / "model").mkdir()
     model = loaded_by_hand(resident, tmp_path / "model" / "model.safetensors", shift=shift)
@@ -269,6 +272,7 @@ def test_odd_tensors(level: str, where: Where, tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_group_in_several_files(where: Where, tmp_path: Path) -> None:
+    """Hazard: the tensors of one group lie in several shards."""
     resident = RoutedModel([16] * 3).eval()
     state = resident.state_dict()
     model = copy.deepcopy(resident)
@@ -455,7 +459,8 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_changed_in_place(
     what: str, level: str, verifies: bool, where: Where, tmp_path: Path
 ) -> None:
-    """Every forward says so, until it is what it was if that can be told: by the hash of what was read before."""
+    """Every forward says so, until it is what it was if that can be told: by the hash of what was read before. Hazard:
+    a file is changed, its time is put back, and nobody notices."""
     resident = RoutedModel([300] * 3).eval()
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)

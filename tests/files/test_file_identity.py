@@ -174,7 +174,8 @@ if limit:
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
-    """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS."""
+    """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS. Hazard:
+    what's mapped changes with a file in place (SIGBUS), or a renamed file is taken for damage."""
     code = "t.go_through(tier, root, many=False, verifies=verifies, with_mounts=with_mounts)"
     done = run_python(_CASES + code, tier, place, verifies, 0)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
@@ -200,7 +201,8 @@ def test_a_mode_that_is_set_once_more(tier: str, verifies: bool, place: Path) ->
 
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_more_files_than_descriptors(tier: str, place: Path) -> None:
-    """The same. A file that is not held, and has lost its name, is told of."""
+    """The same. A file that is not held, and has lost its name, is told of. Hazard: a file that isn't held open is cut
+    off, replaced or deleted: reading it is a SIGBUS."""
     code = "t.go_through(tier, root, many=True, verifies=False, with_mounts=with_mounts)"
     done = run_python(_CASES + code, tier, place, False, 64)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
@@ -217,7 +219,8 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
-    """After the weights were loaded from them, and before they are offloaded; also if they have no name any more."""
+    """After the weights were loaded from them, and before they are offloaded; also if they have no name any more.
+    Hazard: a checkpoint is truncated after loading, and set-up ends in a SIGBUS."""
     done = run_python(
         """
         import tests.files.test_file_identity as t
@@ -294,6 +297,7 @@ def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["line\nbreak", "back\\012slash", "gone (deleted)", " spaces ", b"\xff\xfe"], ids=repr)
 def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
+    """Hazard: a path is in no encoding, has a newline, or looks deleted."""
     folder = tmp_path / os.fsdecode(name)
     model, reference = loaded(tmp_path / "first")
     folder.mkdir()
@@ -306,7 +310,8 @@ def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
 
 
 def test_a_mapped_file_with_a_name_in_no_encoding(tmp_path: Path) -> None:
-    """Any file of the process: it need not be the model's."""
+    """Any file of the process: it need not be the model's. Hazard: a path in no encoding breaks the search for mapped
+    files."""
     path = tmp_path / os.fsdecode(b"\xff.bin")
     path.write_bytes(b"x" * 100)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
@@ -393,7 +398,8 @@ def test_an_error_at_every_look(tier: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("tier", ["groups", "disk", "ram"])
 def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
-    """Set-up says what to do, and the module is what it was."""
+    """Set-up says what to do, and the module is what it was. Hazard: address space runs out at set-up: a bare
+    OSError."""
     done = run_python(
         """
         import resource

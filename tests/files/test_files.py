@@ -92,6 +92,7 @@ def test_files_stay_after_remove(level: str, tmp_path: Path) -> None:
 
 @every_level
 def test_two_models_of_one_class_in_one_folder(level: str, tmp_path: Path) -> None:
+    """Hazard: a file is trusted for its name: a second model runs with the first one's weights."""
     pairs = [pair(seed=seed) for seed in range(3)]
     for model, _ in pairs:
         offload_to(tmp_path, model, level)
@@ -136,6 +137,7 @@ def _right(path: Path) -> bytes:
     "place", [_garbage, _same_size_other_byte, _truncated, _longer, _fifo, Path.mkdir], ids=lambda place: place.__name__
 )
 def test_foreign_file_is_neither_used_nor_touched(place: Callable[[Path], None], tmp_path: Path) -> None:
+    """Hazard: a file with a group's name is trusted because it exists, or is overwritten."""
     folder = tmp_path / "groups"
     folder.mkdir()
     foreign = [folder / name_of("blocks_0_0"), folder / name_of("Model_unmatched_group")]
@@ -164,7 +166,8 @@ def test_foreign_file_is_neither_used_nor_touched(place: Callable[[Path], None],
 
 @every_level
 def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they have the bytes of the file again. Nothing is written, so a full drive stops no edit; no file is deleted."""
+    """Until they have the bytes of the file again. Nothing is written, so a full drive stops no edit; no file is
+    deleted. Hazard: in-place edits of weights in files are lost."""
     offload_to(tmp_path, make(Model), level).remove()
     before = contents(tmp_path)
     model, reference = pair()
@@ -216,7 +219,8 @@ def test_edit_of_one_model_leaves_the_other(level: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["foreign", "the same"])
 def test_a_file_that_took_the_name_meanwhile(content: str, tmp_path: Path) -> None:
-    """Weights do not return to it, whatever it holds: another program may change it."""
+    """Weights do not return to it, whatever it holds: another program may change it. Hazard: another program's file
+    that took a group's name is used or deleted."""
     model, reference = pair()
     handle = offload_to(tmp_path, model)
     path = tmp_path / name_of("blocks_0_0")
@@ -330,6 +334,7 @@ def test_small_weights_share_a_mapping(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_ram_falls_by_the_weights(tmp_path: Path) -> None:
+    """Hazard: weights that are on disk still take their RAM (ComfyUI #12332, #13598, #15255)."""
     done = run_python(
         """
         def anonymous():
@@ -365,6 +370,7 @@ def test_ram_falls_by_the_weights(tmp_path: Path) -> None:
 @every_level
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) -> None:
+    """Hazard: a bit flips on the disk or in memory."""
     model, reference = pair()
     options: dict[str, Any] = {"verify_files": True, "offload_type": level}
     if tier == "groups":

@@ -82,7 +82,8 @@ def claim_that_it_is(path: Path, tensor: torch.Tensor, origin: PackedFrom) -> No
 
 @pytest.mark.parametrize("how", [*HOW, "ours"])
 def test_packed_files_of_other_weights(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's header says that what was packed from B is A. (It would be believed if it were ours.)"""
+    """Another user's header says that what was packed from B is A. (It would be believed if it were ours.) Hazard:
+    another user's packed file claims to be packed from your checkpoint."""
     groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
     theirs = packed(groups, B, checkpoint(tmp_path / "b.safetensors", B))
     os.close(theirs.fd)
@@ -101,7 +102,8 @@ def test_packed_files_of_other_weights(how: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
 def test_group_files(verifies: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are equal now, and could be changed at any time."""
+    """They are equal now, and could be changed at any time. Hazard: a group file belongs to another user, who changes
+    it after it was proven."""
     model = make(Model)
     offload_to(tmp_path, model).remove()
     theirs = sorted(tmp_path.glob("*.safetensors"))
@@ -116,6 +118,7 @@ def test_group_files(verifies: bool, how: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_files_that_others_can_write_to(tmp_path: Path) -> None:
+    """Hazard: others may write to a file, and so decide what is computed."""
     files = set_up(tmp_path)
     files[0].path.chmod(0o666)
     again = set_up(tmp_path)
@@ -164,6 +167,7 @@ def test_another_user_took_the_name_of_our_folder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_link_of_another_user(tmp_path: Path) -> None:
+    """Hazard: another user's link decides what is computed."""
     link = tmp_path / "link"
     (tmp_path / "groups").mkdir()
     link.symlink_to(tmp_path / "groups")
@@ -195,7 +199,8 @@ def foreign(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["a folder", "a link"])
 def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
-    """By set-ups, edits, packing, removal, and by tidying up what the dead left."""
+    """By set-ups, edits, packing, removal, and by tidying up what the dead left. Hazard: other programs' files and
+    links in the folder are deleted."""
     real, groups = tmp_path / "real", tmp_path / "groups"
     real.mkdir()
     there = foreign(real)

@@ -81,6 +81,7 @@ def victim(tmp_path: Path) -> Path:
 def test_planted_links_are_not_followed(
     what: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Hazard: a planted link makes it write outside of the folder."""
     precious, folder = victim(tmp_path), tmp_path / "groups"
     set_up(folder)
     group = folder / file_name(GROUPS[0])
@@ -117,6 +118,7 @@ def test_group_file_behind_a_link_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", ["../../x", "/etc/passwd", "a\0b", "", "x" * 5000, "\N{SNOWMAN}", "@1", "half\ud800"])
 def test_group_ids_do_not_lead_out_of_the_folder(group: str, tmp_path: Path) -> None:
+    """Hazard: a crafted module name makes it write outside of the folder."""
     folder = tmp_path / "groups"
     folder.mkdir()
     file = put(Folder(folder), weights(), group)
@@ -209,7 +211,8 @@ def test_a_folder_that_cannot_be_searched(code: int, tmp_path: Path, monkeypatch
 def test_file_system_that_does_not_sync_folders(
     call: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SMB and 9p refuse it; a folder that may be written to and not be read cannot even be opened."""
+    """SMB and 9p refuse it; a folder that may be written to and not be read cannot even be opened. Hazard: every set-up
+    fails, one file later each time."""
     original = getattr(os, call)
 
     def refuses(what: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +303,7 @@ def kill_at_every_step(path: str) -> None:
 
 
 def test_killed_at_every_step(tmp_path: Path) -> None:
+    """Hazard: a process is killed while it writes, and half a file is used later."""
     said = in_new_process(kill_at_every_step, tmp_path)
     assert 20 < int(said.split()[0]) < 60, said
 
@@ -353,6 +357,7 @@ def set_up_in_two(path: str, locks: str) -> None:
 
 @pytest.mark.parametrize("locks", ["with", "without"])
 def test_two_processes_set_up_at_once(locks: str, tmp_path: Path) -> None:
+    """Hazard: two processes write one folder, and one reads what the other has half written."""
     said = in_new_process(set_up_in_two, tmp_path / "groups", locks)
     expected = {file_name(group) for group in GROUPS}
     written = [Path(line).name for line in said.splitlines() if line.endswith(".safetensors")]
@@ -380,7 +385,7 @@ def set_up_read_only(path: str) -> None:
 
 
 def test_read_only_folder(tmp_path: Path) -> None:
-    """Works if all its files are there."""
+    """Works if all its files are there. Hazard: a read-only folder that has all files is refused."""
     folder = tmp_path / "groups"
     set_up(folder)
     before = names(folder)
@@ -415,6 +420,7 @@ def mounted(path: str) -> None:
 
 
 def test_real_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
+    """Hazard: the disk is full or read-only, and weights are lost."""
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     try:
         if subprocess.run([*unshare, "true"], capture_output=True).returncode:

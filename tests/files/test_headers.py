@@ -61,7 +61,8 @@ NAMES = [
 
 
 def test_names_that_the_format_cannot_have(tmp_path: Path) -> None:
-    """All names are there."""
+    """All names are there. Hazard: a weight is named `__metadata__`, or has half a character, and no reader opens its
+    file."""
     named = {name: torch.full((3,), number) for number, name in enumerate(NAMES)}
     path = tmp_path / "file.safetensors"
     group_file(path, named)

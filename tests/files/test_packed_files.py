@@ -142,7 +142,8 @@ MANY = [
 def test_many_blobs_are_packed_in_order(
     overlaps: bool, has_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads read and write beside the one that packs. No more is in RAM at once than there is room for."""
+    """Threads read and write beside the one that packs. No more is in RAM at once than there is room for. Hazard:
+    threads of the pool wait for work that no thread of the pool is left for."""
     if not has_threads:
         monkeypatch.setattr(threading.Thread, "start", no_more_threads)
     here, pack, num_begun, num_packed = threading.get_ident(), packed_files.pack, 0, 0
@@ -176,7 +177,8 @@ def test_many_blobs_are_packed_in_order(
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("fault", ["a full drive", "an interrupt", "the caller's own error", "nobody asks for more"])
 def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No descriptor and no temporary file is left; what was written is found the next time."""
+    """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk, Ctrl-C
+    or a changed checkpoint leaves descriptors or half a file."""
     before, write, num_written = descriptors(), Folder._write, 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -280,6 +282,7 @@ def test_it_is_found_without_reading_the_weights(tmp_path: Path, checkpoint: Pat
 
 
 def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> None:
+    """Hazard: a packed file of a checkpoint that changed since is used."""
     packed(tmp_path, TENSORS[:1], from_checkpoint(checkpoint).origin)
     changed = [weights("normal", len(TENSORS[0]), seed=9)]
     save_file({"a": changed[0]}, checkpoint)
@@ -375,7 +378,8 @@ def test_wrong_headers(tmp_path: Path, values: dict[str, str]) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_headers(tmp_path: Path, data: st.DataObject) -> None:
-    """Any header that differs is refused, at a cost that the file's size bounds."""
+    """Any header that differs is refused, at a cost that the file's size bounds. Hazard: a damaged header is believed,
+    or crashes the reader."""
     path = tmp_path / "group_0.safetensors"
     if not path.exists():
         shutil.copy(packed(tmp_path / "groups").path, path)
@@ -403,7 +407,8 @@ def test_damaged_headers(tmp_path: Path, data: st.DataObject) -> None:
 
 
 def test_a_header_that_claims_to_be_huge(tmp_path: Path) -> None:
-    """What a length field says is not allocated before it is known to be a header's."""
+    """What a length field says is not allocated before it is known to be a header's. Hazard: a damaged header makes the
+    reader allocate without bounds."""
     path = tmp_path / "sparse"
     path.write_bytes(struct.pack("<Q", 1 << 39))
     os.truncate(path, 1 << 40)

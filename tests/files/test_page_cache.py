@@ -92,6 +92,7 @@ def call_flux(device: SimulatedDevice, model: nn.Module) -> torch.Tensor:
 
 
 def test_a_diffusers_model(tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a model that was removed keeps its checkpoint mapped and pinned."""
     saved = tiny.flux_transformer()
     with torch.no_grad():
         expected = saved(**tiny.flux_inputs())[0]
@@ -129,7 +130,8 @@ def test_weights_that_were_cast_rest_in_ram(tmp_path: Path, device: SimulatedDev
 def test_outputs_and_memory(
     options: dict[str, Any], widths: list[int], path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for nothing; what is locked is the file, read-only, and once."""
+    """The host waits for nothing; what is locked is the file, read-only, and once. Hazard: a model that was removed
+    keeps its checkpoint mapped and pinned."""
     locked: list[tuple[int, bool]] = []
     pin = device.pin
 
@@ -468,7 +470,8 @@ def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
 
 
 def test_a_model_is_collected_by_a_thread_that_has_a_lock(path: Path, tmp_path: Path, device: SimulatedDevice) -> None:
-    """Garbage is collected wherever memory is allocated, and finalizers run there."""
+    """Garbage is collected wherever memory is allocated, and finalizers run there. Hazard: a finalizer takes a lock
+    that its thread has already, and the process hangs."""
     gc.collect()
     locked_before, open_before = locked.num_bytes, num_fds()
     for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):

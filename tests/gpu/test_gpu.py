@@ -98,6 +98,7 @@ MODES: list[dict[str, Any]] = [
 def test_outputs_are_bit_identical(
     model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
 ) -> None:
+    """Hazard: compute doesn't wait for the copy stream, or NaN (diffusers #12673, #13502, #14657)."""
     resident = copy.deepcopy(model).to(device)
     expected = run(resident, x)
     handle = apply_group_offloading(model, offload_to_disk_path=tmp_path if in_files else None, **options)
@@ -149,6 +150,7 @@ def test_an_edit_right_after_a_forward_does_not_reach_back(model: Model, x: torc
 
 
 def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
+    """Hazard: pinned memory is rounded up to twice its size (diffusers #10847, #11106, #7970)."""
     handle = apply_group_offloading(model)
     stats = handle.stats()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -254,6 +256,7 @@ def test_memory_goes_back(model: Model, x: torch.Tensor, device: torch.device, t
 
 
 def test_an_exception_leaves_nothing_behind(model: Model, x: torch.Tensor, device: torch.device) -> None:
+    """Hazard: an exception in a forward leaves groups on the device."""
     expected = run(copy.deepcopy(model).to(device), x)
     handle = apply_group_offloading(model)
     run(model, x)
@@ -351,6 +354,7 @@ def test_compute_on_another_stream(model: Model, x: torch.Tensor, device: torch.
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("how", ["blocks before", "blocks after", "whole"])
 def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str, options: dict[str, Any]) -> None:
+    """Hazard: compiling gains nothing beside group offloading, and recompiles (diffusers #11584)."""
     torch._dynamo.reset()
     resident = copy.deepcopy(model).to(device)
     for block in resident.blocks:
@@ -376,6 +380,7 @@ def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str,
 
 
 def test_an_unknown_device_index_is_refused(model: Model, device: torch.device) -> None:
+    """Hazard: `cuda:1` onloads to the current device."""
     with pytest.raises(group_offload.DeviceError, match="99"):
         apply_group_offloading(model, f"{device.type}:99")
 
@@ -392,6 +397,7 @@ def test_a_failing_driver_is_refused(model: Model, device: torch.device, monkeyp
 def test_the_second_device_is_the_second_device(
     model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], in_files: bool, tmp_path: Path
 ) -> None:
+    """Hazard: `cuda:1` onloads to the current device."""
     second = torch.device(device.type, 1)
     gc.collect()  # what other tests have left goes
     first_before = torch.cuda.memory_allocated(0)
@@ -452,7 +458,8 @@ def test_a_driver_that_locks_memory_and_fails_to_copy_from_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first copy from locked memory is a trial. What fails there is unlocked, and weights go another way."""
+    """The first copy from locked memory is a trial. What fails there is unlocked, and weights go another way. Hazard: a
+    driver pins memory, and fails at the first copy from it."""
     expected = run(copy.deepcopy(model).to(device), x)
     copy_bytes = AcceleratorBackend.copy
 
@@ -503,7 +510,8 @@ def test_little_can_be_page_locked(
 def test_weights_come_from_the_device_and_go_back(
     share: int, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory is given back meanwhile, and kernels that write to weights may be on their way."""
+    """Its memory is given back meanwhile, and kernels that write to weights may be on their way. Hazard: device memory
+    is freed before its copy is done; or offloading from the GPU fails (diffusers #14433)."""
     resident = copy.deepcopy(model).to(device)
     tune(monkeypatch, segment_bytes=BLOCK_BYTES)
     gc.collect()
@@ -837,7 +845,8 @@ def test_two_models_share_a_budget(x: torch.Tensor, device: torch.device) -> Non
 @pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "pageable"])
 @pytest.mark.parametrize("options", [*MODES[:6], {"vram_budget": "80%"}], ids=str)
 def test_an_input_that_is_filled_again(device: torch.device, options: dict[str, Any], pinned: bool) -> None:
-    """A loop that uses its buffers again, and never waits for the device: each output is of what was in them then."""
+    """A loop that uses its buffers again, and never waits for the device: each output is of what was in them then.
+    Hazard: a pinned input is refilled before the device has come to its copy."""
     torch.manual_seed(0)
     model = Model(12).to(torch.bfloat16).eval()
     resident = copy.deepcopy(model).to(device)
@@ -859,7 +868,8 @@ def test_an_input_that_is_filled_again(device: torch.device, options: dict[str, 
 @pytest.mark.parametrize("pinned", [True, False], ids=["page-locked", "pageable"])
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_no_forward_waits_for_compute(device: torch.device, non_blocking: bool, pinned: bool) -> None:
-    """Whatever its inputs: compute that was enqueued before is still at work when all forwards are."""
+    """Whatever its inputs: compute that was enqueued before is still at work when all forwards are. Hazard: to keep
+    inputs safe, the host waits for the device in each call."""
     if non_blocking and not pinned:
         pytest.skip("the driver waits for compute where it copies from pageable memory")
     torch.manual_seed(0)
@@ -885,7 +895,8 @@ def test_no_forward_waits_for_compute(device: torch.device, non_blocking: bool, 
 
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"vram_budget": "80%"}], ids=str)
 def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any]) -> None:
-    """At once, with the remedy; what was captured beside it works, and the module too."""
+    """At once, with the remedy; what was captured beside it works, and the module too. Hazard: a CUDA graph replays
+    with addresses that hold other weights by then."""
     model.requires_grad_(False)
     expected = run(copy.deepcopy(model).to(device), x)
     handle = apply_group_offloading(model, **options)

@@ -130,6 +130,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_lora_over_offloaded_weights(
     options: dict[str, Any], run_block: Any, device: torch.device, tmp_path: Path
 ) -> None:
+    """Hazard: a LoRA can't be trained over offloaded weights (finetrainers #376; SimpleTuner #1984, #3150)."""
     expected = train(make(run_block).to(device), device, 4)
     model = make(run_block)
     options = dict(options)
@@ -309,6 +310,7 @@ def test_a_backward_that_breaks_off(device: torch.device) -> None:
 
 
 def test_everything_requires_gradients(device: torch.device) -> None:
+    """Hazard: on a GPU, a parameter that is moved gets another node for its gradient each time."""
     model = make().requires_grad_(True)
     handle = apply_group_offloading(model, device)
     with pytest.raises(RuntimeError, match="reached the offloaded weight"):

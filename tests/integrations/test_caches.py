@@ -102,6 +102,8 @@ def test_the_cache_skips(name: str) -> None:
 @pytest.mark.parametrize(("tier", "level", "order"), ORDERS)
 @pytest.mark.parametrize("name", CACHES)
 def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> None:
+    """Hazard: caches skip other blocks in each step and mix up contexts (diffusers #12744); removing a hook restores a
+    stale `forward`."""
     counted = Counted(CACHES[name])
     options = {"offload_to_disk_path": tmp_path} if tier == "file" else {}
 
@@ -145,7 +147,8 @@ def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path
 
 @needs("text-kv-nucleus")
 def test_prompts_that_are_told_apart_by_their_addresses() -> None:
-    """A prompt that each call brings to the device has another one's address there sooner or later."""
+    """A prompt that each call brings to the device has another one's address there sooner or later. Hazard: a cache
+    tells prompts apart by their addresses."""
     counted = Counted(CACHES["text-kv-nucleus"])
     counted.enable()
     apply_group_offloading(counted.model, tiny.device())
@@ -188,7 +191,8 @@ def _mag_cache() -> Any:
 @needs("mag-flux")
 @pytest.mark.parametrize(("level", "most"), [("block_level", 0.01), ("leaf_level", 0.3)])
 def test_a_cached_step_sends_what_it_calls(level: str, most: float) -> None:
-    """A full step after cached ones foresees all but the first block that was skipped."""
+    """A full step after cached ones foresees all but the first block that was skipped. Hazard: the last step's order is
+    taken for the next one's: a whole step after cached ones stalls."""
     model = tiny.flux_transformer(num_single_layers=8)
     model.enable_cache(_mag_cache())
     of_steps, stalls = _sent_by_steps(model, level, 12)
@@ -199,6 +203,7 @@ def test_a_cached_step_sends_what_it_calls(level: str, most: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ("first-block-flux", "mag-wan", "sea-wan") if name in CACHES])
 def test_a_skipped_block_is_not_sent(name: str, tmp_path: Path) -> None:
+    """Hazard: a cache skips a block whose weights were sent before the cache was asked."""
     counted = Counted(CACHES[name])
     handle = apply_group_offloading(counted.model, tiny.device(), offload_to_disk_path=tmp_path)
 
@@ -215,7 +220,8 @@ def test_a_skipped_block_is_not_sent(name: str, tmp_path: Path) -> None:
 
 
 def test_a_skipped_layer_is_not_sent() -> None:
-    """With the hook that guiders register for one forward."""
+    """With the hook that guiders register for one forward. Hazard: a hook skips a layer whose weights were sent before
+    the hook was asked."""
     model = tiny.flux_transformer(num_single_layers=8)
     skips = LayerSkipConfig(indices=[*range(1, 8)], fqn="single_transformer_blocks", dropout=1.0)
     apply_layer_skip(model, skips)
@@ -225,6 +231,7 @@ def test_a_skipped_layer_is_not_sent() -> None:
 
 @needs("mag-flux")
 def test_a_hook_of_a_user_gets_the_weights_of_a_skipped_block() -> None:
+    """Hazard: what steps in for a skipped block keeps its weights from a user's hook."""
     model = tiny.flux_transformer(num_single_layers=8)
     model.enable_cache(_mag_cache())
     weight = model.single_transformer_blocks[3].proj_out.weight
@@ -236,7 +243,8 @@ def test_a_hook_of_a_user_gets_the_weights_of_a_skipped_block() -> None:
 
 @needs("mag-flux")
 def test_a_block_that_raises_beside_a_cache() -> None:
-    """What stepped in between the hook and the forward is gone, and the next forward is right."""
+    """What stepped in between the hook and the forward is gone, and the next forward is right. Hazard: what steps in
+    between a cache's hook and the block stays after an error."""
     counted, reference = Counted(CACHES["mag-flux"]), Counted(CACHES["mag-flux"])
     handle = apply_group_offloading(counted.model, tiny.device())
     for each in (counted, reference):

@@ -38,7 +38,8 @@ MAMBA = Case("MambaModel", {}, lambda: {"input_ids": torch.arange(6)[None]}, bui
 @pytest.mark.parametrize(("level", "tier"), [(LEVELS[0], "ram"), (LEVELS[1], "file")])
 @pytest.mark.parametrize("case", [*(CASES[name] for name in NAMES), MAMBA], ids=lambda case: case.name)
 def test_bits(case: Case, level: str, tier: str, tmp_path: Path, patched: None) -> None:
-    """Nothing is read where it rests: a device could not read it there. A class may say that diffusers does not support it."""
+    """Nothing is read where it rests: a device could not read it there. A class may say that diffusers does not support
+    it. Hazard: a module reads a child's weight without calling it (diffusers #14551): `VQModel`, Mamba."""
     expected, model = case.run(case.make()), case.make()
     enable = getattr(model, "enable_group_offload", None) or (
         lambda *args, **options: apply_group_offloading(model, *args, **options)
@@ -72,6 +73,7 @@ class OfHolders(nn.Module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
+    """Hazard: a model calls parts of a block from outside: `DiTTransformer2DModel`, `MotionAdapter`."""
     model, reference = pair(OfHolders)
     handle = apply_group_offloading(model, "cpu", offload_type=level)
     check(model, reference, torch.randn(2, 4))

@@ -78,6 +78,7 @@ by_whom = pytest.mark.parametrize("by", ["this pipeline", "another pipeline"])
 @pytest.mark.parametrize("given", [{}, LEAVES, {"exclude_modules": ["tokenizer"], **LEAVES}], ids=str)
 @by_whom
 def test_no_option_or_the_same_ones_share(given: dict[str, Any], by: str, kind: Kind, device: torch.device) -> None:
+    """Hazard: a second `enable_group_offload` is ignored silently, and pins everything again."""
     pipe = kind.make()
     handles = kind.enable(pipe, onload_device=device, **LEAVES)
     again = pipe if by == "this pipeline" else kind.other(pipe)
@@ -100,6 +101,7 @@ def test_no_option_or_the_same_ones_share(given: dict[str, Any], by: str, kind: 
 def test_other_options_raise_and_change_nothing(
     given: dict[str, Any], named: str, by: str, kind: Kind, device: torch.device
 ) -> None:
+    """Hazard: other options for a component that's offloaded already are ignored silently."""
     pipe = kind.make()
     handles = kind.enable(pipe, onload_device=device, **LEAVES)
     again, undo = pipe, r".*disable_group_offload\(pipe\) first"
@@ -119,6 +121,7 @@ def test_other_options_raise_and_change_nothing(
 def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
     last: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Hazard: disabling one pipeline takes a shared component away from another."""
     first = kind.make()
     handles = kind.enable(first, onload_device=device)
     second = kind.other(first)
@@ -237,7 +240,8 @@ def test_a_part_that_is_offloaded_is_named(kind: Kind, device: torch.device) -> 
 
 @pytest.mark.parametrize("change", ["added", "replaced"])
 def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, device: torch.device) -> None:
-    """As the others were. Excluded models stay excluded, until the call says otherwise."""
+    """As the others were. Excluded models stay excluded, until the call says otherwise. Hazard: a component that was
+    added later is never offloaded."""
     pipe = kind.make()
     vae = pipe.vae
     if change == "added":
@@ -291,6 +295,8 @@ def test_a_model_that_was_added_and_left_on_the_cpu_is_named_once(
 def test_what_was_given_up_is_forgotten(
     how: str, when: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Hazard: a component that was replaced is kept in memory."""
+
     def give_up() -> None:
         if how == "meta":
             pipe.text_encoder_2.to("meta")
@@ -314,6 +320,8 @@ def test_what_was_given_up_is_forgotten(
 def test_a_cast_of_a_pipeline_says_what_it_left(
     call: str, kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Hazard: `pipe.to(dtype)` leaves out offloaded components silently."""
+
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "group_offload"]
 

@@ -108,6 +108,7 @@ def expected(name: str) -> list[Any]:
 @pytest.mark.parametrize(("tier", "level"), [*zip(TIERS, LEVELS, strict=True)])
 @pytest.mark.parametrize("name", GUIDERS)
 def test_hooks_that_come_and_go_within_a_step(name: str, tier: str, level: str, tmp_path: Path) -> None:
+    """Hazard: guidance registers hooks for one forward of a step (skipped layers, perturbed attention)."""
     model, inputs = GUIDERS[name][0](), GUIDERS[name][1]
     folder = tmp_path if tier == "file" else None
     handle = apply_group_offloading(model, tiny.device(), offload_type=level, offload_to_disk_path=folder)
@@ -119,7 +120,8 @@ def test_hooks_that_come_and_go_within_a_step(name: str, tier: str, level: str, 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_lora_that_is_scaled_for_one_forward(level: str) -> None:
-    """By `attention_kwargs`: what a forward changes in its modules is changed back at its end."""
+    """By `attention_kwargs`: what a forward changes in its modules is changed back at its end. Hazard: the scale of one
+    forward is taken for a change of weights."""
     model, reference = flux(), flux().to(tiny.device())
     handle = apply_group_offloading(model, tiny.device(), offload_type=level)
     for each in (model, reference):

@@ -87,6 +87,7 @@ def load(seed: int, name: str) -> Step:
 @any_case
 @before_or_after
 def test_life_of_two_loras(order: str, pair: Pair) -> None:
+    """Hazard: with weights in files, a LoRA is a `KeyError`, or wrong (diffusers #10914, #11648, #11791, #11804)."""
     if order == "after":
         pair.offload()
     pair.do(load(1, "one"))
@@ -133,6 +134,8 @@ def test_loading_rewrites_no_group_file(pair: Pair, tmp_path: Path) -> None:
 @any_case
 @before_or_after
 def test_fuse_qkv_projections(order: str, pair: Pair) -> None:
+    """Hazard: `fuse_qkv_projections` after offloading isn't noticed."""
+
     def fuse(pipe: Any) -> None:
         pipe.transformer.fuse_qkv_projections()
         with torch.no_grad():  # a fused product may round as the three did: make the difference visible
@@ -149,7 +152,7 @@ def test_fuse_qkv_projections(order: str, pair: Pair) -> None:
 
 @any_case
 def test_resized_embedding(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
-    """As `load_textual_inversion` does."""
+    """Hazard: `load_textual_inversion` resizes an embedding, which isn't noticed."""
     reference, model = tiny.clip().to(device), tiny.clip()
     apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
     assert torch.equal(tiny.call(model, tiny.tokens()), tiny.call(reference, tiny.tokens()))
@@ -166,7 +169,8 @@ def test_resized_embedding(tier: str, level: str, device: torch.device, tmp_path
 
 @any_case
 def test_added_modules(pair: Pair, device: torch.device) -> None:
-    """As IP adapters do: a module is hung in and its forward is called from a hook."""
+    """As IP adapters do: a module is hung in and its forward is called from a hook. Hazard: `add_adapter` and
+    `load_ip_adapter` after offloading aren't noticed."""
 
     def add(pipe: Any) -> None:
         extra = tiny.seeded(9, lambda: nn.Linear(4, 4))
@@ -189,6 +193,7 @@ def test_added_modules(pair: Pair, device: torch.device) -> None:
 @before_or_after
 @pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float16], ids=str)
 def test_layerwise_casting(storage: torch.dtype, order: str, pair: Pair) -> None:
+    """Hazard: `enable_layerwise_casting` after offloading, to files too, isn't noticed."""
     model = pair.offloaded.transformer
     if order == "after":
         pair.offload()
@@ -206,6 +211,8 @@ def test_layerwise_casting(storage: torch.dtype, order: str, pair: Pair) -> None
 @any_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtype_after_applying(dtype: torch.dtype, tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
+    """Hazard: `.to(dtype)` after offloading isn't noticed."""
+
     def inputs() -> dict[str, Any]:
         return {
             key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

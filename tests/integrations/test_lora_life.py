@@ -262,7 +262,8 @@ def choose(rng: random.Random, twins: Twins) -> tuple[str, Step | None]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence(seed: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Whatever a user does, and in whatever order. Odd seeds use diffusers' own calls, on this engine."""
+    """Whatever a user does, and in whatever order. Odd seeds use diffusers' own calls, on this engine. Hazard: LoRAs
+    are loaded, fused or deleted wrongly in an order nobody tried; `fuse_lora` on files does nothing."""
     if seed % 2:
         request.getfixturevalue("patched")
     rng = random.Random(seed)
@@ -317,6 +318,8 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
     """LoRAs of several ranks and scales: nothing is compiled again, and nothing is cut into groups again.
 
     But for once: the first swap takes an adapter that was offloaded to group files to RAM.
+
+    Hazard: swapping LoRAs of an offloaded, compiled model compiles it again (diffusers #11423).
     """
     twins = Twins(tier, level, tmp_path)
     if order != "offloaded first":
@@ -432,7 +435,8 @@ def test_weights_return_while_copies_are_on_their_way(where: str, laziness: str,
 
 @pytest.mark.parametrize(("tier", "level"), [*zip(TIERS, ["block_level", "leaf_level"] * 2, strict=True)])
 def test_a_fused_lora_that_is_switched_off(tier: str, level: str, tmp_path: Path) -> None:
-    """peft takes it out of the weights in the middle of the next forward. A refresh does not."""
+    """peft takes it out of the weights in the middle of the next forward. A refresh does not. Hazard: peft does that
+    through `.data`, which goes unnoticed."""
     twins = Twins(tier, level, tmp_path)
     twins.do(load(lora(1, words=True), "one"))
     twins.do(lambda pipe: pipe.fuse_lora(components=[*MODELS]))
@@ -449,7 +453,8 @@ def test_a_fused_lora_that_is_switched_off(tier: str, level: str, tmp_path: Path
 
 @pytest.mark.parametrize("tier", ["ram", "file"])
 def test_a_merged_adapter_that_is_switched_off_on_a_device(tier: str, tmp_path: Path) -> None:
-    """The first groups of the pass are on their way there already, with the adapter in them."""
+    """The first groups of the pass are on their way there already, with the adapter in them. Hazard: peft unmerges it
+    in a forward that has prefetched the merged weights."""
     model = make(Model)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False), model, "one")
     for seed, laziness in enumerate(("eager", "lazy", "random")):
@@ -484,7 +489,8 @@ def plain(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_a_lora_that_lacks_weights(
     with_words: bool, is_patched: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """It loads, as it does elsewhere. The forward names the weight, and is right once the LoRA is gone."""
+    """It loads, as it does elsewhere. The forward names the weight, and is right once the LoRA is gone. Hazard: weights
+    that its file lacks stay on the meta device, and a CPU computes with garbage."""
     if is_patched:
         request.getfixturevalue("patched")
     twins = Twins("files", "block_level", tmp_path)

@@ -50,7 +50,8 @@ def test_a_modular_pipeline_is_bit_equal(
 def test_components_that_come_later(
     by: str, device: torch.device, tmp_path: Path, expected: torch.Tensor, patched: None
 ) -> None:
-    """Names that were excluded stay so."""
+    """Names that were excluded stay so. Hazard: a component loaded after offloading stays in RAM, and its forward
+    fails."""
     pipe = modular_pipeline()
     before = traces(pipe.transformer)
     vae, pipe.vae = pipe.vae, None
@@ -146,7 +147,8 @@ any_order = pytest.mark.parametrize("order", ["ours first", "the manager first"]
 def test_others_make_room(
     free: int, stay: list[bool], order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The smallest of them that is enough leaves, before the forward takes memory."""
+    """The smallest of them that is enough leaves, before the forward takes memory. Hazard: under a `ComponentsManager`
+    an offloaded model evicts nobody (diffusers #14346, #14358)."""
     managed = Managed(monkeypatch, device, free, 64 * MIB, 32 * MIB)
     expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
     managed.begin(order)
@@ -159,7 +161,8 @@ def test_others_make_room(
 
 @pytest.mark.parametrize("looks_away", [False, True], ids=["diffusers", "transformers"])
 def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that take turns need less than all of them at once, also for a model that says it is in RAM."""
+    """Weights that take turns need less than all of them at once, also for a model that says it is in RAM. Hazard:
+    under a `ComponentsManager` all weights of an offloaded model are counted."""
     managed = Managed(monkeypatch, device, 0, 64 * MIB)
     handle = managed.offload()
     managed.free = handle.missing_bytes + 1
@@ -213,6 +216,7 @@ def test_undone_in_both_orders(
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @any_order
 def test_a_real_model_makes_room(order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: under a `ComponentsManager` an offloaded model evicts nobody."""
     managed = Managed(monkeypatch, device, 1 << 40)
     other = tiny.kl()
     managed.manager.add("other", other)

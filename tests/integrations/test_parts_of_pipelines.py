@@ -44,6 +44,7 @@ VAES = {"kl": tiny.kl, "sd_kl": tiny.sd_kl, "wan_kl": tiny.wan_kl, "no blocks": 
 def test_vae_without_its_forward(
     name: str, tier: str, level: str, mode: str, device: torch.device, tmp_path: Path
 ) -> None:
+    """Hazard: `vae.encode` and `vae.decode` never pass the root's `forward` (diffusers #12319)."""
     sample = tiny.randn(1, 3, 5, 32, 24) if name == "wan_kl" else tiny.kl_inputs()["sample"]
     reference, model = VAES[name]().to(device), VAES[name]()
     for vae in (reference, model):
@@ -68,6 +69,7 @@ def test_vae_without_its_forward(
 
 
 def test_vae_tiling_through_the_pipeline(device: torch.device, tmp_path: Path) -> None:
+    """Hazard: tiled decoding never passes the root's `forward` (diffusers #11041, #11086, #12096)."""
     reference, pipe = tiny.sd_pipeline().to(device), tiny.sd_pipeline()
     tiled(reference.vae)
     expected = tiny.run(reference)
@@ -113,6 +115,7 @@ def test_tiles_of_a_pipeline_read_each_group_once(tmp_path: Path, device: torch.
 @pytest.mark.parametrize("name", ["clip", "t5"])
 @any_tier
 def test_text_encoders_are_cut_into_blocks(name: str, tier: str, device: torch.device, tmp_path: Path) -> None:
+    """Hazard: T5-like text encoders land in one group at block level, and nothing is saved."""
     make, inputs = tiny.MODELS[name]
     model, expected = make(), tiny.call(make().to(device), inputs())
     handle = apply_group_offloading(model, device, **tier_options(tier, tmp_path))
@@ -123,6 +126,7 @@ def test_text_encoders_are_cut_into_blocks(name: str, tier: str, device: torch.d
 
 @pytest.mark.parametrize("make", [lambda: tiny.clip(num_hidden_layers=16), lambda: tiny.t5(num_layers=16)])
 def test_a_large_text_encoder_takes_a_fraction_of_its_size(make: Callable[[], nn.Module], device: torch.device) -> None:
+    """Hazard: a text encoder takes its whole size on the device, also after encoding (diffusers #10078)."""
     model = make()
     handle = apply_group_offloading(model, device)
     tiny.call(model, tiny.tokens())
@@ -134,7 +138,8 @@ def test_a_large_text_encoder_takes_a_fraction_of_its_size(make: Callable[[], nn
 
 @any_tier
 def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_path: Path) -> None:
-    """As Flux.2's pipeline does with its VAE: `vae.bn.running_mean`, which no call of a module brings along."""
+    """As Flux.2's pipeline does with its VAE: `vae.bn.running_mean`, which no call of a module brings along. Hazard: a
+    pipeline reads weights outside of any `forward` (diffusers #13666, #14695)."""
 
     class Vae(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +170,8 @@ def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_p
 
 @any_case
 def test_control_branch(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
-    """Two models in turns in each step, one of them with and without what the other one gives."""
+    """Two models in turns in each step, one of them with and without what the other one gives. Hazard: a ControlNet and
+    a transformer that alternate move as a whole in each step (diffusers #10790, #12096)."""
     inputs = {name: each.to(device) if torch.is_tensor(each) else each for name, each in tiny.unet_inputs().items()}
     batch, _, height, width = inputs["sample"].shape
     condition = tiny.randn(batch, 3, 8 * height, 8 * width)

@@ -75,6 +75,7 @@ def test_pipeline_with_streams(
     tmp_path: Path,
     resident_outputs: dict[str, torch.Tensor],
 ) -> None:
+    """Hazard: files, leaf level and streams together give NaN (diffusers #14657)."""
     pipe = PIPELINES[kind]()
     options = {"offload_type": level, "record_stream": record_stream, **tier_options(tier, tmp_path)}
     enable_group_offload(pipe, onload_device=device, use_stream=True, **options)
@@ -86,7 +87,7 @@ def test_pipeline_with_streams(
 def test_disable_gives_everything_back(
     tier: str, device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]
 ) -> None:
-    """Files stay, and are used again."""
+    """Files stay, and are used again. Hazard: there's no way to switch offloading off."""
 
     def files() -> dict[str, tuple[int, int]]:
         return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in tmp_path.glob("*.safetensors")}
@@ -248,6 +249,7 @@ def test_components_of_one_class_share_a_folder(
     patched: None,
     resident_outputs: dict[str, torch.Tensor],
 ) -> None:
+    """Hazard: `transformer_2` runs with the files of `transformer`, because their names are equal."""
     pipe = tiny.wan_pipeline()
     options = {"onload_device": device, "offload_type": level, "offload_to_disk_path": tmp_path}
     if through == "pipeline":

@@ -25,6 +25,7 @@ from ..support.pipelines import any_case, any_model, assert_same_weights, models
 def test_save_pretrained_of_an_offloaded_model(
     name: str, tier: str, level: str, device: torch.device, tmp_path: Path
 ) -> None:
+    """Hazard: `save_pretrained()` after offloading to files writes uninitialized memory."""
     make, inputs = tiny.MODELS[name]
     model = make()
     apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / "groups"))

@@ -77,7 +77,8 @@ def loop(case: Case, model: torch.nn.Module) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore")  # of diffusers
 @pytest.mark.parametrize("name", sorted(LISTED))
 def test_a_class_that_is_listed(name: str) -> None:
-    """The calls of the second step are tried, and those of the third share a pass."""
+    """The calls of the second step are tried, and those of the third share a pass. Hazard: a forward makes an equal
+    list of its own anew (Qwen-Image), which is taken for a change."""
     case = CASES[name.removeprefix("diffusers.")]
     wanted, model = loop(case, case.make()), case.make()
     handle = apply_group_offloading(model, "cpu", share_passes=True)
@@ -98,6 +99,7 @@ class Processor(QwenDoubleStreamAttnProcessor2_0):
 
 @pytest.mark.parametrize("kind", ["a listed class", "a subclass", "another processor", "another forward", "by itself"])
 def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a class whose forwards nobody has tried shares passes unasked."""
     caplog.set_level(logging.INFO, "group_offload")
     case = CASES["QwenImageTransformer2DModel"]
     model, wanted = case.make(), loop(case, case.make())
@@ -124,7 +126,8 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
 
 
 def test_an_attention_scale_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """It is state of the modules for the length of a forward."""
+    """It is state of the modules for the length of a forward. Hazard: one forward scales a LoRA, and another one that
+    shares its pass computes with that."""
     caplog.set_level(logging.INFO, "group_offload")
     pipe, handle = offloaded()
     twin = tiny.wan_pipeline().to(tiny.device())
@@ -165,7 +168,8 @@ def test_weights_that_all_stay_are_not_shared(caplog: pytest.LogCaptureFixture, 
 
 
 def test_a_lora_whose_weight_was_zero() -> None:
-    """A scale for each call changed nothing then: what was found with these weights says nothing of others."""
+    """A scale for each call changed nothing then: what was found with these weights says nothing of others. Hazard:
+    forwards shared a pass rightly while a LoRA's weight was 0, and go on when it's 1."""
     pipe, twin = tiny.wan_pipeline(), tiny.wan_pipeline().to(tiny.device())
     enable_group_offload(pipe, tiny.device(), share_passes=True)
     options = {"attention_kwargs": {"scale": 0.3}}

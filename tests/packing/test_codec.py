@@ -46,7 +46,8 @@ def unpacked(data: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
 @given(tensors(), st.integers(4, 200) | st.none())
 @settings(max_examples=150, deadline=None)
 def test_every_byte_comes_back(given: list[torch.Tensor], num_tiles: int | None) -> None:
-    """A strip decodes by itself, wherever tensors are cut, and takes little more than its own bytes."""
+    """A strip decodes by itself, wherever tensors are cut, and takes little more than its own bytes. Hazard: NaN,
+    infinities or denormals don't unpack to the weights."""
     with pytest.MonkeyPatch.context() as patch:
         if num_tiles is not None:
             tune(patch, strip_bytes=num_tiles * TILE_BYTES)
@@ -196,6 +197,7 @@ IMAGE, PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_bytes_are_found_or_stay_inside(data: st.DataObject) -> None:
+    """Hazard: damaged packed bytes make the reader write outside of its memory."""
     damaged = PACKED.data.clone()
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, damaged.numel() - 1) | st.integers(0, 2048))
@@ -211,6 +213,7 @@ def test_damaged_bytes_are_found_or_stay_inside(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, PACKED.data.numel() - 1, PACKED.data.numel() - TILE_BYTES])
 def test_truncated(size: int) -> None:
+    """Hazard: a truncated packed image is read past its end."""
     for call in (check, unpacked):
         with pytest.raises(PackedError, match="packed bytes"):
             call(PACKED.data[:size], PACKED.layout)
@@ -289,5 +292,6 @@ def test_bad_layouts(text: str) -> None:
 
 
 def test_another_version() -> None:
+    """Hazard: packed bytes of another version are unpacked as if of this one."""
     with pytest.raises(PackedError, match="another version packed it: this one reads version 2"):
         PackedLayout.from_json(changed(version=1))

@@ -95,6 +95,7 @@ def titles(handle: OffloadHandle) -> list[str]:
 
 
 def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Hazard: nobody can tell where the time of a step goes (diffusers #14702)."""
     model = timed_model(device)
     with caplog.at_level("INFO", "group_offload"):
         handle = offload(model, vram_budget=BYTES * 5)
@@ -245,6 +246,7 @@ def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", ["ram", "file"])
 def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
+    """Hazard: the page says that weights in RAM are copied on the CPU, where they're used in place."""
     model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "groups" if tier == "file" else None)
     first = Page(handle.report(tmp_path / "run.html"))

@@ -39,6 +39,7 @@ def test_bits_in_place(step: Step, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_bits(step: Step, device: str, tmp_path: Path) -> None:
+    """Hazard: autograd holds a view of a buffer that's refilled before backward: silently wrong gradients."""
     stats = check(step, device, tmp_path)
     if step is not in_part:  # which needs nothing of what is offloaded
         assert stats.backward_passes > 0
@@ -56,6 +57,7 @@ def test_bits_with_options(device: str, options: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
 @pytest.mark.parametrize("run_block", CHECKPOINTS)
 def test_bits_with_checkpoints_around_blocks(run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Hazard: streams and gradient checkpointing exclude each other (SimpleTuner #1984, #3150)."""
     for step in ("plain",) if options else ("two_by_two", "autocast"):
         check(STEPS[step], "random", tmp_path, lambda: make(run_block=run_block), **options)
 
@@ -63,13 +65,15 @@ def test_bits_with_checkpoints_around_blocks(run_block: Any, options: dict[str, 
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("run_part", CHECKPOINTS)
 def test_bits_with_checkpoints_inside_blocks(run_part: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """What is repeated is a part of a group: nobody calls the group's own module again."""
+    """What is repeated is a part of a group: nobody calls the group's own module again. Hazard: a checkpoint around a
+    part of a block calls it again while its weights are offloaded."""
     check(STEPS["retained"], "random", tmp_path, lambda: make(run_part=run_part), **options)
 
 
 @pytest.mark.parametrize("run_part", CHECKPOINTS[1:])
 @pytest.mark.parametrize("run_block", CHECKPOINTS[1:])
 def test_bits_with_checkpoints_inside_of_checkpoints(run_block: Any, run_part: Any, tmp_path: Path) -> None:
+    """Hazard: a checkpoint keeps weights of its repeated calls, which are gone in backward."""
     check(plain, "random", tmp_path, lambda: make(run_block=run_block, run_part=run_part))
 
 

@@ -142,7 +142,8 @@ def test_bits(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Backward reads weights and scales on the device, and not where they rest."""
+    """Backward reads weights and scales on the device, and not where they rest. Hazard: an autograd function keeps
+    scales or packed weights in its context, and reads them offloaded (bitsandbytes)."""
     expected = train(packed_model(checkpointed), plain)
     SEEN.clear()
     with (
@@ -220,7 +221,8 @@ def test_a_context_with_the_weight_itself(options: str, device: str, tmp_path: P
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("options", ["block", "leaf", "files"])
 def test_a_graph_of_a_backward(options: str, device: str, tmp_path: Path) -> None:
-    """It outlives what the slot has."""
+    """It outlives what the slot has. Hazard: a backward that has a graph itself keeps a view of a slot, from such a
+    context."""
     expected = train(other_model(Viewed, torch.float32), doubled)
     with offloaded(other_model(Viewed, torch.float32), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
         assert_same_bits(train(model, doubled, put), expected, get)
@@ -272,7 +274,8 @@ class Doubling(torch.autograd.Function):
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("name", ["mix", "other", "beside a context"])
 def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tmp_path: Path) -> None:
-    """Another node has saved `mix` too, and would see the change. Afterwards the weights are as they were."""
+    """Another node has saved `mix` too, and would see the change. Afterwards the weights are as they were. Hazard: the
+    next node computes with the changed weight, and the change is lost."""
     model = packed_model() if name == "beside a context" else make().eval()
     name = "other" if name == "beside a context" else name
     model.blocks[1].other = nn.Parameter(torch.eye(DIM), requires_grad=False)
@@ -296,7 +299,8 @@ def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tm
 
 
 def test_a_weight_at_rest_that_a_hook_changes_during_backward(tmp_path: Path) -> None:
-    """No node gets it any more: the change is made where the weight rests, and stays."""
+    """No node gets it any more: the change is made where the weight rests, and stays. Hazard: a hook's edit during
+    backward is taken for a change by backward itself."""
 
     def step(model: Any, put: Put) -> torch.Tensor:
         weight = model.blocks[2].down.base.weight
@@ -318,6 +322,7 @@ def test_a_weight_at_rest_that_a_hook_changes_during_backward(tmp_path: Path) ->
 
 
 def test_a_graph_without_saved_tensor_hooks_is_an_error(tmp_path: Path) -> None:
+    """Hazard: backward fails with an error of torch that names nothing."""
     with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             with pytest.raises(StateError, match="saved-tensor hooks are forbidden"):
@@ -350,7 +355,8 @@ class Detached(nn.Linear):
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=["block", "leaf"])
 @pytest.mark.parametrize("layer", [nn.Linear, Detached])
 def test_layerwise_casting(layer: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """Autograd saves views of weights that the hooks have bound to other memory, for the time of a call."""
+    """Autograd saves views of weights that the hooks have bound to other memory, for the time of a call. Hazard: hooks
+    bind weights to other memory for a call, and backward takes our bindings for an edit."""
     hooks = pytest.importorskip("diffusers.hooks")
 
     def cast() -> nn.Module:

@@ -25,7 +25,8 @@ from ..support.tuning import tune
 
 
 def test_gradients_of_offloaded_weights_are_refused(tmp_path: Path) -> None:
-    """A model as it is made, with nothing frozen: forward and gradients of inputs work, `backward()` says what to do."""
+    """A model as it is made, with nothing frozen: forward and gradients of inputs work, `backward()` says what to do.
+    Hazard: gradients end up beside parameters that are somewhere else by then."""
     model, reference = make().requires_grad_(True), make().requires_grad_(True)
     with offloaded(model, "random", tmp_path) as (_, handle, put, get):
         for _ in range(2):
@@ -240,6 +241,7 @@ def test_weights_that_were_given_up_before_backward_are_an_error(change: str, tm
 
 
 def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
+    """Hazard: a backward breaks off, and the next forward finds the module half onloaded."""
     model, reference = make(), make()
     expected = train(reference, plain)
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):

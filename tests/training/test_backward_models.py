@@ -65,6 +65,7 @@ def assert_ahead(handle: OffloadHandle, run: Callable[[], object]) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", DENOISERS)
 def test_lora_on_diffusers_models(name: str, level: str, checkpointing: bool) -> None:
+    """Hazard: streams and gradient checkpointing exclude each other (SimpleTuner #1984, #3150)."""
     ours = with_lora(name, checkpointing=checkpointing)
     handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
     assert_same_training(ours, with_lora(name, checkpointing=checkpointing), name)

@@ -22,7 +22,8 @@ from ..support.training import CHECKPOINTS, DIM, Put, assert_same_bits, data, pl
 
 @pytest.mark.parametrize("run_block", [None, *CHECKPOINTS[:2]])
 def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> None:
-    """Of L blocks with two slots 2 L - 4 move in a step: at both turns the last two are there. None is late."""
+    """Of L blocks with two slots 2 L - 4 move in a step: at both turns the last two are there. None is late. Hazard: in
+    backward weights come on demand, one after another."""
     attributes = {} if run_block is None else {"run_block": run_block}
     model = make(6, **attributes)
     with offloaded(model, "lazy", tmp_path) as (_, handle, put, _):
@@ -72,7 +73,8 @@ def test_the_first_backward_is_foreseen(run_block: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 def test_device_memory_is_that_of_slots(level: str, tmp_path: Path) -> None:
-    """Nothing that autograd holds keeps weights on the device: a step takes what a forward without gradients does."""
+    """Nothing that autograd holds keeps weights on the device: a step takes what a forward without gradients does.
+    Hazard: autograd holds every weight on the device until backward, and nothing is saved."""
     model = make(6)
     with offloaded(model, "eager", tmp_path, offload_type=level) as (_, handle, put, _):
         with torch.no_grad():
@@ -87,6 +89,7 @@ def test_device_memory_is_that_of_slots(level: str, tmp_path: Path) -> None:
 
 
 def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
+    """Hazard: gradients end up beside parameters that are somewhere else."""
     model = make()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with offloaded(model, "random", tmp_path) as (_, handle, put, _):
@@ -114,7 +117,8 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
 
 
 def test_trained_parameters_that_are_deleted_are_let_go(tmp_path: Path) -> None:
-    """New ones take their place, and are trained too."""
+    """New ones take their place, and are trained too. Hazard: the memory of a deleted trained parameter stays on the
+    device."""
     model = make()
     with offloaded(model, "random", tmp_path) as (_, handle, put, _):
         for _ in range(2):

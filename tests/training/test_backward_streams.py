@@ -63,7 +63,8 @@ def stashing(num_blocks: int = 6) -> LoraModel:
 def test_weights_that_are_kept_past_our_hooks_stay_as_they_are(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gradients are right: what somebody keeps views of is not used again before they go."""
+    """Gradients are right: what somebody keeps views of is not used again before they go. Hazard: an autograd function
+    keeps a weight in its context, past all hooks (quantized kernels)."""
     for step in (plain, STEPS["two_by_two"]):
         check(step, "random", tmp_path, stashing, num_steps=3, **options)
     if not options:
@@ -155,6 +156,7 @@ def everything(folder: Path) -> None:
 
 @pytest.mark.parametrize("run_part", [None, *CHECKPOINTS])
 def test_kernels_read_weights_on_the_device_only(run_part: Any, tmp_path: Path) -> None:
+    """Hazard: a checkpoint calls a part of a block again while its weights are offloaded."""
     model = make(run_part=run_part)
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
         plain(model, put)  # from now on what is trained is where it stays
@@ -207,7 +209,8 @@ def _without_wait(self: Any, saved: Any) -> torch.Tensor:
 def test_every_part_is_needed(
     mutant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any of them the tests above fail, on a device where a missing wait is an error."""
+    """Without any of them the tests above fail, on a device where a missing wait is an error. Hazard: autograd's view
+    of a slot is refilled before backward: silently wrong gradients."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         everything(tmp_path)

@@ -76,7 +76,8 @@ def with_lora(mesh: DeviceMesh, where: str) -> Any:
 @pytest.mark.parametrize("where", ["layers", "blocks"])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_lora_in_each_block(order: str, where: str, mesh: DeviceMesh) -> None:
-    """Activations are offloaded too, and the adapters are switched off for one forward."""
+    """Activations are offloaded too, and the adapters are switched off for one forward. Hazard: FSDP2 exchanges trained
+    parameters in each forward, which is taken for a change."""
     bits: list[list[torch.Tensor]] = []
     for is_offloaded in (False, True):
         model, wrap = with_lora(mesh, where)
@@ -126,7 +127,8 @@ def pair(mesh: DeviceMesh) -> tuple[TrainingModel, OffloadHandle, TrainingModel]
 
 
 def test_a_parameter_that_was_kept_is_let_go(mesh: DeviceMesh) -> None:
-    """It was trained before FSDP2 took it."""
+    """It was trained before FSDP2 took it. Hazard: FSDP2 takes a trained parameter, and its old memory stays on the
+    device."""
     model, reference = make(), make()
     handle = apply_group_offloading(model, "cpu")
     step(model)
@@ -152,7 +154,8 @@ def test_removed_before_the_next_pass(mesh: DeviceMesh) -> None:
 
 
 def test_offloaded_while_parameters_are_gathered(mesh: DeviceMesh) -> None:
-    """After an evaluation, which leaves them so. The module looks as one without FSDP2 then."""
+    """After an evaluation, which leaves them so. The module looks as one without FSDP2 then. Hazard: what FSDP2 has
+    gathered is offloaded."""
     model, reference = make(), make()
     for each in (model, reference):
         under_fsdp(each, mesh)
@@ -187,7 +190,8 @@ def test_parameters_that_are_frozen_for_a_while(mesh: DeviceMesh) -> None:
 
 
 def test_weights_beside_them_are_looked_at(mesh: DeviceMesh) -> None:
-    """In one module FSDP2 exchanges a parameter, and the user others."""
+    """In one module FSDP2 exchanges a parameter, and the user others. Hazard: beside a parameter that FSDP2 exchanges,
+    an edit of another one isn't noticed."""
     model, reference = make(), make()
     for each in (model, reference):
         each.head.bias.requires_grad_(requires_grad=False)

@@ -126,7 +126,7 @@ def test_direct_reads_that_are_refused(
     scarce_ram: None,
     warnings_of_reads: list[str],
 ) -> None:
-    """Then files are read through the page cache, which is said once."""
+    """Then files are read through the page cache, which is said once. Hazard: a file system refuses direct reads."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
 
@@ -149,6 +149,7 @@ def test_direct_reads_that_are_refused(
 def test_files_that_cannot_be_opened_for_direct_reads(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce_ram: None, warnings_of_reads: list[str]
 ) -> None:
+    """Hazard: a file system refuses to open files for direct reads."""
     real = os.open
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -195,7 +196,8 @@ def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: N
 def test_direct_reads_that_return_less(
     size: int, where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
 ) -> None:
-    """The file is whole: what a read did not bring comes with the next one."""
+    """The file is whole: what a read did not bring comes with the next one. Hazard: a read returns less than was asked
+    for, and the rest of the buffer is garbage."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
 

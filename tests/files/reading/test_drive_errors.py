@@ -28,7 +28,8 @@ from ...support.tuning import tune
 
 
 def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that found nothing to do, and is slow to end, does not count as one that will look again."""
+    """A thread that found nothing to do, and is slow to end, does not count as one that will look again. Hazard: a read
+    comes while the last thread is on its way out, and the forward waits forever."""
     monkeypatch.setattr(reader, "num_threads", lambda: 1)
     next_chunk, wait, is_waited_for = reader.Reader._next, jobs.ReadJob.wait, threading.Event()
 
@@ -49,7 +50,8 @@ def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.
 
 
 def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
-    """One forward for each read that a forward makes, and that one read fails. What was read ahead is tried once more."""
+    """One forward for each read that a forward makes, and that one read fails. What was read ahead is tried once more.
+    Hazard: the disk fails in the middle of a forward (`EIO`), and the model is lost."""
     rig.check(2)
     rig.settle()
     preadv.arm(-1, -1)
@@ -75,6 +77,7 @@ def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 def test_what_the_system_says_is_told(code: int, rig: Rig, preadv: Preadv) -> None:
+    """Hazard: a read that fails is reported as a lack of memory (ComfyUI #12332, #13598, #15255)."""
     preadv.fail(code, 0, 10**6)
     with pytest.raises(GroupFileError) as caught:
         rig.check(3)
@@ -97,6 +100,7 @@ def test_remove_while_every_read_fails(rig: Rig, preadv: Preadv) -> None:
 
 @pytest.mark.parametrize("size", [1, 5000])
 def test_reads_that_return_less(size: int, rig: Rig, preadv: Preadv) -> None:
+    """Hazard: a read returns less than was asked for, and the rest of the buffer is garbage."""
     preadv.arm(0, 10**9, lambda real, fd, buffers, position: real(fd, [buffers[0][:size]], position))
     if size == 1:
         preadv.last = 40  # some reads only: byte by byte takes too long
@@ -106,6 +110,8 @@ def test_reads_that_return_less(size: int, rig: Rig, preadv: Preadv) -> None:
 
 @every_rig
 def test_a_slow_drive(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
+    """Hazard: every onload reads on the thread that launches compute; nothing overlaps (diffusers #11682)."""
+
     def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
         time.sleep(0.004)
         count: int = real(fd, buffers, position)

@@ -18,6 +18,7 @@ from ...support.reading import Preadv, Rig, assert_tells, every_rig
 def test_a_truncated_file_comes_back(
     direct: bool, where: str, tier: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """Hazard: a file is truncated while the model runs: a crash, or garbage."""
     if direct:
         request.getfixturevalue("scarce_ram")
     # What is in a checkpoint can be told if it was hashed.
@@ -55,7 +56,8 @@ def test_a_file_that_is_cut_off_while_it_is_read(rig: Rig, preadv: Preadv) -> No
 @every_rig
 @pytest.mark.parametrize("what", ["deleted", "replaced", "replaced by a folder", "folder gone"])
 def test_a_file_that_goes_under_a_running_model(what: str, where: str, tier: str, tmp_path: Path) -> None:
-    """What was opened is read on, whatever has its name."""
+    """What was opened is read on, whatever has its name. Hazard: a file is deleted, replaced or made unreadable while
+    the model runs."""
     (tmp_path / "weights").mkdir()
     with Rig(where, tier, tmp_path / "weights") as rig:
         rig.check()

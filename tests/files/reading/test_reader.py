@@ -196,6 +196,7 @@ def test_a_trace_shows_the_reads(rig: Rig, tmp_path: Path) -> None:
     st.sampled_from([{}, {"offload_type": "leaf_level"}, {"record_stream": True}, {"use_stream": False}]),
 )
 def test_late_and_reordered_reads(seed: int, laziness: Any, tier: str, options: dict[str, Any]) -> None:
+    """Hazard: reads on the thread that launches compute overlap with nothing (diffusers #11682)."""
     exercise(seed, laziness, {tier: True, **options}, num_passes=3)
 
 

@@ -31,6 +31,7 @@ def slow(fd, buffers, position):
     [("cpu", "return"), ("simulated", "return"), ("simulated", "raise KeyboardInterrupt")],
 )
 def test_interpreter_exit_with_reads_in_flight(end: str, where: str, tmp_path: Path) -> None:
+    """Hazard: the process hangs at exit, or Python ends a thread in the middle of C++."""
     ending = {"return": "pass"}.get(end, end)
     # Not a daemon: Python ends those inside of torch's C++, which ends the process.
     begin = (
@@ -70,7 +71,8 @@ atexit.register(last)
 
 
 def test_fork_while_files_are_read(tmp_path: Path) -> None:
-    """The child has none of its parent's threads, and ends all the same; the parent goes on."""
+    """The child has none of its parent's threads, and ends all the same; the parent goes on. Hazard: the process hangs
+    after a fork."""
     done = run_python(
         _IN_A_CHILD
         + """
@@ -131,7 +133,8 @@ sys.exit(0 if status == 0 else 5)
 
 @pytest.mark.parametrize("which", ["read", "being read", "removed"])
 def test_what_was_read_ahead_before_a_fork(which: str, tmp_path: Path) -> None:
-    """The child has other memory for what is read, and reads it again, or gives it up: nobody ends its parent's reads there."""
+    """The child has other memory for what is read, and reads it again, or gives it up: nobody ends its parent's reads
+    there. Hazard: a child sends what was read ahead before the fork, from memory that has other bytes now."""
     few_frames = _IN_A_CHILD.replace("chunk_bytes=8192", "chunk_bytes=8192, num_frames=4")
     done = run_python(f"{few_frames}\nwhich = {which!r}\n{_FORKED}", "simulated", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,64 @@
+"""The format of packed files, as docs/how-it-works.md describes it: read in plain Python, without the package's own reader."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from group_offload.base.layout import lay_out
+from group_offload.stores.folder import Folder
+from group_offload.stores.packed_files import PackedFiles, Wanted
+
+
+def test_a_reader_in_plain_python(tmp_path: Path) -> None:
+    """A packed file that only the version that wrote it can read."""
+    given = [torch.randn(50_001, dtype=torch.bfloat16), torch.randn(99), torch.randn(30_000).exp().pow(4).bfloat16()]
+    layout = lay_out(["a", "b", "c"], given)
+    [file] = PackedFiles(Folder(tmp_path / "packed", "Model")).find_or_pack([Wanted("block", layout, given)])
+    image = torch.frombuffer(bytearray(unpacked(file.path)), dtype=torch.uint8)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image), given, strict=True))
+
+
+def unpacked(path: Path) -> bytes:
+    with safe_open(path, "pt") as file:
+        data, metadata = file.get_tensor("packed").numpy().tobytes(), file.metadata()
+    layout = json.loads(metadata["group_offload.packed"])
+    image = b""
+    for num_escapes, spans in layout["strips"]:
+        strip, data = unpacked_strip(data, num_escapes, spans)
+        image += strip
+    return image
+
+
+def unpacked_strip(data: bytes, num_escapes: int, spans: list[tuple[int, int, str]]) -> tuple[bytearray, bytes]:
+    """The first strip of `data`, and what follows it."""
+    image = bytearray(sum(size for size, _, _ in spans))
+    rows = [struct.unpack_from("<QQQII16s", data, 48 * number) for number in range(len(spans))]
+    num_tiles = sum(-(-size // 4096) for size, _, _ in spans)
+    tiles_at = -(-48 * len(spans) // 256) * 256
+    offset, size, place, _, bits, _ = rows[-1]
+    end = place + (size // 4096 * (256 * bits + 2048) if bits else size)
+    escapes_at = -(-end // 256) * 256
+    for tile in range(num_tiles):
+        (entry,) = struct.unpack_from("<Q", data, tiles_at + 8 * tile)
+        offset, size, place, first, bits, exponents = rows[entry >> 32 & 0xFFFFF]
+        offset, escape = offset + 4096 * (tile - first), escapes_at + (entry & 0xFFFFFFFF)
+        if not bits:
+            start = place + 4096 * (tile - first)
+            part = data[start : min(start + 4096, place + size)]
+            image[offset : offset + len(part)] = part
+            continue
+        record = place + (256 * bits + 2048) * (tile - first)
+        for weight in range(2048):
+            codes = sum(data[record + 256 * plane + weight // 8] << 8 * plane for plane in range(bits))
+            code = codes >> bits * (weight % 8) & (1 << bits) - 1
+            exponent = exponents[code]
+            if code == (1 << bits) - 1:
+                exponent, escape = data[escape], escape + 1
+            rest = data[record + 256 * bits + weight]
+            struct.pack_into("<H", image, offset + 2 * weight, (rest & 0x80) << 8 | exponent << 7 | rest & 0x7F)
+    return image, data[-(-(escapes_at + num_escapes + 2064) // 256) * 256 :]
