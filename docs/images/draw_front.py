@@ -1,8 +1,8 @@
-"""Draws front.svg, the picture of the README, from two results of `python -m benchmarks weights`.
+"""Draws front.svg, the picture of the README, from results of `python -m benchmarks card`.
 
     python docs/images/draw_front.py
 
-On the left the time of a step against the device memory that it takes, on the right what a model in files takes.
+Seconds an image against the memory that is free on the GPU. It is as wide as a phone, and has a light and a dark scheme.
 """
 
 from __future__ import annotations
@@ -11,112 +11,128 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from svg import close_picture, line, open_picture, text
+from svg import close_picture
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent.parent / "benchmarks/results/weights"
+RESULTS = HERE.parent.parent / "benchmarks/results/card"
 GIB = 1 << 30
-WIDTH, HEIGHT, TOP, BOTTOM, LEFT, MIDDLE = 860, 372, 92, 44, 52, 556
-OURS, DIFFUSERS, RESIDENT = "#2a6f97", "#c98a1b", "#777777"
-MOST_SECONDS, MOST_GIB = 0.62, 24.5
-IN_FILES = {
-    "group_offload": ("ours block, checkpoint @12GiB", OURS),
-    "diffusers": ("diffusers block+stream, disk @12GiB", DIFFUSERS),
-}
-FIGURES = (
-    ("a step", "step_s", 1, "s"),
-    ("most RAM of the process", "rss_peak_bytes", GIB, "GiB"),
-    ("written to the drive by set-up", "setup_write_bytes", GIB, "GiB"),
+FREE = (4, 8, 12, 16)
+FILES = ("8gib-h200", "4-12-16gib-h200", "8gib-diffusers-h200", "4gib-diffusers-h200")
+"""The first file that has an arm is the one whose times are drawn."""
+BARS = (
+    ("diffusers", "diffusers", "diffusers group offloading"),
+    ("ours+auto", "ours", "group_offload"),
+    ("ours+auto+pack", "packed", "group_offload, pack=True"),
 )
-
-
-def x_of(gib: float) -> float:
-    return LEFT + (MIDDLE - 48 - LEFT) * gib / MOST_GIB
+"""The arm in the results, the class of its bar, and what readers see."""
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BASE = 440, 424, 34, 430, 112, 338
+MOST_SECONDS = 5.4
+BAR, GAP = 27, 3
+STYLE = """<style>
+.ground{fill:#fff}.halo{stroke:#fff;stroke-width:4px;paint-order:stroke}.ink{fill:#1f2328}.soft{fill:#57606a}.grid{stroke:#d8dee4}.limit{stroke:#1f2328}
+.diffusers{fill:#c9851b}.ours{fill:#1f6f9f}.packed{fill:#6fb7dd}
+@media (prefers-color-scheme:dark){
+.ground{fill:#0d1117}.halo{stroke:#0d1117}.ink{fill:#e6edf3}.soft{fill:#9da7b1}.grid{stroke:#30363d}.limit{stroke:#e6edf3}
+.diffusers{fill:#e0a13a}.ours{fill:#3f97cf}.packed{fill:#9ad3f2}}
+</style>"""
 
 
 def y_of(seconds: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * seconds / MOST_SECONDS
+    return BASE - (BASE - TOP) * seconds / MOST_SECONDS
 
 
-def place(arm: Mapping[str, Any]) -> tuple[float, float]:
-    return x_of(arm["device_peak_bytes"] / GIB), y_of(arm["step_s"])
+def label(x: float, y: float, content: str, kind: str = "ink", *, anchor: str = "start", **style: str) -> str:
+    more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{more}>{content}</text>'
 
 
-def point(arm: Mapping[str, Any], colour: str) -> str:
-    x, y = place(arm)
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
+def rule(y: float, kind: str, **style: str) -> str:
+    more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
+    return f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"{more}/>'
 
 
-def draw_steps(arms: Mapping[str, Any]) -> list[str]:
-    """Each arm a point. Those of this package are a line: a budget chooses a place on it."""
-    parts = [text(LEFT, TOP - 24, "Weights in RAM: time of a step against VRAM", weight="bold")]
-    for tenth in range(7):
-        parts += [line(LEFT, y_of(tenth / 10), MIDDLE - 48, y_of(tenth / 10), "#e4e4e4")]
-        parts += [text(LEFT - 6, y_of(tenth / 10) + 4, f"{tenth / 10:.1f} s", "end", size=12, fill="#555")]
-    parts += [
-        text(x_of(gib), HEIGHT - BOTTOM + 18, f"{gib} GiB", "middle", size=12, fill="#555") for gib in range(0, 25, 4)
+def seconds_of(arm: Mapping[str, Any]) -> float:
+    """The median of all images but the first one, which sets up."""
+    return median(image["s"] for image in arm["images"][1:])
+
+
+def failures_of(arm: Mapping[str, Any]) -> int:
+    """Images that raised, or that differ from those of the resident pipeline."""
+    return sum("error" in image or not image["is_image_equal"] for image in arm["images"])
+
+
+def draw_bar(x: float, kind: str, arm: Mapping[str, Any] | None) -> str:
+    """A bar with its seconds, or in its place why there is none."""
+    why = "not measured"
+    if arm is not None:
+        why = f"{failures_of(arm)} of {len(arm['images'])} images failed"
+    if arm is None or failures_of(arm):
+        x += BAR / 2 + 5
+        turn = f"rotate(-90 {x:.1f} {BASE - 6})"
+        return label(x, BASE - 6, why, "soft halo", font_size="14", transform=turn)
+    seconds = seconds_of(arm)
+    y = y_of(seconds)
+    bar = f'<rect x="{x:.1f}" y="{y:.1f}" width="{BAR}" height="{BASE - y:.1f}" rx="2" class="{kind}"/>'
+    return bar + label(x + BAR / 2, y - 5, f"{seconds:.1f}", anchor="middle", font_weight="bold")
+
+
+def draw(results: list[Mapping[str, Any]]) -> str:
+    arms: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        for name, arm in result["arms"].items():
+            arms.setdefault(name, arm)
+    [device] = {result["machine"]["device"].removeprefix("NVIDIA ") for result in results}
+    residents = [result["arms"]["flux resident"] for result in results]
+    [pixels] = {arm["images"][0]["shape"][-1] for arm in residents}
+    [steps] = {result["scenario"]["num_steps"] for result in results}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH * 1.1:.0f}" '
+        f'height="{HEIGHT * 1.1:.0f}" font-family="system-ui, sans-serif" font-size="15" role="img">',
+        "<title>Seconds per image by free GPU memory</title>",
+        STYLE,
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" class="ground"/>',
+        label(12, 26, "Seconds per image, FLUX.1-size", font_size="18", font_weight="bold"),
     ]
-    ours = [arm for name, arm in arms.items() if name == "ours block" or name.startswith("ours block vram=")]
-    ours.sort(key=lambda arm: arm["device_peak_bytes"])
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, ours))
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{OURS}" stroke-width="2.5"/>')
-    parts += [point(arm, OURS) for arm in ours]
-    resident = arms["resident"]
+    for number, (_, kind, title) in enumerate(BARS):
+        x, y = (12, 50) if number == 0 else (12 + 150 * (number - 1), 72)
+        parts += [f'<rect x="{x}" y="{y - 11}" width="13" height="13" rx="2" class="{kind}"/>', label(x + 19, y, title)]
+    for tick in range(6):
+        parts += [rule(y_of(tick), "grid"), label(LEFT - 8, y_of(tick) + 5, str(tick), "soft", anchor="end")]
+    pitch = (RIGHT - LEFT) / len(FREE)
+    bars: list[tuple[float, str, Mapping[str, Any] | None]] = []
+    for at, free in enumerate(FREE):
+        middle = LEFT + pitch * (at + 0.5)
+        parts.append(label(middle, BASE + 20, f"{free} GiB free", anchor="middle"))
+        for number, (name, kind, _) in enumerate(BARS):
+            x = middle + (number - len(BARS) / 2) * (BAR + GAP) + GAP / 2
+            bars.append((x, kind, arms.get(f"flux, {free} GiB, {name}")))
+    bars.sort(key=lambda bar: bar[2] is None or failures_of(bar[2]) > 0)  # words lie over the line
+    drawn = [draw_bar(*bar) for bar in bars]
+    num_whole = sum("<rect" in bar for bar in drawn)
+    resident = seconds_of(residents[0])
+    facts = (
+        f"One {device}; another process holds the rest of its memory.",
+        f"{pixels} x {pixels}, {steps} steps; median after the first image.",
+    )
     parts += [
-        point(resident, RESIDENT),
-        text(place(resident)[0] + 8, place(resident)[1] - 12, "resident", "end", fill=RESIDENT),
+        *drawn[:num_whole],
+        rule(y_of(resident), "limit", stroke_width="1.5", stroke_dasharray="5 4"),
+        *drawn[num_whole:],
+        label(RIGHT, TOP - 16, f"- - all weights on the GPU: {resident:.1f}", anchor="end"),
+        *(label(12, BASE + 46 + 19 * at, fact, "soft", font_size="14") for at, fact in enumerate(facts)),
     ]
-    for name, arm in arms.items():
-        if arm["engine"] == "diffusers":
-            level = "leaf" if "leaf" in name else "block"
-            x, y = place(arm)
-            at = (x + 10, y + 14) if level == "leaf" else (x + 10, y - 6)
-            parts += [
-                point(arm, DIFFUSERS),
-                text(*at, f"diffusers, {level} level: {arm['step_s']:.2f} s", fill=DIFFUSERS),
-            ]
-    middle, quarter = ours[len(ours) // 2], ours[len(ours) // 2 - 1]
-    x, y = place(quarter)
-    parts.append(text(x + 12, y - 4, "group_offload: a budget chooses the point", fill=OURS, weight="bold"))
-    for arm in (ours[0], middle):
-        parts.append(text(place(arm)[0] + 4, place(arm)[1] + 20, f"{arm['step_s']:.2f} s", fill=OURS))
-    slow = arms["accelerate cpu_offload"]
-    facts = f"accelerate, sequential: {slow['step_s']:.1f} s at {slow['device_peak_bytes'] / GIB:.1f} GiB, beyond this picture"
-    return [*parts, text(MIDDLE - 48, TOP - 4, facts, "end", size=12, fill="#b0413e")]
-
-
-def draw_files(arms: Mapping[str, Any]) -> list[str]:
-    """Pairs of bars: for each figure, both arms."""
-    parts = [text(MIDDLE, TOP - 24, "Weights in files, 12 GiB of RAM", weight="bold")]
-    for number, (title, key, unit, name_of_unit) in enumerate(FIGURES):
-        top = TOP + 84 * number
-        parts.append(text(MIDDLE, top, title, size=12, fill="#555"))
-        most = max(arms[name][key] for name, _ in IN_FILES.values())
-        for at, (engine, (name, colour)) in enumerate(IN_FILES.items()):
-            value = arms[name][key]
-            width = max(2.0, 110 * value / most)
-            y = top + 8 + 24 * at
-            parts.append(f'<rect x="{MIDDLE}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="{colour}"/>')
-            label = f"{value / unit:.1f} {name_of_unit}, {engine}"
-            parts.append(text(MIDDLE + width + 6, y + 13.5, label, size=12, fill=colour))
-    return parts
-
-
-def draw(budgets: Mapping[str, Any], files: Mapping[str, Any]) -> str:
-    size, device = budgets["arms"]["resident"]["weight_bytes"] / GIB, budgets["machine"]["device"]
-    facts = f"{size:.0f} GiB of weights, 4096 image tokens, one {device}; every output has the resident model's bits"
-    parts = open_picture(WIDTH, HEIGHT, "A FLUX.1-size transformer", facts, LEFT - 36)
-    return close_picture([*parts, *draw_steps(budgets["arms"]), *draw_files(files["arms"])])
+    return close_picture(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
-    budgets, files = (json.loads((RESULTS / f"flux1-{name}-h200.json").read_text()) for name in ("budgets", "files"))
-    (options.output / "front.svg").write_text(draw(budgets, files))
+    results = [json.loads((RESULTS / f"flux1-{name}.json").read_text()) for name in FILES]
+    (options.output / "front.svg").write_text(draw(results))
 
 
 if __name__ == "__main__":
