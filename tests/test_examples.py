@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples import demo
+from group_offload import OffloadHandle, OffloadStats
 
 from .support.simulated import SimulatedDevice, use_simulated_device
 
@@ -77,21 +78,21 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     names: dict[str, object] = {}
-    shown: list[object] = []
+    images, tables = [], []
     for code in [*(code for code in codes for _ in range(2)), *codes]:
         *statements, last = ast.parse(code).body
+        if not isinstance(last, ast.Expr):
+            exec(code, names)
+            continue
         exec(compile(ast.Module(statements, []), "notebook.ipynb", "exec"), names)
-        if isinstance(last, ast.Expr):
-            shown.append(eval(compile(ast.Expression(last.value), "notebook.ipynb", "eval"), names))
-        else:
-            exec(compile(ast.Module([last], []), "notebook.ipynb", "exec"), names)
+        shown = eval(compile(ast.Expression(last.value), "notebook.ipynb", "eval"), names)
+        images += [shown.tobytes()] if isinstance(shown, Image.Image) else []
+        tables += [shown._repr_html_()] if isinstance(shown, OffloadHandle | OffloadStats) else []
+    assert len(tables) == 6 and all("<table" in table for table in tables)
     exec(codes[3].rpartition("\n")[0], names)  # offloading was disabled
     resident = names["image"]
     assert isinstance(resident, Image.Image)
-    images = [each.tobytes() for each in shown if isinstance(each, Image.Image)]
     assert images[0] == images[1] != images[2] == resident.tobytes()  # the first cell makes a checkpoint of its own
-    tables = [getattr(each, "_repr_html_", str)() for each in shown if not isinstance(each, Image.Image | None)]
-    assert len(tables) == 6 and all("<table" in table for table in tables)
 
 
 @pytest.mark.parametrize("script", HERE)
