@@ -431,7 +431,7 @@ _RUN_HERE = frozenset(
         "VQModel",
     ]
 )
-"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/support-matrix.md."""
+"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/compatibility.md."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:

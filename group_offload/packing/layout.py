@@ -1,4 +1,4 @@
-"""Where everything lies in a packed image. docs/group-files.md has the format, byte by byte.
+"""Where everything lies in a packed image. docs/how-it-works.md has the format, byte by byte.
 
 [Note: A packed image]
 An image is the bytes of a blob. It is cut into *strips*, which follow one another in the packed image too. A strip decodes by

@@ -80,7 +80,7 @@ class Passes:
     """
 
     root = Weak[nn.Module]()
-    """The offloaded module. An engine keeps no module alive: see [Note: Lifetimes] in docs/architecture.md."""
+    """The offloaded module. An engine keeps no module alive: see [Note: Lifetimes] in docs/how-it-works.md."""
 
     def __init__(
         self,
