@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Calls and names of tests in tables may break behind a dot, an underscore or a bracket."""
+    """Calls and names in tables may break behind a dot, an underscore or a bracket."""
     return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+", _breakable, cell[0]), html, flags=re.DOTALL)
 
 
