@@ -282,13 +282,13 @@ def tables() -> dict[str, str]:
     """The generated parts of the page, by name."""
     ours, peer, resident = "group_offload", "diffusers", "resident"
     pairs = [f"{who}, {what}" for who in (ours, peer, resident) for what in ("step", "VRAM")]
-    ways = ['`"auto"`', "`pack=True`", "`vram_budget=None`", "diffusers"]
+    ways = ["default, last image", "`pack=True`", "`vram_budget=None`", "diffusers"]
     phases = ["set-up", "first image", "second image"]
     sizes = [f"{size} tokens, {what}" for size in (4096, 16384) for what in ("step", "VRAM")]
     kinds = ["resident, step", "resident, VRAM", "block level, step", "block level, VRAM", "leaf level, step"]
     peers = ["diffusers, block level", "diffusers, leaf level"]
     return {
-        "cards": _table(["free VRAM", "first image", ways[0], "VRAM reserved", *ways[1:]], _cards()),
+        "cards": _table(["free VRAM", "default, first image", ways[0], "default, VRAM reserved", *ways[1:]], _cards()),
         "pipelines": _table(["pipeline", *ways, resident], _pipelines()),
         "first images": _table(["FLUX.1", *phases], _first_images()),
         "control": _table(["FLUX.1 and a ControlNet", "step", "second image", "VRAM", "RAM"], _control()),
