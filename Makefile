@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cover size test quick portable matrix versions lint type bench site docs dist wheel
+.PHONY: help setup demo cover size test quick portable matrix versions lint type bench pages site docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.5 GB unpacked, 5 GB or more where torch comes with CUDA), minutes"
@@ -23,11 +23,12 @@ help:
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
 	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
 	@echo "make cover   all tests, and the lines that they leave out: thrice the time of make test"
-	@echo "make matrix  every model class of diffusers on every tier, and the table in docs/support-matrix.md: fifteen minutes on 2 cores"
+	@echo "make matrix  every model class of diffusers on every tier, and the tables of docs/compatibility.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"
 	@echo "make size    the lines of the package, the tests and the benchmarks"
 	@echo "make type    mypy, strict, on the package and the examples"
+	@echo "make pages   write what is generated in docs/: the reference, and the tables of benchmarks"
 	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
 	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything)"
@@ -74,6 +75,9 @@ type: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks weights $(ARGS)
+
+pages: $(READY)
+	$(BIN)/python -m docs.generated
 
 site: $(READY)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \

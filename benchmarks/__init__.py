@@ -1,1 +1,1 @@
-"""Time and memory of this package beside its peers. docs/benchmarks.md says how each table is repeated."""
+"""Time and memory of this package beside its peers. benchmarks/results/README.md says how each result is repeated."""

@@ -93,13 +93,33 @@ def shown(key: str, value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
+def figure(arm: Arm, key: str) -> str:
+    """A figure of a result, as tables show it. "images.-1.s" is that of the last image, "ranks.max.step_s" of the slowest rank.
+
+    An arm that failed, as a whole or in one of its images, says so; one that was not run to its end has a dash.
+    """
+    errors = [arm.get("error"), *(image.get("error") for image in arm.get("images", ()))]
+    for error in map(str, filter(None, errors)):
+        if "OutOfMemoryError" in error or error == "out of memory":
+            return "out of memory"
+        return "-" if re.match("not run|stopped|TimeoutError", error) else "fails"
+    value: Any = arm
+    path = key.split(".")
+    for at, part in enumerate(path):
+        if part == "max":
+            value = max(each[path[at + 1]] for each in value)
+            break
+        value = value[part] if isinstance(value, Mapping) else value[int(part)]
+    return shown(path[-1] if path[-1].isidentifier() else path[-2], value)
+
+
+def markdown(rows: Sequence[Sequence[str]], max_width: int = MAX_WIDTH) -> str:
     """A table; the first row is its head. What an error says does not widen its column."""
-    widths = [max(min(len(row[column]), MAX_WIDTH) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(min(len(row[column]), max_width) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    lines.insert(1, "|" + "|".join("-" * max(width + 2, 3) for width in widths) + "|")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""How the site differs from these folders on GitHub: where three pages of the root stand, what links become, and anchors.
+"""How the site differs from these folders on GitHub: where two pages of the root stand, what links become, and anchors.
 
 MkDocs calls the functions `on_...` (`hooks` in mkdocs.yml).
 """
@@ -17,9 +17,11 @@ logger = logging.getLogger("mkdocs.plugins.hooks")  # a warning is an error wher
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+ALONE = ("index", "quickstart", "troubleshooting", "benchmarks", "how-it-works", "contributing")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 ISSUES = re.compile(r"diffusers(?: #\d+,?)+")
+DOCSTRING = re.compile(r"^<!-- (::: .+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*$", re.MULTILINE)
 
 
@@ -33,7 +35,8 @@ def place_of(path: Path) -> str:
     if path.is_relative_to(DOCS) and path.suffix != ".py":
         return path.relative_to(DOCS).as_posix()
     inside = path.relative_to(ROOT).as_posix()
-    return FROM_ROOT.get(inside, f"source/{inside}")
+    place = f"source/{inside}.txt" if path.suffix == ".md" else f"source/{inside}"  # Markdown would become a page
+    return FROM_ROOT.get(inside, place)
 
 
 def source_of(file: Any) -> Path:
@@ -59,8 +62,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links lead to where files stand here, and a code block says its language only."""
-    if page.file.src_uri in ("index.md", "quickstart.md"):
+    """Links lead to where files stand here, a code block says its language only, and docstrings come in."""
+    if page.file.src_uri.removesuffix(".md") in ALONE:
         page.meta["hide"] = ["navigation"]  # each is alone in its part
     folder = source_of(page.file).parent
     here = Path(place_of(source_of(page.file))).parent
@@ -74,11 +77,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def linked(issues: re.Match[str]) -> str:
         return re.sub(r"#(\d+)", r"[#\1](https://github.com/huggingface/diffusers/issues/\1)", issues[0])
 
+    markdown = DOCSTRING.sub(r"\1", markdown)  # GitHub, which cannot show them, sees a comment
     return FENCE.sub(r"\1```\2", ISSUES.sub(linked, LINK.sub(moved, markdown)))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Calls and names of tests in tables may break behind a dot, an underscore or a bracket."""
+    """Calls and names in tables may break behind a dot, an underscore or a bracket."""
     return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+", _breakable, cell[0]), html, flags=re.DOTALL)
 
 

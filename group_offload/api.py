@@ -35,60 +35,57 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
     Args:
         module: The module to offload. A module that was passed through `torch.compile` is offloaded underneath.
         onload_device: Device that computes. Default: the current accelerator, else the CPU.
-        offload_device: `"cpu"`: weights rest in RAM. `"disk"`: weights stay in the files that they were loaded from, and
-            buffers that are in no file rest in RAM.
-        offload_type: `"block_level"` moves whole blocks (the elements of ModuleLists and Sequentials), `"leaf_level"` single
-            layers, which takes the least device memory. An `OffloadType`, or diffusers' own enum, works too.
-        num_blocks_per_group: Number of blocks that move together. Block level only. Default: 1.
-        non_blocking: Without a stream: whether the host runs ahead of the copies of weights. With a stream it always does.
-            With or without one: whether page-locked inputs are copied from where they are, so that the caller may change
-            them only after the device has copied them.
-        use_stream: Whether weights are copied on a separate stream, ahead of the compute that needs them. Default: whether
-            the device has streams.
-        record_stream: Block level: whether memory for onloaded weights comes from torch's caching allocator, just in time,
-            instead of from a fixed ring; this takes slightly less memory. Leaf level always uses the allocator; with this
-            option it looks four times as far ahead, which takes more memory and is faster where compute sets the time.
-            Needs `use_stream`.
-        low_cpu_mem_usage: Whether the weights' RAM stays unlocked. It can then be swapped out, but threads copy each weight
-            into a page-locked staging ring of 108 MiB on its way to the device, and nothing is prefetched across passes.
-            Files are read instead of being page-locked in the page cache.
-        offload_to_disk_path: Folder for group files. All weights then rest in files, and RAM holds no weights at rest. Views
-            of a file stay in that file; the folder gets one safetensors file for each group of other weights. A file there
-            whose content is exactly that of the weights is used again; no other file is touched. Weights that are edited or
-            added later stay in RAM.
-        block_modules: Names of children that are cut into blocks themselves. Block level only. Default: the module class's
-            `_group_offload_block_modules`.
-        exclude_kwargs: Names of the forward's keyword arguments that are not moved to the device. Default: the module
+        offload_device: `"cpu"` keeps weights in RAM. `"disk"` leaves them in the files that they were loaded from;
+            buffers that are in no file stay in RAM.
+        offload_type: `"block_level"` moves whole blocks (the elements of ModuleLists and Sequentials), `"leaf_level"`
+            single layers, which takes the least device memory. An `OffloadType`, or diffusers' own enum, works too.
+        num_blocks_per_group: Blocks that move together. Block level only. Default: 1.
+        non_blocking: Without a stream, let the host run ahead of weight copies; with a stream it always does. With or
+            without one, copy pinned inputs from where they are: don't change them before the device has copied them.
+        use_stream: Copy weights on a separate stream, ahead of the compute that needs them. Default: True on devices
+            with streams.
+        record_stream: Take memory for weights from torch's caching allocator, just in time, instead of from a fixed
+            ring of buffers. At block level this takes slightly less memory. Leaf level always uses the allocator;
+            with this option it prefetches four times as far, which takes more memory and is faster where compute sets
+            the time. Needs `use_stream`.
+        low_cpu_mem_usage: Don't pin host memory, so that it can be swapped out. Slower: threads copy each weight
+            through a pinned staging buffer of 108 MiB, nothing is prefetched across forwards, and files are read
+            instead of being pinned in the page cache.
+        offload_to_disk_path: Folder for group files: all weights live on disk, and RAM holds none between forwards.
+            Views of a file stay in that file; the folder gets one safetensors file for each group of other weights. A
+            file there is reused only if its content is exactly that of the weights; no other file is touched. Weights
+            that are edited or added later stay in RAM.
+        block_modules: Names of children that are split into blocks of their own. Block level only. Default: the
+            module class's `_group_offload_block_modules`.
+        exclude_kwargs: Names of the forward's keyword arguments that aren't moved to the device. Default: the module
             class's `_skip_keys`.
-        verify_files: Whether each read from a file is compared, by hash, with the bytes that were written, or with those of
-            the first read. Hashing takes a core's time, and files are not page-locked in the page cache. By name only.
-        vram_budget: Device memory for the whole process: bytes, `"8GiB"`, `"80%"` of the device's memory, or `"auto"`
-            for what the device has free and this process has reserved, asked in each forward. Keeps as many groups
-            resident as fit beside what forwards need, which the first one measures. If the device is full all the same,
-            residents are evicted, and the call that found no memory is repeated, or the error asks for another call. By
-            name only.
-        ram_budget: RAM for the whole process, in the same forms. Weights that rest in files are page-locked in the page
-            cache up to the budget; the others are read from the drive each time they are needed. Weights that are in no
-            file stay in RAM, unless `offload_to_disk_path` is given. On the CPU the budget covers all RAM that offloading
-            takes. By name only.
-        embeddings_on_cpu: Whether an embedding table of 64 MiB or more stays where it rests. Its rows are gathered there, and
-            only the rows that a call needs go to the device. A table moves as other weights do if another module holds it
-            too, if it is trained, or if `verify_files` is given. By name only.
-        pack: Whether weights are packed without loss: RAM holds a page-locked copy of about 0.7 of their size, which is sent in
-            their place, and the device unpacks it. With `offload_to_disk_path` packed bytes are in that folder too, and what
-            RAM has no room for is read from there. `"auto"` packs once a plan says that this is faster. Weights that are in
-            no file stay in RAM too, so that they can be read. What packing makes hardly smaller stays as it is. Needs a
-            device that runs Triton. By name only.
-        share_passes: Lets forwards share one pass, which copies each group once for all of them: the calls of one step of
-            guidance, and forwards of several threads. `"auto"` does so on a GPU for the denoisers of diffusers, which tests
-            have tried, unless a class, a forward or an attention processor of yours is inside. With True you say of any class
-            that a forward is a function of its inputs and the weights. Forwards for which that is seen not to hold go alone,
-            and the log says why. By name only.
-        process_group: The processes that offload the same module, each on a GPU of its own: a `torch.distributed.ProcessGroup`,
-            or a `DeviceMesh` of one dimension. The GPUs of one host each bring a share of every group, and gather the rest.
-            All ranks make the same calls, in the same order. By name only.
-        share: Whether they do: True, False (each process goes alone), or `"auto"` for where weights arrive faster, which is
-            measured while the module is set up. By name only.
+        verify_files: Compare each read from a file, by hash, with the bytes that were written, or first read. Takes a
+            core's time, and files aren't pinned in the page cache. By name only.
+        vram_budget: VRAM for this process: bytes, `"8GiB"`, `"80%"` of the device's memory, or `"auto"` for what is
+            free or reserved by this process already, asked in each forward. Keeps as many groups resident as fit
+            beside activations, which the first forward measures. If the device runs out of memory, residents are
+            evicted, and the call is repeated, or the error asks you to call again. By name only.
+        ram_budget: RAM for this process, in the same forms. Weights in files are pinned in the page cache up to the
+            budget; the rest is read from disk in every forward. Weights that are in no file stay in RAM, unless
+            `offload_to_disk_path` is given. On the CPU the budget covers all RAM that offloading takes. By name only.
+        embeddings_on_cpu: Look up embedding tables of 64 MiB or more on the CPU, and transfer only the rows that a
+            call needs. A table moves like other weights if another module holds it too, if it is trained, or with
+            `verify_files`. By name only.
+        pack: Compress weights without loss, to about 0.7 of their size: RAM holds a pinned compressed copy, which is
+            sent in their place, and the device decompresses it. With `offload_to_disk_path` compressed bytes are in
+            that folder too, and what doesn't fit in RAM is read from there. `"auto"` compresses only if a plan
+            predicts that this is faster. Weights that are in no file stay in RAM uncompressed too, so that they can
+            be read. Tensors that barely shrink are left as they are. Needs Triton. By name only.
+        share_passes: Run forwards of several threads, or the calls of one guidance step, block by block, loading each
+            block once. `"auto"` does so on a GPU for the denoisers of diffusers that tests have tried, unless a
+            class, a forward or an attention processor of yours is inside. With True you vouch, for any class, that a
+            forward depends on its inputs and the weights alone. Forwards for which that is seen not to hold run
+            separately, and the log says why. By name only.
+        process_group: The processes that offload the same module, each on its own GPU: a
+            `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension. The GPUs of one host each load a
+            share of every group and gather the rest. All ranks make the same calls, in the same order. By name only.
+        share: True lets these GPUs share loads, False lets each process load everything, `"auto"` picks what is
+            faster, which is measured during set-up. By name only.
 
     Returns:
         The handle: groups, statistics, and `remove()`. A module that is offloaded already keeps its handle.

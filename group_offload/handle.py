@@ -39,54 +39,53 @@ class OffloadStats:
     backward_passes: int
     """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
     passes_shared: int
-    """Forwards that shared a pass with others. See `share_passes`."""
+    """Forwards that ran block by block together with others. See `share_passes`."""
     passes_predicted: int
-    """Forwards that were run beside the first call of a step, before they were called for."""
+    """Forwards that ran together with the first call of a step, before they were called."""
     passes_discarded: int
-    """Those of them whose results were thrown away, because something else was called for."""
+    """Those of them whose results were discarded, because something else was called."""
     onloads: int
-    """Blobs brought to the device."""
+    """Flat buffers of weights loaded to the device."""
     stalls: int
-    """Onloads that were started only when the weights were needed, because they were not foreseen or no room was free. (An
-    onload that was started in time may still arrive late: see `stalled_seconds`.)"""
+    """Onloads that weren't prefetched, for lack of a prediction or of memory: they started when the weights were needed. (A
+    prefetch may still arrive late: see `stalled_seconds`.)"""
     stalled_seconds: float
-    """Seconds that compute waited for weights, by the device's clock. Waits that the device has not reached yet are missing."""
+    """Seconds that compute waited for weights, by the device's clock, as far as the device has got."""
     worst_stall: tuple[str, float] | None
     """The group that compute waited for longest, in all passes together, and the seconds. None if compute never waited."""
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
-    """Bytes brought to the device, by tier: "ram", "pageable ram", "file". Of packed weights these are the packed bytes."""
+    """Bytes loaded to the device, by tier: "ram", "pageable ram", "file". Packed weights count with their packed bytes."""
     bytes_unpacked: int
     """Bytes of weights that the device has unpacked."""
     bytes_read: dict[str, int]
-    """Bytes from files, by the way they were read: "locked" (page-locked in the page cache and copied from there), "page
-    cache" (read through it), "direct" (read from the drive). See `GroupInfo.way`."""
+    """Bytes from files, by how they were read: "locked" (pinned in the page cache and copied from there), "page cache" (read
+    through it), "direct" (read from disk). See `GroupInfo.way`."""
     bytes_gathered: int
     """Bytes of weights that other GPUs of the host have sent. See `process_group`."""
     gathers_missed: int
-    """Groups that this process had sent its share of, and then brought alone, because the others did not need them then."""
+    """Groups that this process sent its share of and then loaded alone, because the others didn't need them then."""
     tensors_brought_back: int
     """Tensors that a forward changed, and that were copied back from the device."""
     rebuilds: int
-    """Times that the module was cut into groups again because its modules, or the form of its weights, changed."""
+    """Times that the groups were rebuilt because modules, or the form of weights, changed."""
     peak_device_bytes: int
-    """Peak device memory for weights. Activations do not count."""
+    """Peak device memory for weights, without activations."""
     resident_bytes: int
-    """Device memory of the groups that stay on the device between passes now. See `vram_budget`."""
+    """Device memory of the groups that are resident now. See `vram_budget`."""
     trainable_bytes: int
     """Device memory of the parameters that are trained. They are in no group."""
     host_bytes: int
-    """RAM of the blobs at rest, page-locked or not, and of what is packed. A file takes none unless it is page-locked in the
-    page cache."""
+    """RAM of offloaded weights, pinned or not, and of packed copies. A file takes none unless it is pinned."""
     packed_bytes: int
     """The part of `host_bytes` that is packed."""
     pinned_bytes: int
-    """The part of `host_bytes` that is page-locked."""
+    """The part of `host_bytes` that is pinned."""
     staging_bytes: int
-    """RAM for buffers between the device and files or pageable RAM."""
+    """RAM of the buffers between the device and files or pageable RAM."""
     file_bytes: int
-    """Bytes of weights that rest in files."""
+    """Bytes of weights that are stored in files."""
 
     def __str__(self) -> str:
         return "\n".join(table(self._rows()))
@@ -105,19 +104,18 @@ class GroupInfo:
     group_id: str
     """The name of the group, made of the names of its modules."""
     tier: str
-    """The tier that the group rests on: "ram", "pageable ram" or "file"."""
+    """Where the group is stored: "ram", "pageable ram" or "file"."""
     where: str
     """The name of the group's file, or the kind of RAM."""
     way: str
-    """How the file is read: "locked" (page-locked in the page cache), "page cache" (read through it), or "direct" (from the
-    drive, where RAM is scarce; pages that are in the page cache are still read from there). Empty for RAM."""
+    """How the file is read: "locked" (pinned in the page cache), "page cache" (read through it), or "direct" (from disk, where
+    RAM is scarce; pages that are in the page cache are still read from there). Empty for RAM."""
     num_tensors: int
     """Parameters and buffers of the group."""
     num_bytes: int
-    """Bytes of the group at rest, with what aligns its tensors."""
+    """Bytes of the group, alignment of its tensors included."""
     packed_bytes: int
-    """Bytes of the group's packed weights, beside the weights at rest: in page-locked RAM, or in a file that is read (then
-    `tier` is "file"); 0 if none are packed."""
+    """Bytes of the group's packed copy: in pinned RAM, or in a file that is read (`tier` is "file"); 0 if there is none."""
 
 
 class OffloadHandle:
@@ -152,7 +150,7 @@ class OffloadHandle:
 
     @property
     def missing_bytes(self) -> int:
-        """The device memory that the next forward takes for weights, beside what the module has by now."""
+        """Device memory that the next forward takes for weights, beyond what the module holds now."""
         return self._live.placer.missing_bytes
 
     @property
@@ -199,7 +197,7 @@ class OffloadHandle:
 
     @property
     def plan(self) -> OffloadPlan:
-        """Where each group rests and why, how long a forward is predicted to take, and what more memory would gain.
+        """Where each group is stored and why, how long a forward is predicted to take, and what more memory would gain.
 
         With a budget, this is the plan that is carried out; without one, a prediction for the groups as they are. The compute
         times of groups are known after the first forwards. The first call on a machine measures its speeds, which takes a
@@ -253,7 +251,7 @@ class OffloadHandle:
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.
 
-        The page shows where each group rests, the last passes that were recorded as a timeline, memory against the budgets,
+        The page shows where each group is stored, the last passes that were recorded as a timeline, memory against the budgets,
         what bounds a pass, and what more memory would save. Nothing has to be switched on before: passes whose compute is
         measured are recorded (the first three, then fewer and fewer). Inside of `with handle.trace(...)` all are. For the
         models of a pipeline on one page see `write_report`. The file is written whole or not at all; a file of that name is
@@ -269,7 +267,7 @@ class OffloadHandle:
         return write_page(report_of({"": self}), path)
 
     def refresh(self) -> None:
-        """Take up changed, added or removed weights now instead of in the next forward."""
+        """Apply changed, added or removed weights now instead of in the next forward."""
         self._live.refresh()
 
     def remove(self) -> None:

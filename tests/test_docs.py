@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, tests that are named exist, code blocks run, and the site has every page and name.
+"""README and docs: links lead somewhere, code blocks run, what is generated is current, and the site has every page and name.
 
 A block of Python runs, with what `support/blocks.py` says that it finds; the blocks of one file run in one namespace, in
 order. `python run` promises readers that the block runs as it is, without models of the hub. `python run on a GPU: REASON` says
@@ -10,10 +10,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import metadata, version
 from importlib.util import find_spec
@@ -24,6 +22,8 @@ import pytest
 import yaml
 
 import group_offload
+from benchmarks.report import figure
+from docs import generated
 from group_offload.cli.main import _parser
 
 from .support.blocks import World, blocks, on_a_device, python_blocks, without_blocks
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FILES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 names = [str(file.relative_to(ROOT)) for file in FILES]
-COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HTML_LINK = re.compile(r"(?:src|href|srcset)=\"([^\"]+)\"")
@@ -124,50 +124,58 @@ def check_command(command: str) -> None:
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def rows(file: Path) -> Iterator[list[str]]:
-    """The rows of the tables that name tests."""
-    for table in re.findall(r"^\|.*\| test \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", file.read_text(), re.MULTILINE):
+def calls_that_replace_others(page: str) -> list[tuple[str, str]]:
+    """Their call and ours, of each row of the tables that have both."""
+    found = []
+    for table in re.findall(
+        r"^\|[^|\n]+\| group_offload \| what changes \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE
+    ):
         for row in table.splitlines():
-            yield row.removeprefix("| ").removesuffix(" |").split(" | ")
-
-
-@pytest.mark.parametrize("file", [DOCS / "answers.md", DOCS / "hazards.md", *COMING_FROM], ids=lambda file: file.stem)
-def test_every_row_names_a_test(file: Path) -> None:
-    found = list(rows(file))
-    assert found
-    for row in found:
-        assert re.findall(r"`(test_\w+\.py)::(\w+)`", row[-1]), row
-    for name, function in re.findall(r"`(test_\w+\.py)::(\w+)`", file.read_text()):
-        [path] = (ROOT / "tests").rglob(name)
-        assert f"def {function}(" in path.read_text(), f"{name}::{function}"
+            theirs, ours, _ = row.removeprefix("| ").removesuffix(" |").split(" | ")
+            found.append((theirs, ours))
+    return found
 
 
 @needs_today
-@pytest.mark.parametrize("file", COMING_FROM, ids=lambda file: file.stem)
-def test_calls_that_replace_others(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row has their call, ours, what changes, and a test. Ours runs, all rows with one pipeline."""
+def test_calls_that_replace_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs are Python, ours run, all with one pipeline."""
+    page = DOCS / "switching.md"
     world = World(tmp_path, monkeypatch)
-    world.run("from group_offload import *", str(file))
+    world.run("from group_offload import *", str(page))
+    calls = calls_that_replace_others(page.read_text())
+    assert len(calls) > 20
     with use_simulated_device(SimulatedDevice(0, "eager")):  # nothing is computed there
-        for theirs, ours, *_ in rows(file):
+        for theirs, ours in calls:
             for code in re.findall(r"`([^`]+)`", theirs):
                 ast.parse(code)
-            world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(file))
-            world.run("unpatch_diffusers(); [handle.remove() for handle in handles_of(pipe).values()]", str(file))
+            world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(page))
+            world.run("unpatch_diffusers(); [handle.remove() for handle in handles_of(pipe).values()]", str(page))
 
 
-def test_figures_of_the_summary_are_those_of_the_results() -> None:
-    """Each time and peak of docs/benchmarks.md is one of an arm in the file that its row names."""
-    table = re.findall(
-        r"^\| (.+) \| \[file\]\(\.\./(\S+/weights/\S+)\) \|$", (DOCS / "benchmarks.md").read_text(), re.M
-    )
-    assert len(table) > 8
-    for row, file in table:
-        arms = [arm for arm in json.loads((ROOT / file).read_text())["arms"].values() if "step_s" in arm]
-        for seconds, gib in re.findall(r"([\d.]+) s, ([\d.]+) GiB", row):
-            digits = len(seconds.partition(".")[2])
-            found = [(f"{arm['step_s']:.{digits}f}", f"{arm['device_peak_bytes'] / 2**30:.2f}") for arm in arms]
-            assert (seconds, gib) in found, (row, file)
+@pytest.mark.parametrize("page", ["api.md", "benchmarks.md"])
+def test_generated_parts_are_up_to_date(page: str) -> None:
+    """The tables of options and names are those of the docstrings, and each figure is one that a result holds."""
+    path = DOCS / page
+    text, parts = path.read_text(), generated.pages()[path]
+    assert generated.parts_of(text).keys() == parts.keys()
+    assert generated.with_parts(text, parts) == text, "run `make pages`"
+
+
+def test_figures_that_no_result_has() -> None:
+    """An arm that failed says so, and one that was stopped has no figure."""
+    assert figure({"images": [{"s": 1.0}, {"s": 2.5}]}, "images.-1.s") == "2.500 s"
+    assert figure({"ranks": [{"step_s": 0.25}, {"step_s": 0.5}]}, "ranks.max.step_s") == "0.500 s"
+    assert figure({"images_s": [3.0, 2.0]}, "images_s.-1") == "2.000 s"
+    assert figure({"error": "RuntimeError: no"}, "step_s") == "fails"
+    assert figure({"error": "not run: the time was over"}, "step_s") == "-"
+    assert figure({"images": [{"error": {"type": "OutOfMemoryError"}}]}, "images.0.s") == "out of memory"
+
+
+def test_the_docs_stay_small() -> None:
+    """Whoever adds a page takes one away. What is generated does not count as words."""
+    words = {page.name: len(generated.without_parts(page.read_text()).split()) for page in PAGES}
+    assert len(words) <= 20
+    assert sum(words.values()) <= 35_000, words
 
 
 # ------------------------------------------------------------------------------------------------ the site
@@ -180,10 +188,10 @@ def pages_of(nav: Any) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Once. Three pages are made of files of the root: docs/hooks.py."""
+    """Once. Two pages are made of files of the root: docs/hooks.py."""
     found = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
-    assert sorted(found) == sorted(pages | {"index.md", "contributing.md", "changelog.md"}), "nav of mkdocs.yml"
+    assert sorted(found) == sorted(pages | {"index.md", "contributing.md"}), "nav of mkdocs.yml"
 
 
 def test_every_page_is_linked_to() -> None:
@@ -196,7 +204,7 @@ def test_every_page_is_linked_to() -> None:
 
 
 def described_names() -> list[str]:
-    return re.findall(r"^::: group_offload\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    return re.findall(r"^<!-- ::: group_offload\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)
 
 
 def test_the_reference_has_every_public_name() -> None:

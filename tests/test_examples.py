@@ -162,7 +162,7 @@ def test_stands_alone(script: str) -> None:
     """Users copy one file: the builders of tiny checkpoints are imported only for `--tiny`. And the page has it."""
     top = re.findall(r"^(?:import|from) (\w+)", (EXAMPLES / f"{script}.py").read_text(), re.MULTILINE)
     assert top and not {"tiny", "tests", "examples", "benchmarks"} & {*top}
-    assert f"../examples/{script}.py" in (ROOT / "docs" / "examples.md").read_text()
+    assert f"../examples/{script}.py" in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def test_demo_compares_with_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

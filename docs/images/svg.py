@@ -1,9 +1,8 @@
-"""What the pictures of this folder are made of: SVG elements and logarithmic scales. Standard library only."""
+"""What the pictures of this folder are made of: SVG elements. Standard library only."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -35,16 +34,3 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dash: str =
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}" '
         f'stroke-dasharray="{dash}"/>'
     )
-
-
-def logarithmic(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:
-    """Where a value lies between two places of the picture, so that all of `values` are in between."""
-    low, high = math.log(min(values) * 0.85), math.log(max(values) * 1.15)
-    return lambda value: start + (math.log(value) - low) / (high - low) * (end - start)
-
-
-def ticks(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 times powers of ten between the smallest and the largest value."""
-    low, high = min(values) * 0.85, max(values) * 1.15
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [tick for e in exponents for base in (1, 2, 5) if low <= (tick := round(base * 10.0**e, 9)) <= high]

@@ -36,7 +36,7 @@ class Tuning:
     may take 64 MiB. A smaller strip takes less memory of the device, and more launches."""
     packed_group_seconds: float = 1e-3
     """What the host takes, about, to bring a packed group and to run its module. FLUX.1 at leaf level took 0.9 ms for each
-    group on one H200, more than the link needs (docs/benchmarks/packing.md)."""
+    group on one H200, more than the link needs (docs/benchmarks.md)."""
 
     # Copies and reads
     max_run_bytes: int = 8 << 20

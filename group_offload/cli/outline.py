@@ -27,7 +27,7 @@ _FILE = re.compile(r"(?:diffusion_pytorch_model|model)(\.\w+?)?(?:-\d{5}-of-\d{5
 """The files that the libraries' loaders take: a variant stands before or behind the number."""
 _SAVE_IT = "Give the folder of one model or of a pipeline, as save_pretrained writes them."
 _PACKED_RATIO = 0.72
-"""What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks/packing.md)."""
+"""What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks.md)."""
 
 
 class _UnknownClassError(GroupFileError):

@@ -104,9 +104,9 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
         pipeline: Any object with `components`, a dict from names to models and other parts. Models that are offloaded already
             are shared: call this again after a component was added, or for another pipeline with the same components. An
             option that is not given again stays as it was for this pipeline.
-        exclude_modules: Names of models that are moved to the device as a whole instead.
-        model_options: Options of single models that differ: `{"vae": {"offload_type": "leaf_level"}}`. All options of
-            `apply_group_offloading` are possible.
+        exclude_modules: Names of models to move to the device as a whole instead.
+        model_options: Other options for single models: `{"vae": {"offload_type": "leaf_level"}}`. Takes all options of
+            `apply_group_offloading`.
         vram_budget: Device memory for the whole process. Models run one after another, so each may fill it. By default
             "auto" on an accelerator, unless `low_cpu_mem_usage` or `process_group` is given; None takes the least memory.
         ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
@@ -431,7 +431,7 @@ _RUN_HERE = frozenset(
         "VQModel",
     ]
 )
-"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/support-matrix.md."""
+"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/compatibility.md."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:

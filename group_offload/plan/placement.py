@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 ASSUMED_UNPACK = 400_000_000_000
 """Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
-H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks/packing.md)."""
+H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks.md)."""
 NUM_BERTHS = 3
 """How many strips of packed groups from RAM may be on their way to the device, or be unpacked there, at once: one is sent while
 the one before waits for a kernel of compute to make room, and is unpacked. One more strip may be on its way from a file. So

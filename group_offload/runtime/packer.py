@@ -30,7 +30,7 @@ from .groups.part import Part
 logger = logging.getLogger("group_offload")
 
 _USUAL_RATIO = 0.7
-"""Packed bytes for each plain one, before anything was packed: 0.70 to 0.73 were measured (docs/benchmarks/packing.md)."""
+"""Packed bytes for each plain one, before anything was packed: 0.70 to 0.73 were measured (docs/benchmarks.md)."""
 
 
 class Packer:

@@ -1,4 +1,4 @@
-"""Runs the support matrix: `python -m tests.matrix [CLASS ...]`, and with `--write` the page of docs that has its table.
+"""Runs the support matrix: `python -m tests.matrix [CLASS ...]`, and with `--write` its part of docs/compatibility.md.
 
 It takes 15 minutes on 2 cores. It ends with 1 if a class gives other bits than resident, or raises what no user should see.
 """

@@ -1,4 +1,4 @@
-"""The page of docs that shows the matrix: its tables, and what its introduction says of versions and numbers."""
+"""The part of docs/compatibility.md that shows the matrix: its tables, and what it says of versions and numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ import peft
 import torch
 import transformers
 
+from docs import generated
+
 from .arms import ARMS, NO_LORA
 from .cases import FAMILIES, NOT_RUN
 from .row import Row
 
-PATH = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+PATH = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PART = "matrix"
 
 
 def write(rows: Mapping[str, Row]) -> None:
+    """Write the generated part of the page, and nothing else."""
+    generated.write(PATH, {PART: text(rows)})
+
+
+def text(rows: Mapping[str, Row]) -> str:
     notes: dict[str, int] = {}
     tables = []
     for family, cases in FAMILIES.items():
-        lines = [f"## {family}\n", f"| class | {' | '.join(ARMS)} |", f"|---|{'---|' * len(ARMS)}"]
+        lines = [f"### {family}\n", f"| class | {' | '.join(ARMS)} |", f"|---|{'---|' * len(ARMS)}"]
         for case in sorted(cases, key=lambda case: case.name):
             cells = [_show(rows[case.name], arm, notes) for arm in ARMS]
             lines.append(f"| `{case.name}` | {' | '.join(cells)} |")
@@ -32,21 +40,16 @@ def write(rows: Mapping[str, Row]) -> None:
     absent = [f"- `{name}`: {reason}." for name, reason in NOT_RUN.items()]
     outcomes = [cell.outcome for row in rows.values() for cell in row.cells.values()]
     num_same = sum(all(row.cells[arm].outcome == "yes" for arm in list(ARMS)[:3]) for row in rows.values())
-    summary = (
-        f"{num_same} of {len(rows)} classes run bit-equal in RAM, at both levels, and in group files.\n"
-        f"{outcomes.count('FAILS')} cells fail, and {sum(row.is_refused for row in rows.values())} classes are refused."
-    )
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    versions = (
-        f"It did so on {today}, with diffusers {diffusers.__version__}, transformers\n{transformers.__version__}, peft "
-        f"{peft.__version__}, torch {torch.__version__} and Python {platform.python_version()}."
+    summary = (
+        f"{num_same} of {len(rows)} classes run bit-exact in RAM, at both levels, and from group files.\n"
+        f"{outcomes.count('FAILS')} cells fail, and {sum(row.is_refused for row in rows.values())} classes are refused.\n"
+        f"Measured on {today} with diffusers {diffusers.__version__}, transformers {transformers.__version__},\n"
+        f"peft {peft.__version__}, torch {torch.__version__} and Python {platform.python_version()}."
     )
-    introduction = PATH.read_text().partition("## ")[0]
-    introduction = re.sub(r"It did so on .*? and Python [\d.]+\.", versions, introduction, flags=re.DOTALL)
-    introduction = re.sub(r"\d+ of \d+ classes run bit-equal.* are refused\.", summary, introduction, flags=re.DOTALL)
     listed = [f"{number}. {note}" for note, number in notes.items()]
-    parts = [introduction, *tables, "## Not run\n\n" + "\n".join(absent), "## Notes\n\n" + "\n".join(listed)]
-    PATH.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+    parts = [summary, *tables, "### Not run\n\n" + "\n".join(absent), "### Notes\n\n" + "\n".join(listed)]
+    return "\n\n".join(parts)
 
 
 def _show(row: Row, arm: str, notes: dict[str, int]) -> str:
@@ -62,11 +65,16 @@ def _show(row: Row, arm: str, notes: dict[str, int]) -> str:
 
 def classes() -> set[str]:
     """The classes on the page."""
-    return set(re.findall(r"^(?:\| |- )`(\w+)`", PATH.read_text(), re.MULTILINE))
+    return set(re.findall(r"^(?:\| |- )`(\w+)`", shown(), re.MULTILINE))
 
 
 def version() -> str:
     """The version of diffusers that the page is about."""
-    found = re.search(r"with diffusers (\S+),", PATH.read_text())
+    found = re.search(r"with diffusers (\S+),", shown())
     assert found is not None
     return found[1]
+
+
+def shown() -> str:
+    """The generated part of the page."""
+    return generated.parts_of(PATH.read_text())[PART]

@@ -12,7 +12,7 @@ class Cut:
     """The bytes of one group: an equal part for each rank, one after another, and a rest that each rank brings.
 
     Each part is one copy from RAM and one to each other GPU: more of them took more of the host's time than they saved
-    (docs/guides/several-gpus.md). While a part goes on to the others, those of the next groups cross the link.
+    (docs/multi-gpu.md). While a part goes on to the others, those of the next groups cross the link.
     """
 
     num_bytes: int

@@ -1,4 +1,4 @@
-"""Quantised weights, kind by kind, on every tier: the bits of the resident quantised model. docs/quantised.md has the table."""
+"""Quantised weights, kind by kind, on every tier: with the resident model's bits. docs/quantization.md has the table."""
 
 from __future__ import annotations
 

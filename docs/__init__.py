@@ -1,0 +1,1 @@
+"""Python reads what generates parts of the pages."""
