@@ -15,11 +15,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..api import handle_of
+from ..base.arena import arenas
 from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
 from ..runtime.convoy.contract import shares_passes
@@ -36,6 +39,42 @@ class _Wanted:
 
     def get_memory_footprint(self) -> int:
         return self.num_bytes
+
+
+class GroupOffloadStrategy:
+    """A strategy for a `ComponentsManager` of Modular Diffusers, some of whose models are group-offloaded.
+
+    A model that the manager moves to the device whole gets its room from weights that offloaded models keep there, and only
+    then from other whole models. (Evicting weights copies nothing: they are in RAM or in a file too.) An offloaded model gets
+    room for the weights that its forward takes, not for all of its weights.
+
+    Args:
+        memory_reserve_margin: Device memory to leave free for activations: bytes, or a size such as "3GB", as diffusers'
+            `AutoOffloadStrategy` takes it.
+
+    Example:
+        >>> enable_group_offload(pipe, exclude_modules=["vae"])
+        >>> manager.enable_auto_cpu_offload("cuda", offload_strategy=GroupOffloadStrategy())
+    """
+
+    def __init__(self, memory_reserve_margin: int | str = "3GB") -> None:
+        self._strategy = importlib.import_module(_MANAGER).AutoOffloadStrategy(memory_reserve_margin)
+
+    def __call__(self, hooks: list[Any], model_id: str, model: nn.Module, execution_device: torch.device) -> list[Any]:
+        """The hooks of the models that leave the device before `model` comes."""
+        handle = handle_of(model)
+        if handle is not None:
+            needed = handle.missing_bytes
+        else:
+            needed = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
+            for arena in arenas():
+                backend = arena.backend
+                short = needed + self._strategy.memory_reserve_margin - backend.free_bytes()
+                if backend.device == execution_device and short > 0:
+                    arena.give_way(short)
+                    backend.release_unused()
+        leaving: list[Any] = self._strategy(hooks, model_id, _Wanted(needed), execution_device)
+        return leaving
 
 
 class _MakesRoom(Listener):

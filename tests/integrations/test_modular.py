@@ -14,11 +14,15 @@ from diffusers import ComponentsManager
 from diffusers.utils import torch_utils
 from torch import nn
 
-from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload
+from group_offload import GroupOffloadStrategy, apply_group_offloading, disable_group_offload, enable_group_offload
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
+from ..support.models import inputs, make
+from ..support.on_device import forward, offload
 from ..support.pipelines import any_case, models_of, modular_pipeline, run_modular, tier_options, traces
+from ..support.rigs import run
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 MIB = 1 << 20
 TAKES_STRATEGIES = "offload_strategy" in inspect.signature(ComponentsManager.enable_auto_cpu_offload).parameters
@@ -189,6 +193,28 @@ def test_a_strategy_of_the_users_own(device: torch.device, monkeypatch: pytest.M
     managed.begin("ours first", strategy)
     managed.run()
     assert asked == [(2, managed.model)] and managed.are_there == [True, False]
+
+
+@pytest.mark.skipif(not TAKES_STRATEGIES, reason="managers of this diffusers take no strategy")
+def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
+    memory."""
+    model, resident = make(), make()
+    whole = nn.Linear(8, 8)
+    num_bytes = sum(each.nbytes for each in whole.parameters())
+    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
+        handle = offload(model, vram_budget="1GiB")
+        for seed in range(2):
+            assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
+        kept = handle.stats().resident_bytes
+        tell_of_room(monkeypatch, torch.device("cuda"), lambda: num_bytes)
+        strategy = GroupOffloadStrategy(memory_reserve_margin=0)
+        assert strategy([], "whole", whole, device.device) == [] and handle.stats().resident_bytes == kept > num_bytes
+        monkeypatch.setattr(device, "free_bytes", lambda: num_bytes // 2)
+        assert strategy([], "whole", whole, device.device) == []
+        assert 0 < kept - handle.stats().resident_bytes < kept
+        assert torch.equal(device.get(forward(device, model, inputs(0))), run(resident, inputs(0)))
+        handle.remove()
 
 
 @any_order
