@@ -333,23 +333,6 @@ def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
         assert Path(found.strip()).parent == expected / "group_offload"
 
 
-def test_timelines_are_drawn(tmp_path: Path) -> None:
-    """Lanes, a part of the time, and slices too narrow to be seen."""
-    lanes = ["file reads", "file reads 2", "H2D", "gathers", "compute", "stalls"]
-    events: list[dict[str, Any]] = []
-    for tid, lane in enumerate(lanes):
-        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
-        times = ({"ts": number * 1e3, "dur": 900} for number in range(2000))
-        events += [{"ph": "X", "tid": tid, "name": "g", **each, "args": {"bytes": 1000}} for each in times]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    whole, part = tmp_path / "whole.svg", tmp_path / "part.svg"
-    run("docs/images/draw_trace.py", tmp_path / "trace.json", "--output", whole)
-    run("docs/images/draw_trace.py", tmp_path / "trace.json", "--start", "1", "--seconds", "0.01", "--output", part)
-    busy = " · ".join(f"{lane} busy 90%" for lane in ("file reads", *lanes[2:]))
-    assert f"2 s · {busy}" in whole.read_text() and len(whole.read_text()) < 1 << 20
-    assert part.read_text().count("<rect") == 1 + 10 * len(lanes) and ">8 ms<" in part.read_text()
-
-
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     """Those of the README and of the architecture are those of the committed results."""
     run("docs/images/draw_benchmarks.py", WEIGHTS, "--output", tmp_path)

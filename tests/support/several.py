@@ -1,4 +1,4 @@
-"""Processes that offload one model together: each of the functions here is what one rank does. `run` starts the ranks."""
+"""Processes that work together: `run` starts the ranks. The functions here are what ranks do that offload one model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ def run(
     device: str = "cpu",
     expected: tuple[int, ...] = (),
 ) -> None:
-    """Run these functions, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
+    """Run these functions of modules, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
 
     Args:
         expected: Exit statuses, if they are not all 0.
     """
-    listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
+    called = [(case,) if callable(case) else case for case in cases]
+    listed = [[case.__module__, case.__name__, *map(str, args)] for case, *args in called]
     code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
     done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=280)
     statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
@@ -81,6 +83,9 @@ def world_of_one() -> Iterator[Any]:
 
 
 def _ranks(cases: str, num_ranks: str, device: str) -> None:
+    if device == "cpu":  # what has imported diffusers may have asked CUDA for something, and its forks cannot use CUDA
+        for module, *_ in json.loads(cases):
+            import_module(module)
     with tempfile.TemporaryDirectory() as folder:
         what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
         pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
@@ -98,12 +103,12 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
     of_the_device = {trains.__name__, trains_under_fsdp.__name__, is_context_parallel.__name__}
-    needs_nccl = device != "cpu" and of_the_device & {name for name, *_ in cases}
+    needs_nccl = device != "cpu" and any(module != __name__ or name in of_the_device for module, name, *_ in cases)
     backend = f"cpu:gloo,{device}:nccl" if needs_nccl else "gloo"  # sharing asks for no collectives of the device
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
-    for name, *args in cases:
+    for module, name, *args in cases:
         try:
-            globals()[name](rank, *args)
+            getattr(import_module(module), name)(rank, *args)
             if name not in (is_killed.__name__, is_killed_as_it_sets_up.__name__):
                 dist.barrier()
         except BaseException:

@@ -436,12 +436,6 @@ class SimulatedDevice(OnCard):
             self.pinned_bytes += end - start
             return True
 
-    def label(self, memory: torch.Tensor, name: str) -> None:
-        """What errors call the device block or pinned range that holds `memory`."""
-        with self._host_call():
-            for region in self._overlapping(*_extent(memory)):
-                region.name = name
-
     def host_access(self, memory: torch.Tensor, *, write: bool) -> None:
         """Tell of an access by the host that no op under `running()` shows, such as reading a file into `memory`."""
         with self._host_call():

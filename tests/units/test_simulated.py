@@ -223,11 +223,10 @@ def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
     blob = torch.ones(512, dtype=torch.uint8)
     memory, undo = device.empty(512), list[Callable[[], None]]()
     assert device.pin(blob, undo) and not device.pin(blob[:8], []) and device.pinned_bytes == 512
-    device.label(blob, "the blob")
     device.copy(memory, blob, stream)
     with device.running():
         assert blob[0] == 1
-        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute .* the blob"):
+        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute"):
             blob[256:].add_(1)
     with pytest.raises(RaceError):
         device.host_access(blob, write=True)
