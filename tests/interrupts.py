@@ -57,6 +57,8 @@ _NUM_COUNTED = 2
 """Operations of which one sees where they come: no two are the same."""
 _NUM_STEPS = 50
 """Training steps that one model is struck in: each that is broken off leaves two streams for a simulated device to order."""
+_MANY = 20
+"""Failures after which a sweep ends."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
 T = TypeVar("T")
@@ -477,10 +479,37 @@ class Result:
         return f"{self.num_places} places, struck {self.struck} times, {len(self.failures)} failures"
 
 
+def _strike_again(
+    begin: Callable[[], T],
+    act: Callable[[T, Strike], None],
+    look: Callable[[T, int], None],
+    places: Places,
+    error: type[BaseException] = KeyboardInterrupt,
+    num_steps: int = 0,
+) -> tuple[Result, T]:
+    """Strike one model again and again; a new one after a failure, or after so many steps."""
+    result, rig = Result(), begin()
+    found: Counter[Place] = Counter()
+    for _ in range(_NUM_COUNTED):
+        counting = Strike()
+        act(rig, counting)
+        found |= counting.places
+    result.num_places = len(found)
+    for number, (place, at) in enumerate(places.choose(found)):
+        strike, num_failures = Strike(at, error, place=place), len(result.failures)
+        if result.strikes(strike, partial(act, rig, strike), error):
+            with result.noting(strike.where):
+                look(rig, number)
+        if len(result.failures) > _MANY:
+            break
+        if len(result.failures) > num_failures or (num_steps and number % num_steps == num_steps - 1):
+            rig = begin()
+    return result, rig
+
+
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
-    """Strike one model again and again."""
-    act, trains = OPERATIONS[operation], operation == "backward"
-    result = Result()
+    """Strike an operation of one model."""
+    trains = operation == "backward"
 
     def begin() -> Rig:
         stack.close()
@@ -489,32 +518,20 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         rig.look(trains=trains, num_passes=5)
         return rig
 
+    def look(rig: Rig, number: int) -> None:
+        if number % 2:
+            rig.edit()
+        rig.look(trains=trains and number % 4 == 0)
+        if number % 7 == 0:
+            rig.look_at_other()
+        if number % 5 == 0:
+            rig.look_at_rest()
+
     with ExitStack() as stack:
-        rig = begin()
-        found: Counter[Place] = Counter()
-        for _ in range(_NUM_COUNTED):
-            counting = Strike()
-            act(rig, counting)
-            found |= counting.places
-        result.num_places = len(found)
-        for number, (place, at) in enumerate(places.choose(found)):
-            strike, num_failures = Strike(at, error, place=place), len(result.failures)
-            if not result.strikes(strike, partial(act, rig, strike), error):
-                continue
-            with result.noting(strike.where):
-                if number % 2:
-                    rig.edit()
-                rig.look(trains=trains and number % 4 == 0)
-                if number % 7 == 0:
-                    rig.look_at_other()
-                if number % 5 == 0:
-                    rig.look_at_rest()
-            if len(result.failures) > 20:
-                return result
-            if len(result.failures) > num_failures:
-                rig = begin()
-        with result.noting("at the end"):
-            rig.close()
+        result, rig = _strike_again(begin, OPERATIONS[operation], look, places, error)
+        if len(result.failures) <= _MANY:
+            with result.noting("at the end"):
+                rig.close()
     return result
 
 
@@ -557,7 +574,7 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
                     rig.look()
                 rig.look() if rig.handle.is_active else rig.look_unoffloaded()
                 rig.close()
-            if len(result.failures) > 20:
+            if len(result.failures) > _MANY:
                 return result
             if rig.device is not None:
                 rig.device.errors.clear()
@@ -589,27 +606,27 @@ class TrainingRig:
         loss: torch.Tensor = model(self._put(x)).square().mean()
         return loss
 
-    def step(self, strike: Strike, graphs: list[torch.Tensor]) -> None:
-        """A step on input 0. Its graph is put into `graphs` before its backward begins."""
+    def step(self, strike: Strike) -> None:
+        """A step on input 0, beside the graph of an earlier forward."""
+        self._earlier, self._graphs = self.forward(self.model, 1), list[torch.Tensor]()
         with strike:
-            graphs.append(self.forward(self.model, 0))
-            graphs[0].backward(retain_graph=True)
+            self._graphs.append(self.forward(self.model, 0))
+            self._graphs[0].backward(retain_graph=True)
 
-    def look(self, earlier: torch.Tensor, graphs: list[torch.Tensor]) -> None:
+    def look(self, number: int) -> None:
         """The next step is right, before and after graphs from before the strike, which are right or refuse."""
         self._look(2, self.forward(self.model, 2))
-        for number, graph in ((1, earlier), *((0, each) for each in graphs)):
+        for given, graph in ((1, self._earlier), *((0, each) for each in self._graphs)):
             with contextlib.suppress(StateError):
-                self._look(number, graph)
+                self._look(given, graph)
         self._look(2, self.forward(self.model, 2))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left behind"
         assert self._device is None or not self._device.errors, self._device.errors[0]
-
-    def look_at_memory(self) -> None:
-        """No graph is there any more: nothing is held."""
+        del graph, self._earlier
+        self._graphs.clear()
         gc.collect()
         stats = self._handle.stats()
-        assert not stats.used_host_bytes and not stats.inflight_bytes, stats
+        assert not stats.used_host_bytes and not stats.inflight_bytes, stats  # no graph is there any more
 
     def _look(self, number: int, loss: torch.Tensor) -> None:
         for actual, expected in zip(self._gradients(self.model, loss), self._expected[number], strict=True):
@@ -625,7 +642,6 @@ class TrainingRig:
 
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
-    result = Result()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         tune(patch, activation_segment_bytes=16 << 10)
 
@@ -633,26 +649,7 @@ def sweep_activations(name: str, places: Places) -> Result:
             stack.close()
             return TrainingRig(SimulatedDevice(places.seed, "random") if name == ACTIVATIONS[1] else None, stack)
 
-        rig = begin()
-        found: Counter[Place] = Counter()
-        for _ in range(_NUM_COUNTED):
-            counting = Strike()
-            rig.step(counting, [])
-            found |= counting.places
-        result.num_places = len(found)
-        for number, (place, at) in enumerate(places.choose(found)):
-            if number % _NUM_STEPS == _NUM_STEPS - 1:
-                rig = begin()
-            strike, earlier = Strike(at, place=place), rig.forward(rig.model, 1)
-            graphs: list[torch.Tensor] = []
-            if result.strikes(strike, partial(rig.step, strike, graphs), KeyboardInterrupt):
-                with result.noting(strike.where):
-                    rig.look(earlier, graphs)
-                    del earlier
-                    graphs.clear()
-                    rig.look_at_memory()
-            if result.failures:
-                break
+        result, _ = _strike_again(begin, TrainingRig.step, TrainingRig.look, places, num_steps=_NUM_STEPS)
     return result
 
 

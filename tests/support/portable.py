@@ -63,7 +63,6 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_berths_go_to_another_model_while_they_are_unpacked_from": "packed weights, as above",
     "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
     "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
-    "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
 }
 """The tests that are about what Linux alone has, and what that is. They are skipped.
 

@@ -74,6 +74,7 @@ def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
         found.offer(rank, "1/b", str(rank), (), 2)
         found.decline(rank, [all_of("1")])
     found.residents = {"1/device": ["a"], "2/device": ["a"]}
+    found.awaited = {"0": ("1/b", False), "1": ("1/b", True)}
     for rank in (0, 1):
         found.leave(rank, "1", 2)
     assert found == State(residents={"2/device": ["a"]})

@@ -83,6 +83,7 @@ def test_what_is_understood(value: Any, expected: int) -> None:
     ids=lambda value: repr(value)[:20],
 )
 def test_what_is_refused(value: Any, why: str) -> None:
+    """The message says what is wrong, and what to type."""
     with pytest.raises(ConfigError) as caught:
         parse_budget(value, "ram_budget", GIB)
     said = str(caught.value)

@@ -183,6 +183,7 @@ def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: p
 
 
 def test_a_rank_that_hangs_is_waited_for_once_in_a_pass(monkeypatch: pytest.MonkeyPatch, two: Two) -> None:
+    """Not for each of its groups: ranks would wait for longer than sharing saves."""
     tune(monkeypatch, share_limit_seconds=2.0)
     two.courier.begin_pass("1", [], 1e-3)
     with two.board.change() as state:
@@ -196,7 +197,7 @@ def test_a_rank_that_hangs_is_waited_for_once_in_a_pass(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("fault", ["given up", "fails"])
 def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
-    """Else the other ranks get what the slot had before. They do not wait for it either."""
+    """Else the other ranks get what the slot had before, and compute with it. They do not wait for it either."""
     two.its.zero_()
     reads = SlowReads()
     job = two.submit("b", two.mine, reads)
@@ -267,6 +268,7 @@ def test_the_last_things_of_a_process_are_sent_before_it_ends(fresh: Two) -> Non
 
 
 def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed(two: Two) -> None:
+    """It ended as it should, and is not taken for one that was killed."""
     with two.board.change() as state:
         state.leave(1, "1", 2)
     two.other.kill()
@@ -278,6 +280,7 @@ def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed(two: Two) 
 
 
 def test_a_rank_that_ends_leaves_models_that_it_never_ran(fresh: Two) -> None:
+    """Else it is taken for one that was killed."""
     fresh.other_has_sent()
     fresh.courier.post("join", "2")
     fresh.courier.leave_all()

@@ -179,6 +179,9 @@ CLASSES |= {type(forward.__name__, (Parent,), {"forward": forward}): names for f
 
 @pytest.mark.parametrize(("cls", "names"), CLASSES.items())
 def test_children(cls: type[Parent], names: list[str]) -> None:
+    """No hook runs where a class reads weights of its children (`VQModel`, `HunyuanDiT2DModel`, Mamba), or a processor those
+    of the attention that it is given (`AutoencoderKLMiniMaxH3Audio`).
+    """
     module = cls()
     assert {*children_read(module)} == {module.get_submodule(name) for name in names}
 
@@ -221,6 +224,7 @@ def calls_in_zip(self: Any, x: torch.Tensor) -> Any:
     ],
 )
 def test_parts_that_are_called_from_outside(forward: Forward, names: list[str]) -> None:
+    """As `DiTTransformer2DModel` calls parts of its blocks."""
     module = type("Caller", (Deep,), {"forward": forward})()
     assert {*parts_used(module).called} == {module.get_submodule(name) for name in names}
 

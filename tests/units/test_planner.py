@@ -97,21 +97,6 @@ def test_one_slot_hides_nothing() -> None:
     assert dict(prediction.stalls) == pytest.approx({f"blocks.{i}": 1.0 for i in range(4)})
 
 
-def test_residents_in_a_row_leave_the_link_idle() -> None:
-    """While they are computed, the two slots are filled and no more."""
-    problem = problem_of(groups_of([100 * MIB] * 8, 0.5))
-    assert simulate(problem, [D] * 4 + [R] * 4).step_seconds == pytest.approx(5.0)
-    assert simulate(problem, [D, R] * 4).step_seconds == pytest.approx(4.0)
-
-
-def test_ram_waits_behind_a_file() -> None:
-    """One copy stream: the group in RAM arrives after the slow one, and both are late."""
-    problem = problem_of(groups_of([100 * MIB] * 3, 0.5), staging_bytes=0)
-    prediction = simulate(problem, [F, R, R])
-    assert prediction.stalls[0][0] == "blocks.0"
-    assert prediction.step_seconds > prediction.drive_seconds
-
-
 def test_staging_lets_the_drive_read_on() -> None:
     """Without it the drive waits for a place; the last chunk is sent after it was read."""
     groups = groups_of([100 * MIB] * 3, 4.0)
@@ -410,6 +395,7 @@ def assert_sound(plan: Plan) -> None:
 @given(problems())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_placement_is_more_than_2_percent_faster(problem: Problem) -> None:
+    """What stays on the device is what saves most time, and nobody counts layers (diffusers #12747, #11966)."""
     plan = make_plan(problem)
     assert_sound(plan)
     best = min(simulate(plan.problem, places).step_seconds for places in placements(plan.problem))
@@ -491,6 +477,8 @@ def test_plans_are_as_fast_as_the_fastest_known_and_soon_found() -> None:
         over.append(plan.prediction.step_seconds / seconds - 1)
         if len(plan.problem.groups) >= 24:
             effort.append(plan.num_simulated_uses)
+    # What is predicted is asserted too: two plans are faster than those that were known.
+    assert sum(each < -0.02 for each in over) <= 2
     assert max(over) <= 0.14 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0.001
     # The most is for one problem in which compute sets the time of many placements, and no limit tells them apart.
     assert max(effort) < 30_000 and sum(each > 4_000 for each in effort) <= 4 and sum(effort) / len(effort) < 1_000

@@ -140,7 +140,7 @@ def test_a_route_that_repeats_is_learnt_and_another_one_is_right(
 
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 def test_a_longer_route_comes_back(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """As with caches, which skip blocks in some steps: the first block that was not foreseen brings the others to mind."""
+    """As with caches, which skip blocks in some steps: a whole step after cached ones waits once, not for each block."""
     model = Routed()
     handle = offload(model, **options)
     stalls = []

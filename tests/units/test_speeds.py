@@ -254,6 +254,7 @@ DAMAGES = {
     "a missing field": changed().replace(b'"h2d"', b'"d2h"'),
     "a speed of 0": changed(drive=0),
     "a negative speed": changed(h2d=-5),
+    "a fraction": changed(h2d=1.5),
     "true": changed(drive=True),
     "no text": changed(device=5),
     "very long": b" " * (2 << 20) + changed(),
