@@ -104,6 +104,7 @@ def test_the_nearest_limit_counts(cgroups: Cgroups) -> None:
     assert available_ram() == 3 * GIB
     cgroups.write("a", memory__max=1000 * GIB)
     assert available_ram() == 19 * GIB
+    assert ram.fits(17 * GIB) and not ram.fits(19 * GIB)  # some is left for others
     cgroups.write("a/b", memory__max=1000 * GIB)
     assert available_ram() == 100 * GIB
     cgroups.write("a", memory__max=GIB, memory__current=3 * GIB)  # over its limit
