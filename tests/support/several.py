@@ -148,6 +148,14 @@ def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
             assert same_bits(offloaded(inputs(seed)), reference(inputs(seed)))
 
 
+def shared_model(**options: Any) -> tuple[TrainingModel, TrainingModel, OffloadHandle]:
+    """A model that ranks share, and its resident twin. Both have run."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded, **options)
+    check(offloaded, reference)
+    return offloaded, reference, handle
+
+
 def assert_shared(
     handle: OffloadHandle, before: OffloadStats | None = None, num_ranks: int = 0, tolerance: float = 0.16
 ) -> None:
@@ -288,9 +296,7 @@ def sends_packed_weights(rank: int, folder: str = "") -> None:
 
 def goes_its_own_way(rank: int) -> None:
     """The ranks run blocks in orders of their own: they skip, repeat and reverse."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     for order in ([0, 2], [0, 0, 1, 3], [3, 2, 1, 0], [], [0, 1, 2, 3]):
         if rank == 1:
             offloaded.order = reference.order = order
@@ -299,9 +305,7 @@ def goes_its_own_way(rank: int) -> None:
 
 
 def raises_and_goes_on(rank: int) -> None:
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     if rank == 1:
 
         def fail(*args: object) -> None:
@@ -320,9 +324,7 @@ def raises_and_goes_on(rank: int) -> None:
 
 def is_killed(rank: int, where: str) -> None:
     """Rank 1 is killed. The others raise, and name it."""
-    offloaded, reference = model(), resident()
-    share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, _ = shared_model()
     if rank == 1:
 
         def die(*args: object) -> None:
@@ -357,9 +359,7 @@ def needs_no_nccl(rank: int) -> None:
 
 
 def edits_weights(rank: int) -> None:
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
 
     def edit(value: float) -> None:
         with torch.no_grad():
@@ -466,9 +466,7 @@ def meets_again(rank: int) -> None:
                 store.wait(["rank 1 asks again"])
             elif is_again:
                 patch.setattr(Roll, "tell", tell_both)
-            offloaded = model()
-            handle = share(offloaded)
-        check(offloaded, resident())
+            *_kept, handle = shared_model()
         assert_shared(handle)
         handle.remove()
 
@@ -478,9 +476,7 @@ def is_in_two_groups(rank: int) -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
     for group, ranks in ((first, (0, 1)), (second, (1, 2))):
         if rank in ranks:
-            offloaded = model()
-            handle = share(offloaded, process_group=group)
-            check(offloaded, resident())
+            *_kept, handle = shared_model(process_group=group)
             assert_shared(handle, num_ranks=2)
             handle.remove()
 
@@ -524,9 +520,7 @@ def has_other_options(rank: int) -> None:
         num_ranks = dist.get_world_size()
         ranks = f"Ranks {num_ranks - 2} and {num_ranks - 1} of process_group compute on the same device"
         fails_alike(ConfigError, ranks, model())
-    offloaded = model()
-    handle = share(offloaded)
-    check(offloaded, resident())
+    *_kept, handle = shared_model()
     assert_shared(handle)
 
 
@@ -544,9 +538,7 @@ def is_missing(rank: int, what: str) -> None:
 
 def is_dropped(rank: int) -> None:
     """A model that is dropped without remove() leaves nothing behind, and the others do not wait for it."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     dist.barrier()
     if rank == 1:
         gone = weakref.ref(handle)
@@ -559,9 +551,7 @@ def is_dropped(rank: int) -> None:
 
 def leaves_early(rank: int) -> None:
     """A rank that is done first takes the model back. The others go on."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     if rank == 1:
         handle.remove()
         offloaded.to(DEVICE)

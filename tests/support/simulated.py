@@ -22,7 +22,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -386,9 +386,6 @@ class SimulatedDevice(OnCard):
     def is_capturing(self) -> bool:
         return self.captures
 
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        raise AssertionError("All tensors are on the CPU, which it stands for.")
-
     def synchronize(self) -> None:
         with self._host_call():
             self._wait([stream.tail for stream in self._streams if stream.tail])
@@ -443,10 +440,6 @@ class SimulatedDevice(OnCard):
             self._touch([memory], access, self._host.clock, write=write)
 
     # Copies
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
-        for target, source in pairs:
-            self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
         with self._host_call():
