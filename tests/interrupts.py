@@ -11,6 +11,7 @@ tests/engine/test_interrupts.py runs a few of both.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import copy
 import faulthandler
@@ -27,14 +28,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils import _python_dispatch
 from tqdm import tqdm
@@ -45,21 +45,48 @@ from group_offload.base.saved import Kept
 from group_offload.handle import link
 
 from .support import simulated
+from .support.activations import on
 from .support.asserts import same_bits
-from .support.on_device import packing
+from .support.on_device import lay_in_file, packing
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
 from .support.tuning import tune
-from .support.unstruck import unstruck
 
 _NUM_COUNTED = 2
 """Operations of which one sees where they come: no two are the same."""
 _NUM_STEPS = 50
 """Training steps that one model is struck in: each that is broken off leaves two streams for a simulated device to order."""
+_MANY = 20
+"""Failures after which a sweep ends."""
 PACKAGE = str(Path(group_offload.__file__).parent)
 WIDTH = 16
 T = TypeVar("T")
+
+
+@cache
+def unstruck(code: CodeType) -> frozenset[int]:
+    """The offsets at which Python raises nothing from a signal, and where an error would leave a lock taken.
+
+    One is where the code leaves a `with` block, back on the line that began it: a lock that is written in C is let go by the
+    instruction that comes next. The other is a `try:` within a `with` block. Its only instruction does nothing, and the
+    compiler leaves it out of the range in which an error ends the block.
+    """
+    begins, tries = _lines(code.co_filename)
+    first: dict[int, int] = {}
+    found = set()
+    for start, _, line in code.co_lines():
+        if line in tries or (line in begins and first.setdefault(line, start) != start):
+            found.add(start)
+    return frozenset(found)
+
+
+@cache
+def _lines(path: str) -> tuple[frozenset[int], frozenset[int]]:
+    """The lines of a file that begin a `with` block, and those that begin a `try` within one."""
+    blocks = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.With)]
+    tries = [node.lineno for block in blocks for node in ast.walk(block) if isinstance(node, ast.Try)]
+    return frozenset(block.lineno for block in blocks), frozenset(tries)
 
 
 Place = tuple[CodeType, int]
@@ -257,10 +284,7 @@ class Rig:
         """Whether the other model is foreseen to come after the first one."""
         if self._in_checkpoint:
             self.options["offload_to_disk_path"] = self.folder
-            path = self.folder / "model.safetensors"
-            save_file(self.model.state_dict(), path)
-            os.utime(path, (1e9, 1e9))
-            self.model.load_state_dict(load_file(path), assign=True)
+            lay_in_file(self.model, self.folder / "model.safetensors")
         self.handle: Any = None
         self.other_resident = Model(3)
         self.other = copy.deepcopy(self.other_resident)
@@ -477,10 +501,37 @@ class Result:
         return f"{self.num_places} places, struck {self.struck} times, {len(self.failures)} failures"
 
 
+def _strike_again(
+    begin: Callable[[], T],
+    act: Callable[[T, Strike], None],
+    look: Callable[[T, int], None],
+    places: Places,
+    error: type[BaseException] = KeyboardInterrupt,
+    num_steps: int = 0,
+) -> tuple[Result, T]:
+    """Strike one model again and again; a new one after a failure, or after so many steps."""
+    result, rig = Result(), begin()
+    found: Counter[Place] = Counter()
+    for _ in range(_NUM_COUNTED):
+        counting = Strike()
+        act(rig, counting)
+        found |= counting.places
+    result.num_places = len(found)
+    for number, (place, at) in enumerate(places.choose(found)):
+        strike, num_failures = Strike(at, error, place=place), len(result.failures)
+        if result.strikes(strike, partial(act, rig, strike), error):
+            with result.noting(strike.where):
+                look(rig, number)
+        if len(result.failures) > _MANY:
+            break
+        if len(result.failures) > num_failures or (num_steps and number % num_steps == num_steps - 1):
+            rig = begin()
+    return result, rig
+
+
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
-    """Strike one model again and again."""
-    act, trains = OPERATIONS[operation], operation == "backward"
-    result = Result()
+    """Strike an operation of one model."""
+    trains = operation == "backward"
 
     def begin() -> Rig:
         stack.close()
@@ -489,32 +540,20 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         rig.look(trains=trains, num_passes=5)
         return rig
 
+    def look(rig: Rig, number: int) -> None:
+        if number % 2:
+            rig.edit()
+        rig.look(trains=trains and number % 4 == 0)
+        if number % 7 == 0:
+            rig.look_at_other()
+        if number % 5 == 0:
+            rig.look_at_rest()
+
     with ExitStack() as stack:
-        rig = begin()
-        found: Counter[Place] = Counter()
-        for _ in range(_NUM_COUNTED):
-            counting = Strike()
-            act(rig, counting)
-            found |= counting.places
-        result.num_places = len(found)
-        for number, (place, at) in enumerate(places.choose(found)):
-            strike, num_failures = Strike(at, error, place=place), len(result.failures)
-            if not result.strikes(strike, partial(act, rig, strike), error):
-                continue
-            with result.noting(strike.where):
-                if number % 2:
-                    rig.edit()
-                rig.look(trains=trains and number % 4 == 0)
-                if number % 7 == 0:
-                    rig.look_at_other()
-                if number % 5 == 0:
-                    rig.look_at_rest()
-            if len(result.failures) > 20:
-                return result
-            if len(result.failures) > num_failures:
-                rig = begin()
-        with result.noting("at the end"):
-            rig.close()
+        result, rig = _strike_again(begin, OPERATIONS[operation], look, places, error)
+        if len(result.failures) <= _MANY:
+            with result.noting("at the end"):
+                rig.close()
     return result
 
 
@@ -557,7 +596,7 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
                     rig.look()
                 rig.look() if rig.handle.is_active else rig.look_unoffloaded()
                 rig.close()
-            if len(result.failures) > 20:
+            if len(result.failures) > _MANY:
                 return result
             if rig.device is not None:
                 rig.device.errors.clear()
@@ -570,18 +609,12 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
 class TrainingRig:
     """A resident model whose activations are offloaded, beside its copy."""
 
-    def __init__(self, device: SimulatedDevice | None, stack: ExitStack) -> None:
-        self._device = device
+    def __init__(self, where: str, seed: int, stack: ExitStack) -> None:
         self._put = self._get = torch.clone
         reference = make_trained().eval()
         self._expected = [self._gradients(reference, self.forward(reference, number)) for number in range(3)]
         self.model = copy.deepcopy(reference)
-        if device is not None:
-            stack.enter_context(use_simulated_device(device))
-            stack.enter_context(device.running())
-            self._put, self._get = device.put, device.get
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                tensor.data = self._put(tensor.data)
+        self._put, self._get = stack.enter_context(on(where, self.model, seed))
         self._handle = apply_activation_offloading(self.model, device="cpu", min_bytes=0)
 
     def forward(self, model: nn.Module, number: int) -> torch.Tensor:
@@ -589,27 +622,26 @@ class TrainingRig:
         loss: torch.Tensor = model(self._put(x)).square().mean()
         return loss
 
-    def step(self, strike: Strike, graphs: list[torch.Tensor]) -> None:
-        """A step on input 0. Its graph is put into `graphs` before its backward begins."""
+    def step(self, strike: Strike) -> None:
+        """A step on input 0, beside the graph of an earlier forward."""
+        self._earlier, self._graphs = self.forward(self.model, 1), list[torch.Tensor]()
         with strike:
-            graphs.append(self.forward(self.model, 0))
-            graphs[0].backward(retain_graph=True)
+            self._graphs.append(self.forward(self.model, 0))
+            self._graphs[0].backward(retain_graph=True)
 
-    def look(self, earlier: torch.Tensor, graphs: list[torch.Tensor]) -> None:
+    def look(self, number: int) -> None:
         """The next step is right, before and after graphs from before the strike, which are right or refuse."""
         self._look(2, self.forward(self.model, 2))
-        for number, graph in ((1, earlier), *((0, each) for each in graphs)):
+        for given, graph in ((1, self._earlier), *((0, each) for each in self._graphs)):
             with contextlib.suppress(StateError):
-                self._look(number, graph)
+                self._look(given, graph)
         self._look(2, self.forward(self.model, 2))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left behind"
-        assert self._device is None or not self._device.errors, self._device.errors[0]
-
-    def look_at_memory(self) -> None:
-        """No graph is there any more: nothing is held."""
+        del graph, self._earlier
+        self._graphs.clear()
         gc.collect()
         stats = self._handle.stats()
-        assert not stats.used_host_bytes and not stats.inflight_bytes, stats
+        assert not stats.used_host_bytes and not stats.inflight_bytes, stats  # no graph is there any more
 
     def _look(self, number: int, loss: torch.Tensor) -> None:
         for actual, expected in zip(self._gradients(self.model, loss), self._expected[number], strict=True):
@@ -625,34 +657,14 @@ class TrainingRig:
 
 def sweep_activations(name: str, places: Places) -> Result:
     """Strike the training step of one model whose activations are offloaded."""
-    result = Result()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         tune(patch, activation_segment_bytes=16 << 10)
 
         def begin() -> TrainingRig:
             stack.close()
-            return TrainingRig(SimulatedDevice(places.seed, "random") if name == ACTIVATIONS[1] else None, stack)
+            return TrainingRig("random" if name == ACTIVATIONS[1] else "cpu", places.seed, stack)
 
-        rig = begin()
-        found: Counter[Place] = Counter()
-        for _ in range(_NUM_COUNTED):
-            counting = Strike()
-            rig.step(counting, [])
-            found |= counting.places
-        result.num_places = len(found)
-        for number, (place, at) in enumerate(places.choose(found)):
-            if number % _NUM_STEPS == _NUM_STEPS - 1:
-                rig = begin()
-            strike, earlier = Strike(at, place=place), rig.forward(rig.model, 1)
-            graphs: list[torch.Tensor] = []
-            if result.strikes(strike, partial(rig.step, strike, graphs), KeyboardInterrupt):
-                with result.noting(strike.where):
-                    rig.look(earlier, graphs)
-                    del earlier
-                    graphs.clear()
-                    rig.look_at_memory()
-            if result.failures:
-                break
+        result, _ = _strike_again(begin, TrainingRig.step, TrainingRig.look, places, num_steps=_NUM_STEPS)
     return result
 
 

@@ -48,12 +48,9 @@ ROWS = [
 
 def python_of(version: str) -> str | None:
     """A Python of this version: of the path, or of pyenv."""
-    if found := shutil.which(f"python{version}"):
-        works = (
-            subprocess.run([found, "-c", "pass"], capture_output=True).returncode == 0
-        )  # pyenv has names that lead nowhere
-        if works:
-            return found
+    found = shutil.which(f"python{version}")
+    if found and subprocess.run([found, "-c", "pass"], capture_output=True).returncode == 0:
+        return found  # pyenv has names that lead nowhere
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return next(map(str, sorted(root.glob(f"versions/{version}.*/bin/python"))), None)
 
@@ -78,18 +75,11 @@ def run_row(row: Row, folder: Path, arguments: list[str]) -> str:
             str(here),
             "-m",
             "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "-n",
-            "2",
-            "--dist",
-            "worksteal",
+            *["-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "worksteal"],
             *arguments,
         ]
-        done = subprocess.run(
-            tests, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(tests, cwd=ROOT, env=environment, **output)
         log.write(done.stdout)
     last = re.findall(r"^.*\b(?:passed|failed|error)\b.* in .*$", done.stdout, re.MULTILINE)
     return last[-1].strip("= ") if last else f"pytest ended with {done.returncode}"

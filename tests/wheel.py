@@ -147,7 +147,8 @@ def make(environment: Path, wheel: Path, extra: str, *, is_full: bool, pip_optio
     [metadata] = site.glob("group_offload-*.dist-info")
     shared = needed(Distribution.at(metadata), {extra})
     tops = {Path(file).parts[0].partition(".")[0] for found in shared.values() for file in found.files or ()}
-    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *foreign_folders(shared)})
+    places = {str(found.locate_file("")).rstrip("/") for found in shared.values()}
+    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *places})
     (site / "_shared.py").write_text(_HIDDEN.format(folders=folders, modules=tops, names=set(shared)))
     (site / "_shared.pth").write_text("import _shared\n")
     return python
@@ -178,11 +179,6 @@ def needed(ours: Distribution, extras: set[str]) -> dict[str, Distribution]:
                 seen.add(item)
                 todo.append(item)
     return found
-
-
-def foreign_folders(shared: dict[str, Distribution]) -> set[str]:
-    """Where they lie, if that is not the folder of this environment's packages."""
-    return {str(found.locate_file("")).rstrip("/") for found in shared.values()}
 
 
 def use(python: Path, environment: Path, extra: str) -> list[str]:
@@ -219,9 +215,6 @@ def use(python: Path, environment: Path, extra: str) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="download everything into each environment")
-    parser.add_argument(
-        "--extras", nargs="*", metavar="EXTRA", help='extras to try, "" for none (default: "" diffusers; all)'
-    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="wheel-") as place:
         sdist, wheel = build(Path(place, "dist"), is_isolated=options.full)
@@ -230,8 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         with zipfile.ZipFile(wheel) as archive:
             [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
             extras = re.findall(r"^Provides-Extra: (.+)$", archive.read(name).decode(), re.MULTILINE)
-        tried = options.extras if options.extras is not None else ["", *(extras if options.full else ["diffusers"])]
-        for extra in tried:
+        for extra in ["", *(extras if options.full else ["diffusers"])]:
             environment = Path(place, f"environment-{extra}")
             python = make(environment, wheel, extra, is_full=options.full)
             said = use(python, environment, extra)

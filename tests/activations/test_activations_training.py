@@ -17,10 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
-from ..support import distributed_training, tiny_models
+from ..support import distributed_training, several, tiny_models
 from ..support.activations import offload
 from ..support.asserts import same_bits
-from ..support.processes import in_new_process
 from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
 from ..support.versions import TORCH
 
@@ -266,17 +265,12 @@ def test_the_callback_of_a_training_that_was_broken_off_is_no_obstacle() -> None
 # ---------------------------------------------------------------- several processes
 
 
-def run_two_processes(device: str, folder: Path) -> None:
-    done = in_new_process(distributed_training.main, folder / "rendezvous", device)
-    assert done.count("equal") == 2 * len(distributed_training.KINDS), done
-
-
-def test_ddp_fsdp_and_fsdp2(tmp_path: Path) -> None:
+def test_ddp_fsdp_and_fsdp2() -> None:
     """Hazard: parameters are copied, or held while FSDP2 resizes them."""
-    run_two_processes("cpu", tmp_path)
+    several.run(distributed_training.trains)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ddp_fsdp_and_fsdp2_on_two_gpus(tmp_path: Path) -> None:
-    run_two_processes("cuda", tmp_path)
+def test_ddp_fsdp_and_fsdp2_on_two_gpus() -> None:
+    several.run(distributed_training.trains, device="cuda")

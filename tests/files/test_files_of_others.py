@@ -8,6 +8,8 @@ import stat
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from group_offload import GroupFileError
-from group_offload.base.ownership import ForeignFileError
+from group_offload.base.ownership import ForeignFileError, Owners
 from group_offload.base.publish import boot
 from group_offload.packing.codec import hash_of, unpack
 from group_offload.packing.layout import PackedLayout
@@ -27,12 +29,30 @@ from group_offload.stores.source import Piece, SourceFile
 from ..support.asserts import assert_at_rest
 from ..support.folders import GROUPS, assert_holds, names, set_up
 from ..support.models import Model, make
-from ..support.others import HOW, give_away
 from ..support.packing import image_of, packable
 from ..support.rigs import offload_to
 
 A, B = packable(), packable() * 2
 LAYOUT = image_of([A])[1]
+HOW = ("chown", "told")
+"""Files are given away, which only root can do; or `Owners` is told that they were."""
+UID = 12345
+
+
+def give_away(how: str, monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """Let another user own these files."""
+    if how == "chown":
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        for path in paths:
+            os.chown(path, UID, UID)
+        return
+    inodes, check = {path.stat().st_ino for path in paths}, Owners.check
+
+    def told(self: Owners, found: Any) -> None:
+        check(self, SimpleNamespace(st_uid=UID, st_mode=found.st_mode) if found.st_ino in inodes else found)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Owners, "check", told)
 
 
 def checkpoint(path: Path, tensor: torch.Tensor) -> PackedFrom:

@@ -369,9 +369,17 @@ def _expandable_bytes(block: Block) -> int:
 
 
 class OnCard:
-    """What a `Backend` tells of its memory, for devices of tests that have a card."""
+    """What a `Backend` tells of its memory, for devices of tests that have a card. They stand for the CPU."""
 
     card: Memory
+    copy: Callable[..., None]
+
+    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        raise AssertionError("All tensors are on the CPU, which it stands for.")
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
+        for target, source in pairs:
+            self.copy(target, source, stream)
 
     def bytes_in_use(self) -> int:
         return self.card.allocated.now

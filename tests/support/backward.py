@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
 from group_offload import OffloadHandle, apply_group_offloading
 
 from .asserts import same_bits
+from .on_device import lay_in_file
 from .simulated import SimulatedDevice, use_simulated_device
 from .training import DIM, Put, Step, TrainingModel, assert_same_bits, train
 
@@ -126,9 +125,7 @@ def offloaded(
             stack.enter_context(use_simulated_device(simulated))
             put, get = simulated.put, simulated.get
         if options.pop("in_checkpoint", False):
-            save_file(model.state_dict(), folder / "model.safetensors")
-            os.utime(folder / "model.safetensors", (1e9, 1e9))
-            model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+            lay_in_file(model, folder / "model.safetensors")
             options["offload_device"] = "disk"
         if options.pop("in_files", device == "cpu" and "offload_device" not in options):
             options["offload_to_disk_path"] = folder

@@ -54,42 +54,6 @@ def nucleus_inputs(step: int) -> dict[str, Any]:
     }
 
 
-def cosmos() -> nn.Module:
-    return tiny.seeded(
-        0,
-        lambda: diffusers.Cosmos3OmniTransformer(
-            head_dim=12,
-            hidden_size=24,
-            intermediate_size=32,
-            latent_channel=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_hidden_layers=2,
-            patch_latent_dim=16,
-            vocab_size=32,
-            rope_axes_dim=[2, 2, 2],
-        ),
-    )
-
-
-def cosmos_inputs(step: int) -> dict[str, Any]:
-    device = tiny.device()
-    return {
-        "input_ids": torch.arange(4).to(device),
-        "text_indexes": torch.arange(4).to(device),
-        "position_ids": torch.arange(12).repeat(3, 1).to(device),
-        "und_len": 4,
-        "sequence_length": 12,
-        "vision_tokens": [slow_noise(1, 4, 2, 4, 4, step=step)],
-        "vision_token_shapes": [(2, 2, 2)],
-        "vision_sequence_indexes": torch.arange(4, 12).to(device),
-        "vision_mse_loss_indexes": torch.arange(4, 12).to(device),
-        "vision_timesteps": torch.full((8,), 900.0 - 100 * step).to(device),
-        "vision_noisy_frame_indexes": [torch.arange(2).to(device)],
-        "return_dict": False,
-    }
-
-
 def slow_noise(*shape: int, step: int) -> torch.Tensor:
     """Latents that change little from step to step, as they do in a denoising loop."""
     return tiny.randn(*shape, seed=1) + 0.01 * step * tiny.randn(*shape, seed=2)
@@ -208,12 +172,6 @@ _ALL = {
         config=faster,
         skipped="blocks.0.attn1.to_q",
     ),
-    "faster-flux": CacheCase(
-        make=flux,
-        inputs=flux_inputs,
-        config=lambda clock: faster(clock, is_guidance_distilled=True),
-        skipped="transformer_blocks.0.attn.to_q",
-    ),
     "taylor-flux": CacheCase(
         needs=("TaylorSeerCacheConfig",),
         make=flux,
@@ -236,14 +194,6 @@ _ALL = {
         config=lambda _: diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0),
         skipped="blocks.0.norm1",
         contexts=("cond", "uncond"),
-    ),
-    "sea-cosmos": CacheCase(
-        needs=("SeaCacheConfig", "Cosmos3OmniTransformer"),
-        tells_steps=True,
-        make=cosmos,
-        inputs=cosmos_inputs,
-        config=lambda _: diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0),
-        skipped="layers.0",
     ),
     "text-kv-nucleus": CacheCase(
         needs=("TextKVCacheConfig",),

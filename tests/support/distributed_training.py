@@ -1,14 +1,9 @@
-"""Two processes that train under DDP, FSDP and FSDP2, with activations offloaded and without: bits are the same.
-
-python -m tests.support.distributed_training FILE DEVICE: FILE is where the processes meet, DEVICE is "cpu" or "cuda".
-"""
+"""Processes that train under DDP, FSDP and FSDP2, with activations offloaded and without: bits are the same."""
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload.activations import apply_activation_offloading
 
+from . import several
 from .asserts import same_bits
-from .processes import fork, status_of
+from .several import local
 from .training import DIM, TrainingBlock, TrainingModel
 
 KINDS = ("ddp", "fsdp", "fsdp2", "fsdp2-bf16", "ddp+c", "fsdp+c", "fsdp2+c")
@@ -45,12 +41,6 @@ def build(kind: str, device: torch.device) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of this process's part of a tensor, on the CPU."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach().cpu().clone()
 
 
 def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
@@ -83,33 +73,13 @@ def compare(kind: str, device: torch.device) -> None:
     num_samples, num_tokens = BATCHES[device.type]
     assert seen <= {num_samples, num_samples * num_tokens}, (kind, seen)  # of batches and tokens: no weights
     handle.remove()
-    print(kind, "equal", flush=True)
 
 
-def run(file: str, device_type: str, rank: int) -> None:
+def trains(rank: int) -> None:
+    """What each rank does: see `several.run`."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if device_type == "cpu":
-        device = torch.device("cpu")
-    else:
-        device = torch.device(device_type, rank)
-        torch.accelerator.set_device_index(rank)
+    if several.DEVICE.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        "gloo" if device_type == "cpu" else "nccl", init_method=f"file://{file}", rank=rank, world_size=2
-    )
     for kind in KINDS:
-        compare(kind, device)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main(file: str, device_type: str) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    pids = [fork(partial(run, file, device_type, rank)) for rank in range(2)]
-    statuses = [status_of(pid) for pid in pids]
-    assert statuses == [0, 0], statuses
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        compare(kind, several.DEVICE)

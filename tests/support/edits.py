@@ -22,26 +22,12 @@ def edit_in_place(model: Any) -> None:
         model.gain.add_(1)
 
 
-def edit_one_element(model: Any) -> None:
-    with torch.no_grad():
-        model.blocks[1].up.weight[3, 5] += 0.25
-        model.gain[0] = 7
-
-
 def edit_one_element_through_data(model: Any) -> None:
     model.blocks[-1].down.bias.data[2] = 3.5
 
 
-def edit_detached(model: Any) -> None:
-    model.blocks[0].down.weight.detach().zero_()
-
-
 def edit_through_numpy(model: Any) -> None:
     model.blocks[0].down.weight.detach().numpy()[0, 0] = 5
-
-
-def edit_through_state_dict(model: Any) -> None:
-    model.state_dict()["blocks.2.up.weight"].fill_(0.125)
 
 
 def replace_data(model: Any) -> None:
@@ -141,31 +127,12 @@ def tie_data(model: Any) -> None:
     model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
 
 
-def cast_layer(model: Any) -> None:
-    model.blocks[1].up.to(torch.float64).to(torch.float32)
-    model.blocks[1].up.weight.data = model.blocks[1].up.weight.data.to(torch.bfloat16).to(torch.float32)
-
-
 def half(model: Any) -> None:
     model.half()
 
 
 def bfloat16(model: Any) -> None:
     model.to(torch.bfloat16)
-
-
-def double(model: Any) -> None:
-    model.double()
-
-
-def reset(model: Any) -> None:
-    torch.manual_seed(6)
-    model.blocks[1].up.reset_parameters()
-
-
-def zero_all(model: Any) -> None:
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
 
 
 def lora(model: Any) -> None:

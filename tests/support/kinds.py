@@ -16,31 +16,6 @@ def wrapped(*layers: nn.Module) -> Blocks:
     return Blocks(*(nn.Sequential(layer) for layer in layers))
 
 
-class OnlyLists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(Block() for _ in range(2))
-        self.up = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (*self.down, *self.up):
-            x = block(x)
-        return x
-
-
-class NestedLists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (2, 1, 3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            for block in stage:
-                x = block(x)
-        return self.out(x)
-
-
 class DeepLists(nn.Module):
     """Lists and dicts in lists, three deep."""
 
@@ -180,26 +155,8 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
-def decoder_layer() -> nn.Module:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.TransformerDecoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True) for _ in range(2)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x, x)
-            return x
-
-    return Decoder()
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "model": Model,
-    "only lists": OnlyLists,
-    "nested lists": NestedLists,
     "deep lists": DeepLists,
     "dicts": Dicts,
     "lists in blocks": lambda: Blocks(*(ListsInBlock() for _ in range(3))),
@@ -209,7 +166,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "reads children": lambda: wrapped(ReadsChildren(), ReadsChildren()),
     "reads children as root": ReadsChildren,
     "TransformerEncoder": encoder,
-    "TransformerDecoderLayer": decoder_layer,
     "LSTM": lambda: wrapped(Recurrent(), Recurrent()),
     "LSTM as child": Recurrent,
     "recursive": lambda: Blocks(Recursive(), Recursive()),
@@ -217,7 +173,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "shared block": shared_block,
     "weight_norm": weight_normed,
     "orthogonal": orthogonal,
-    "Sequential as root": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Sequential(Block(), nn.Tanh())),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm as root": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "Block as root": Block,

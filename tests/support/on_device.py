@@ -34,14 +34,17 @@ MODES: list[dict[str, Any]] = [
 any_mode = pytest.mark.parametrize("options", MODES, ids=str)
 
 
-def from_file(model: nn.Module, path: Path) -> nn.Module:
-    """The model as a loader that copies nothing leaves it: its weights are views of the file."""
+def lay_in_file(model: nn.Module, path: Path) -> nn.Module:
+    """Leave the model as a loader that copies nothing does: its weights are views of the file."""
     if not path.exists():
         save_file(model.state_dict(), path)
         os.utime(path, (1e9, 1e9))  # so that a change shows in the time, however soon it comes
-    loaded = copy.deepcopy(model)
-    loaded.load_state_dict(load_file(path), assign=True)
-    return loaded
+    model.load_state_dict(load_file(path), assign=True)
+    return model
+
+
+def from_file(model: nn.Module, path: Path) -> nn.Module:
+    return lay_in_file(copy.deepcopy(model), path)
 
 
 @contextmanager

@@ -1,12 +1,7 @@
-"""Two processes that run one model together, with its weights offloaded in each and without: bits are the same.
-
-python -m tests.support.parallel_inference FILE DEVICE: FILE is where the processes meet, DEVICE is "cpu" or "cuda".
-"""
+"""Processes that run one model together, with its weights offloaded in each and without: bits are the same."""
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.hooks import tensor_parallel
 from diffusers.hooks.context_parallel import remove_context_parallel
@@ -22,11 +16,9 @@ from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import TensorParallelConfig
 from diffusers.utils import logging
 from torch import nn
-from torch.multiprocessing import start_processes
 
 from group_offload import apply_group_offloading
 
-from . import several
 from . import tiny_models as tiny
 from .asserts import assert_at_rest, assert_same
 from .rigs import run, run_onloaded
@@ -124,26 +116,6 @@ def tensors_parallel(order: str, level: str, folder: Path | None) -> None:
     assert_same(outputs(model.to(tiny.device())), wanted)
 
 
-def run_all(rank: int, file: str, folder: Path) -> None:
-    device = tiny.device()
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=2)
-    # A ring needs an attention with sums, which on GPUs are those for half precision.
-    contexts = CONTEXT_KINDS if device.type == "cpu" else ("ulysses",)
-    for order, level, tier in CROSS:
-        for kind in contexts:
-            context_parallel(kind, order, level, folder / kind if tier == "file" else None)
-        tensors_parallel(order, level, folder / "tensor" if tier == "file" else None)
-        print("equal", flush=True)
-    if device.type == "cpu":  # on GPUs tests/gpu/test_gpu_several.py does
-        several.share_little()
-        several.is_context_parallel(rank)
-        several.is_a_pipeline(rank)
-        print("shared", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def use_the_cpu() -> None:
     """Let models run in parallel on the CPU: diffusers itself does that on accelerators only."""
     torch.accelerator.device_count = lambda: 2
@@ -151,23 +123,15 @@ def use_the_cpu() -> None:
     attention_dispatch._native_attention_forward_op = attend
 
 
-def _run_rank(rank: int, file: str, device_type: str) -> None:
+def is_parallel(rank: int, folder: str) -> None:
+    """What each rank does: see `several.run`."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()  # diffusers warns at each call, and what went wrong would not be seen
-    torch.set_num_threads(1)
-    if device_type == "cpu":
+    if tiny.device().type == "cpu":
         use_the_cpu()
-    else:
-        torch.accelerator.set_device_index(rank)
-    faulthandler.dump_traceback_later(90)
-    run_all(rank, file, Path(file).parent)
-
-
-def main(file: str, device_type: str) -> None:
-    # A process that has imported diffusers may have asked CUDA for something, and what is forked from it cannot use CUDA.
-    how = "fork" if device_type == "cpu" else "spawn"
-    start_processes(_run_rank, (file, device_type), nprocs=2, start_method=how)  # type: ignore[no-untyped-call]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # A ring needs an attention with sums, which on GPUs are those for half precision.
+    contexts = CONTEXT_KINDS if tiny.device().type == "cpu" else ("ulysses",)
+    for order, level, tier in CROSS:
+        for kind in contexts:
+            context_parallel(kind, order, level, Path(folder, kind) if tier == "file" else None)
+        tensors_parallel(order, level, Path(folder, "tensor") if tier == "file" else None)

@@ -22,44 +22,10 @@ IS_PORTABLE = os.environ.get("GROUP_OFFLOAD_PORTABLE") == "1"
 PACKAGE = "group_offload"
 
 PORTABLE_OS = {
-    "O_BINARY",
-    "O_CREAT",
-    "O_EXCL",
-    "O_RDONLY",
-    "O_RDWR",
-    "O_WRONLY",
-    "PathLike",
-    "SEEK_SET",
-    "W_OK",
-    "access",
-    "close",
-    "cpu_count",
-    "devnull",
-    "dup",
-    "dup2",
-    "environ",
-    "fsdecode",
-    "fstat",
-    "fsync",
-    "ftruncate",
-    "getpid",
-    "link",
-    "listdir",
-    "lseek",
-    "lstat",
-    "name",
-    "open",
-    "path",
-    "read",
-    "readlink",
-    "replace",
-    "stat",
-    "stat_result",
-    "strerror",
-    "unlink",
-    "urandom",
-    "utime",
-    "write",
+    *("O_BINARY", "O_CREAT", "O_EXCL", "O_RDONLY", "O_RDWR", "O_WRONLY", "PathLike", "SEEK_SET", "W_OK"),
+    *("access", "close", "cpu_count", "devnull", "dup", "dup2", "environ", "fsdecode", "fstat", "fsync"),
+    *("ftruncate", "getpid", "link", "listdir", "lseek", "lstat", "name", "open", "path", "read"),
+    *("readlink", "replace", "stat", "stat_result", "strerror", "unlink", "urandom", "utime", "write"),
 }
 """The names of `os` that the package may see: Linux, macOS and Windows have them. (Windows alone has O_BINARY.)"""
 PORTABLE_MMAP = {"ACCESS_COPY", "ACCESS_READ", "ACCESS_WRITE", "ALLOCATIONGRANULARITY", "PAGESIZE", "mmap"}
@@ -97,7 +63,6 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_berths_go_to_another_model_while_they_are_unpacked_from": "packed weights, as above",
     "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
     "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
-    "units/test_reading.py::test_a_forked_child_reads_with_threads_of_its_own": "processes that fork",
 }
 """The tests that are about what Linux alone has, and what that is. They are skipped.
 

@@ -192,27 +192,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises; a failure if it does neither."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def task() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=task, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"it hangs: nothing after {seconds} s"
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def within_here(seconds: float, call: Callable[[], Any]) -> Any:
-    """The same in this thread, which has to be the main one: also where no other can be started any more."""
+    """What `call` returns or raises; a failure if it does neither. In this thread, which has to be the main one."""
 
     def hangs(*args: Any) -> None:
         raise AssertionError(f"it hangs: nothing after {seconds} s")

@@ -1,4 +1,4 @@
-"""Processes that offload one model together: each of the functions here is what one rank does. `run` starts the ranks."""
+"""Processes that work together: `run` starts the ranks. The functions here are what ranks do that offload one model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ def run(
     device: str = "cpu",
     expected: tuple[int, ...] = (),
 ) -> None:
-    """Run these functions, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
+    """Run these functions of modules, one after another, in each of `num_ranks` processes: `case(rank, *args)`.
 
     Args:
         expected: Exit statuses, if they are not all 0.
     """
-    listed = [[case.__name__] if callable(case) else [case[0].__name__, *map(str, case[1:])] for case in cases]
+    called = [(case,) if callable(case) else case for case in cases]
+    listed = [[case.__module__, case.__name__, *map(str, args)] for case, *args in called]
     code = f"import sys; from {__name__} import _ranks; _ranks(*sys.argv[1:])"
     done = run_code(code, (json.dumps(listed), num_ranks, device), timeout=280)
     statuses = tuple(map(int, done.stdout.splitlines()[-1].split())) if done.stdout else ()
@@ -81,6 +83,9 @@ def world_of_one() -> Iterator[Any]:
 
 
 def _ranks(cases: str, num_ranks: str, device: str) -> None:
+    if device == "cpu":  # what has imported diffusers may have asked CUDA for something, and its forks cannot use CUDA
+        for module, *_ in json.loads(cases):
+            import_module(module)
     with tempfile.TemporaryDirectory() as folder:
         what = partial(_rank, json.loads(cases), int(num_ranks), device, Path(folder) / "meeting")
         pids = [fork(partial(what, rank)) for rank in range(int(num_ranks))]
@@ -98,12 +103,12 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
     of_the_device = {trains.__name__, trains_under_fsdp.__name__, is_context_parallel.__name__}
-    needs_nccl = device != "cpu" and of_the_device & {name for name, *_ in cases}
+    needs_nccl = device != "cpu" and any(module != __name__ or name in of_the_device for module, name, *_ in cases)
     backend = f"cpu:gloo,{device}:nccl" if needs_nccl else "gloo"  # sharing asks for no collectives of the device
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
-    for name, *args in cases:
+    for module, name, *args in cases:
         try:
-            globals()[name](rank, *args)
+            getattr(import_module(module), name)(rank, *args)
             if name not in (is_killed.__name__, is_killed_as_it_sets_up.__name__):
                 dist.barrier()
         except BaseException:
@@ -141,6 +146,14 @@ def check(offloaded: nn.Module, reference: nn.Module, times: int = 2) -> None:
     for seed in range(times):
         with torch.no_grad():
             assert same_bits(offloaded(inputs(seed)), reference(inputs(seed)))
+
+
+def shared_model(**options: Any) -> tuple[TrainingModel, TrainingModel, OffloadHandle]:
+    """A model that ranks share, and its resident twin. Both have run."""
+    offloaded, reference = model(), resident()
+    handle = share(offloaded, **options)
+    check(offloaded, reference)
+    return offloaded, reference, handle
 
 
 def assert_shared(
@@ -283,9 +296,7 @@ def sends_packed_weights(rank: int, folder: str = "") -> None:
 
 def goes_its_own_way(rank: int) -> None:
     """The ranks run blocks in orders of their own: they skip, repeat and reverse."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     for order in ([0, 2], [0, 0, 1, 3], [3, 2, 1, 0], [], [0, 1, 2, 3]):
         if rank == 1:
             offloaded.order = reference.order = order
@@ -294,9 +305,7 @@ def goes_its_own_way(rank: int) -> None:
 
 
 def raises_and_goes_on(rank: int) -> None:
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     if rank == 1:
 
         def fail(*args: object) -> None:
@@ -315,9 +324,7 @@ def raises_and_goes_on(rank: int) -> None:
 
 def is_killed(rank: int, where: str) -> None:
     """Rank 1 is killed. The others raise, and name it."""
-    offloaded, reference = model(), resident()
-    share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, _ = shared_model()
     if rank == 1:
 
         def die(*args: object) -> None:
@@ -352,9 +359,7 @@ def needs_no_nccl(rank: int) -> None:
 
 
 def edits_weights(rank: int) -> None:
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
 
     def edit(value: float) -> None:
         with torch.no_grad():
@@ -461,9 +466,7 @@ def meets_again(rank: int) -> None:
                 store.wait(["rank 1 asks again"])
             elif is_again:
                 patch.setattr(Roll, "tell", tell_both)
-            offloaded = model()
-            handle = share(offloaded)
-        check(offloaded, resident())
+            *_kept, handle = shared_model()
         assert_shared(handle)
         handle.remove()
 
@@ -473,9 +476,7 @@ def is_in_two_groups(rank: int) -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
     for group, ranks in ((first, (0, 1)), (second, (1, 2))):
         if rank in ranks:
-            offloaded = model()
-            handle = share(offloaded, process_group=group)
-            check(offloaded, resident())
+            *_kept, handle = shared_model(process_group=group)
             assert_shared(handle, num_ranks=2)
             handle.remove()
 
@@ -519,9 +520,7 @@ def has_other_options(rank: int) -> None:
         num_ranks = dist.get_world_size()
         ranks = f"Ranks {num_ranks - 2} and {num_ranks - 1} of process_group compute on the same device"
         fails_alike(ConfigError, ranks, model())
-    offloaded = model()
-    handle = share(offloaded)
-    check(offloaded, resident())
+    *_kept, handle = shared_model()
     assert_shared(handle)
 
 
@@ -539,9 +538,7 @@ def is_missing(rank: int, what: str) -> None:
 
 def is_dropped(rank: int) -> None:
     """A model that is dropped without remove() leaves nothing behind, and the others do not wait for it."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     dist.barrier()
     if rank == 1:
         gone = weakref.ref(handle)
@@ -554,9 +551,7 @@ def is_dropped(rank: int) -> None:
 
 def leaves_early(rank: int) -> None:
     """A rank that is done first takes the model back. The others go on."""
-    offloaded, reference = model(), resident()
-    handle = share(offloaded)
-    check(offloaded, reference)
+    offloaded, reference, handle = shared_model()
     if rank == 1:
         handle.remove()
         offloaded.to(DEVICE)

@@ -22,7 +22,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -386,9 +386,6 @@ class SimulatedDevice(OnCard):
     def is_capturing(self) -> bool:
         return self.captures
 
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        raise AssertionError("All tensors are on the CPU, which it stands for.")
-
     def synchronize(self) -> None:
         with self._host_call():
             self._wait([stream.tail for stream in self._streams if stream.tail])
@@ -436,12 +433,6 @@ class SimulatedDevice(OnCard):
             self.pinned_bytes += end - start
             return True
 
-    def label(self, memory: torch.Tensor, name: str) -> None:
-        """What errors call the device block or pinned range that holds `memory`."""
-        with self._host_call():
-            for region in self._overlapping(*_extent(memory)):
-                region.name = name
-
     def host_access(self, memory: torch.Tensor, *, write: bool) -> None:
         """Tell of an access by the host that no op under `running()` shows, such as reading a file into `memory`."""
         with self._host_call():
@@ -449,10 +440,6 @@ class SimulatedDevice(OnCard):
             self._touch([memory], access, self._host.clock, write=write)
 
     # Copies
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
-        for target, source in pairs:
-            self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
         with self._host_call():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -118,9 +118,6 @@ class TimedDevice(OnCard):
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        raise AssertionError("All tensors are on the CPU, which it stands for.")
-
     def current_stream(self) -> TimedStream:
         return self._compute
 
@@ -178,10 +175,6 @@ class TimedDevice(OnCard):
     def release_unused(self) -> None:
         with self._driver_takes_time():
             self.card.release_cached()
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
-        for target, source in pairs:
-            self.copy(target, source, stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: TimedStream, *, blocking: bool = False) -> None:
         begun = max(stream.now, self._link, self.host)

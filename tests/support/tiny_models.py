@@ -16,7 +16,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
-    SD3Transformer2DModel,
     StableDiffusionPipeline,
     UNet2DConditionModel,
     UniPCMultistepScheduler,
@@ -143,37 +142,6 @@ def unet_inputs(seed: int = 0) -> dict[str, Any]:
         "sample": randn(2, 4, 16, 16, seed=seed),
         "timestep": torch.tensor(5).to(device()),
         "encoder_hidden_states": randn(2, 6, 32, seed=seed + 1),
-        "return_dict": False,
-    }
-
-
-def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:
-    return seeded(
-        seed,
-        lambda: SD3Transformer2DModel(
-            sample_size=16,
-            patch_size=1,
-            in_channels=4,
-            num_layers=3,
-            attention_head_dim=8,
-            num_attention_heads=4,
-            caption_projection_dim=32,
-            joint_attention_dim=32,
-            pooled_projection_dim=64,
-            out_channels=4,
-            pos_embed_max_size=24,
-            dual_attention_layers=(0,),
-            qk_norm="rms_norm",
-        ),
-    )
-
-
-def sd3_inputs(seed: int = 0) -> dict[str, Any]:
-    return {
-        "hidden_states": randn(1, 4, 8, 8, seed=seed),
-        "encoder_hidden_states": randn(1, 7, 32, seed=seed + 1),
-        "pooled_projections": randn(1, 64, seed=seed + 2),
-        "timestep": torch.tensor([300]).to(device()),
         "return_dict": False,
     }
 
@@ -366,7 +334,6 @@ def call(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     "flux": (flux_transformer, flux_inputs),
-    "sd3": (sd3_transformer, sd3_inputs),
     "wan": (wan_transformer, wan_inputs),
     "unet": (unet, unet_inputs),
     "kl": (kl, kl_inputs),

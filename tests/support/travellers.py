@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from group_offload.runtime.convoy import lock
 from group_offload.runtime.convoy.lock import Traveller, TurnLock
 from group_offload.runtime.convoy.policy import SharingPolicy
 
+from ..interrupts import Strike
 from .models import DIM, RoutedBlock, Stop
 from .on_device import offload, options_for
 from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
-from .unstruck import unstruck
 
 
 class Travelling(nn.Module):
@@ -212,24 +212,9 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
             call()
 
     def struck() -> None:
-        left = rng.randrange(1, 900)
-
-        def on_line(frame: Any, event: str, argument: Any) -> Any:
-            nonlocal left
-            is_line = event == "line" and frame.f_lasti not in unstruck(frame.f_code)
-            left -= is_line
-            if is_line and left == 0:
-                raise KeyboardInterrupt
-            return on_line
-
-        sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(folder) and left > 0 else None)
-        try:
+        with suppress(KeyboardInterrupt), Strike(rng.randrange(1, 1000), path=folder):
             for _ in range(3):
                 call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
         call()
 
     with use_simulated_device(device), taken_as_shared():

@@ -16,7 +16,7 @@ from group_offload import OffloadHandle, apply_group_offloading, from_pretrained
 from ..support import tiny_models as tiny
 from ..support.asserts import same_bits
 
-DENOISERS = ["flux", "sd3", "wan", "unet"]
+DENOISERS = ["flux", "wan", "unet"]
 LEVELS = ["block_level", "leaf_level"]
 
 

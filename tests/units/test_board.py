@@ -66,13 +66,6 @@ def test_who_waits_in_vain() -> None:
     assert is_hopeless(is_first=True) and "1/b" not in found.offers
 
 
-def test_a_rank_that_leaves_awaits_nothing() -> None:
-    found = State()
-    found.awaited = {"0": ("1/a", False), "1": ("1/a", True)}
-    found.leave(1, "1", 2)
-    assert found.awaited == {"0": ("1/a", False)}
-
-
 def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
     """Else the board is full after some hundred models."""
     found = State()
@@ -81,6 +74,7 @@ def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
         found.offer(rank, "1/b", str(rank), (), 2)
         found.decline(rank, [all_of("1")])
     found.residents = {"1/device": ["a"], "2/device": ["a"]}
+    found.awaited = {"0": ("1/b", False), "1": ("1/b", True)}
     for rank in (0, 1):
         found.leave(rank, "1", 2)
     assert found == State(residents={"2/device": ["a"]})

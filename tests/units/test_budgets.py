@@ -37,14 +37,13 @@ UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
     [
         (1024, 1024),
         ("1B", 1),
-        (8 * GIB, 8 * GIB),
+        (None, None),
+        (" Auto ", AUTO),
+        (AUTO, AUTO),
         (8e9, 8_000_000_000),
         (numpy.float32(2.0**33), 8 * GIB),
         ("8589934592", 8 * GIB),
-        ("8GiB", 8 * GIB),
-        ("8 GB", 8_000_000_000),
         (" 8gib ", 8 * GIB),
-        ("512MiB", 512 << 20),
         ("1.5GiB", 3 * GIB // 2),
         (".5 kB", 500),
         ("80%", int(24 * GIB * 0.8)),
@@ -57,47 +56,34 @@ def test_what_is_understood(value: Any, expected: int) -> None:
     assert parse_budget(value, "vram_budget", 24 * GIB) == expected
 
 
-def test_none_and_auto() -> None:
-    assert parse_budget(None, "vram_budget", GIB) is None
-    for value in ("auto", " Auto ", AUTO):
-        assert parse_budget(value, "vram_budget", GIB) is AUTO
-
-
 @pytest.mark.parametrize(
     ("value", "why"),
     [
         (0, "more than 0"),
         (-1, "more than 0"),
-        ("0GiB", "more than 0"),
         ("0.1B", "more than 0"),
         ("-3GiB", "no amount"),
         (1.5, "whole number"),
         (0.8, "'80%'"),
         (float("nan"), "whole number"),
-        (float("inf"), "whole number"),
         ("nan", "no amount"),
-        ("inf GiB", "no amount"),
         ("", "no amount"),
         ("1e9", "no amount"),
-        ("1,5GiB", "no amount"),
         ("\u0661GiB", "no amount"),
         ("8GiB 8GiB", "no amount"),
         ("9" * 5000, "no amount"),
-        ("0%", "at most 100%"),
         ("120%", "at most 100%"),
         ("8 apples", "no unit"),
         ("8G", "it is ambiguous. Did you mean '8GiB' or '8GB'?"),
-        ("1.5m", "'1.5MiB'"),
         (8, "8 bytes. Did you mean '8GiB'?"),
-        (8.0, "Did you mean '8GiB'?"),
         ("24", "Did you mean '24GiB'?"),
         (True, "bool"),
-        (b"8GiB", "bytes"),
         ([8], "list"),
     ],
     ids=lambda value: repr(value)[:20],
 )
 def test_what_is_refused(value: Any, why: str) -> None:
+    """The message says what is wrong, and what to type."""
     with pytest.raises(ConfigError) as caught:
         parse_budget(value, "ram_budget", GIB)
     said = str(caught.value)
@@ -126,6 +112,7 @@ def test_whole_numbers_of_units(number: int, unit: str, is_lower: bool, space: s
 @settings(deadline=None)
 @given(st.integers(1, 1 << 50))
 def test_what_is_described_is_understood(num_bytes: int) -> None:
+    assert [describe_bytes(each) for each in (0, 1023, 3 * GIB // 2)] == ["0 B", "1023 B", "1.5 GiB"]
     found = parse_budget(describe_bytes(num_bytes), "x", LARGE)
     assert isinstance(found, int) and abs(found - num_bytes) <= num_bytes * 0.005 + 1
     enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", LARGE)
@@ -155,21 +142,6 @@ def test_amounts_that_are_no_budgets() -> None:
         with pytest.raises(ConfigError, match=r"^--activations=") as caught:
             parse_bytes(text, "--activations")
         assert "80% of" not in str(caught.value) and "'auto'." not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (8 * GIB, "8 GiB"),
-        (3 * GIB // 2, "1.5 GiB"),
-        (12345678, "11.8 MiB"),
-    ],
-)
-def test_descriptions(num_bytes: int, text: str) -> None:
-    assert describe_bytes(num_bytes) == text
 
 
 # ---------------------------------------------------------------- what there is

@@ -55,11 +55,6 @@ def connect(monkeypatch: pytest.MonkeyPatch, said: list[str], *, fails: str = ""
     return (*crew._connect(backend, roll, "1", [0, 1]), roll.topics, link)
 
 
-def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, speeds, problem, topics, link = connect(monkeypatch, ["", "", ""])
-    assert found is link and speeds == "speeds" and not problem and topics == TOPICS
-
-
 @pytest.mark.parametrize(
     ("said", "fails", "device", "why", "num_topics"),
     [
@@ -78,6 +73,8 @@ def test_a_fault_of_any_rank_leaves_all_alone(
     """A rank that fails and one that is fine exchange the same topics, and both say why."""
     link, speeds, problem, topics, _ = connect(monkeypatch, said, fails=fails, device=device)
     assert link is None and speeds is None and why in problem and topics == TOPICS[:num_topics]
+    found, speeds, problem, topics, link = connect(monkeypatch, ["", "", ""])
+    assert found is link and speeds == "speeds" and not problem and topics == TOPICS
 
 
 class Ranks:

@@ -57,6 +57,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
+    """By a look that is kept from call to call."""
     model = _model()
     before = _state(model)
     assert before.holds()
@@ -66,6 +67,7 @@ def test_a_change_is_seen(change: str) -> None:
 
 
 def test_what_forwards_do_is_no_change() -> None:
+    """They may make a list of their own anew, with the same things in it (Qwen-Image 2.1)."""
     model = _model()
     model[0].large, model[0].tables = 1000, [torch.zeros(2), (1000, "a")]
     before = _state(model)

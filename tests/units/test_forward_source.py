@@ -25,6 +25,34 @@ def decorated(forward: Forward) -> Forward:
     return call
 
 
+def project(x: torch.Tensor, parent: nn.Module) -> torch.Tensor:
+    return F.linear(x, parent.child.weight)
+
+
+class Processor:
+    def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:
+        return project(x, parent=attn) + attn.inner[0].bias
+
+
+class Method(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+class OfLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.named(x)
+
+
 class Parent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +61,7 @@ class Parent(nn.Module):
         self.inner.named = nn.Linear(4, 4)
         self.inner.missing = nn.Linear(4, 4, bias=False)
         self.scale = nn.Parameter(torch.ones(4))
+        self.method, self.processor, self.function = Method(), Processor(), project
 
     @property
     def width(self) -> int:
@@ -50,165 +79,109 @@ class Reads(Parent):
         return F.linear(x, self.child.weight)
 
 
-class ReadsInMethod(Parent):
-    def forward(this, x: torch.Tensor) -> torch.Tensor:
-        return this.helper(x) * this.scale
-
-
 class ReadsInBase(Reads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 1
 
 
-class ReadsInFunction(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (lambda y: y + [self.child.bias.float()][0])(x)
+# Forwards of `Parent`.
 
 
-class ReadsBelow(Parent):
-    @decorated
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.inner.named.weight.T
-
-
-class ReadsBuffer(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self.other.running_mean.to(x.dtype)
-
-
-class OnlyCalls(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner.named(self.child(x)) * self.scale * self.width
-
-
-class OnlyLooks(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (
-            isinstance(self.child.weight, nn.Parameter)
-            and self.child.bias is not None
-            and hasattr(self.child.weight, "a")
-        ):
-            x = x.to(self.child.weight.dtype).to(self.child.weight.device)
-        return x[: self.child.weight.size(0)]
-
-
-class Writes(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.child.weight = nn.Parameter(x)
-        return x
-
-
-class CallsItself(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(self.helper(x))
-
-
-class OfLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.named = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.named(x)
-
-
-class ReadsNone(Parent):
-    """The child has a place for this weight, and no weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, torch.eye(4), self.inner.missing.bias)
-
-
-class Method(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.inner = nn.Linear(4, 4)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale
-
-
-def project(x: torch.Tensor, parent: nn.Module) -> torch.Tensor:
-    return F.linear(x, parent.child.weight)
-
-
-class Processor:
-    def __call__(self, attn: Parent, x: torch.Tensor) -> torch.Tensor:
-        return project(x, parent=attn) + attn.inner[0].bias
-
-
-class CallsMethodOfChild(Parent):
+def calls_a_method_of_a_child(self: Any, x: torch.Tensor) -> Any:
     """Which computes with the child's own weight, and calls a part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.method = Method()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.encode(x)
+    return self.method.encode(x)
 
 
-class GivesItself(Parent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.processor = Processor()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.processor(self, x)
+def calls_unbound(self: Any, x: torch.Tensor) -> Any:
+    return nn.Linear.forward(self.child, x)
 
 
-class GivesItselfToAFunction(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return project(x, self)
+def gives_itself(self: Any, x: torch.Tensor) -> Any:
+    return self.processor(self, x)
 
 
-class GivesItselfToItsFunction(Parent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.function = project
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self)
+def gives_itself_to_a_function(self: Any, x: torch.Tensor) -> Any:
+    return project(x, self)
 
 
-class CallsUnbound(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Linear.forward(self.child, x)
+def gives_itself_to_its_function(self: Any, x: torch.Tensor) -> Any:
+    return self.function(x, self)
 
 
-class ReadsInALoop(Parent):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.inner:
-            weight = layer.weight
-            x = x @ weight
-        return x
+def reads_in_a_loop(self: Any, x: torch.Tensor) -> Any:
+    for layer in self.inner:
+        weight = layer.weight
+        x = x @ weight
+    return x
 
 
-@pytest.mark.parametrize(
-    ("cls", "names"),
-    [
-        (CallsMethodOfChild, ["method"]),
-        (CallsUnbound, ["child"]),
-        (GivesItself, ["child", "inner.0"]),
-        (GivesItselfToAFunction, ["child"]),
-        (GivesItselfToItsFunction, ["child"]),
-        (ReadsInALoop, ["inner.0", "inner.named", "inner.missing"]),
-        (Reads, ["child"]),
-        (ReadsInMethod, ["child"]),
-        (ReadsInBase, ["child"]),
-        (ReadsInFunction, ["child"]),
-        (ReadsBelow, ["inner.named"]),
-        (ReadsBuffer, ["other"]),
-        (CallsItself, ["child"]),
-        (ReadsNone, []),
-        (OnlyCalls, []),
-        (OnlyLooks, []),
-        (Writes, []),
-        (Parent, []),
-    ],
-)
+def reads_in_a_method(this: Any, x: torch.Tensor) -> Any:
+    return this.helper(x) * this.scale
+
+
+def reads_in_a_lambda(self: Any, x: torch.Tensor) -> Any:
+    return (lambda y: y + [self.child.bias.float()][0])(x)
+
+
+@decorated
+def reads_below(self: Any, x: torch.Tensor) -> Any:
+    return x @ self.inner.named.weight.T
+
+
+def reads_a_buffer(self: Any, x: torch.Tensor) -> Any:
+    return x - self.other.running_mean.to(x.dtype)
+
+
+def calls_itself(self: Any, x: torch.Tensor) -> Any:
+    return self.forward(self.helper(x))
+
+
+def reads_none(self: Any, x: torch.Tensor) -> Any:
+    """The child has a place for this weight, and no weight."""
+    return F.linear(x, torch.eye(4), self.inner.missing.bias)
+
+
+def only_calls(self: Any, x: torch.Tensor) -> Any:
+    return self.inner.named(self.child(x)) * self.scale * self.width
+
+
+def only_looks(self: Any, x: torch.Tensor) -> Any:
+    if isinstance(self.child.weight, nn.Parameter) and self.child.bias is not None and hasattr(self.child.weight, "a"):
+        x = x.to(self.child.weight.dtype).to(self.child.weight.device)
+    return x[: self.child.weight.size(0)]
+
+
+def writes(self: Any, x: torch.Tensor) -> Any:
+    self.child.weight = nn.Parameter(x)
+    return x
+
+
+FORWARDS: dict[Forward, list[str]] = {
+    calls_a_method_of_a_child: ["method"],
+    calls_unbound: ["child"],
+    gives_itself: ["child", "inner.0"],
+    gives_itself_to_a_function: ["child"],
+    gives_itself_to_its_function: ["child"],
+    reads_in_a_loop: ["inner.0", "inner.named", "inner.missing"],
+    reads_in_a_method: ["child"],
+    reads_in_a_lambda: ["child"],
+    reads_below: ["inner.named"],
+    reads_a_buffer: ["other"],
+    calls_itself: ["child"],
+    reads_none: [],
+    only_calls: [],
+    only_looks: [],
+    writes: [],
+}
+CLASSES = {Reads: ["child"], ReadsInBase: ["child"], Parent: []}
+CLASSES |= {type(forward.__name__, (Parent,), {"forward": forward}): names for forward, names in FORWARDS.items()}
+
+
+@pytest.mark.parametrize(("cls", "names"), CLASSES.items())
 def test_children(cls: type[Parent], names: list[str]) -> None:
+    """No hook runs where a class reads weights of its children (`VQModel`, `HunyuanDiT2DModel`, Mamba), or a processor those
+    of the attention that it is given (`AutoencoderKLMiniMaxH3Audio`).
+    """
     module = cls()
     assert {*children_read(module)} == {module.get_submodule(name) for name in names}
 
@@ -220,42 +193,39 @@ class Deep(nn.Module):
         self.last = nn.Sequential(Method(), nn.Linear(4, 4))
 
 
-class CallsOneFromOutside(Deep):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0].norm.inner(x)
+def calls_one(self: Any, x: torch.Tensor) -> Any:
+    return self.blocks[0].norm.inner(x)
 
 
-class CallsTheLastFromOutside(Deep):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        block = self.blocks[-1]
-        return block.attn(x)
+def calls_the_last(self: Any, x: torch.Tensor) -> Any:
+    block = self.blocks[-1]
+    return block.attn(x)
 
 
-class CallsAllFromOutside(Deep):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _, block in enumerate(self.blocks):
-            x = block.attn(x)
-        return x
+def calls_all(self: Any, x: torch.Tensor) -> Any:
+    for _, block in enumerate(self.blocks):
+        x = block.attn(x)
+    return x
 
 
-class CallsInZip(Deep):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, layer in zip(range(2), self.last, strict=True):
-            x = layer(x) + i
-        return x
+def calls_in_zip(self: Any, x: torch.Tensor) -> Any:
+    for i, layer in zip(range(2), self.last, strict=True):
+        x = layer(x) + i
+    return x
 
 
 @pytest.mark.parametrize(
-    ("cls", "names"),
+    ("forward", "names"),
     [
-        (CallsOneFromOutside, ["blocks.0.norm.inner"]),
-        (CallsTheLastFromOutside, ["blocks.2.attn"]),
-        (CallsAllFromOutside, ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]),
-        (CallsInZip, ["last.0", "last.1"]),
+        (calls_one, ["blocks.0.norm.inner"]),
+        (calls_the_last, ["blocks.2.attn"]),
+        (calls_all, ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]),
+        (calls_in_zip, ["last.0", "last.1"]),
     ],
 )
-def test_calls(cls: type[Deep], names: list[str]) -> None:
-    module = cls()
+def test_parts_that_are_called_from_outside(forward: Forward, names: list[str]) -> None:
+    """As `DiTTransformer2DModel` calls parts of its blocks."""
+    module = type("Caller", (Deep,), {"forward": forward})()
     assert {*parts_used(module).called} == {module.get_submodule(name) for name in names}
 
 
@@ -266,7 +236,7 @@ def test_a_child_that_is_not_there() -> None:
 
 
 def test_a_scripted_child() -> None:
-    module = ReadsBelow()
+    module = next(cls for cls in CLASSES if cls.__name__ == "reads_below")()
     module.inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     assert not [*children_read(module)]  # it has no module `named`
     module.inner = torch.jit.script(OfLinear())
@@ -297,7 +267,7 @@ class Computes(Parent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reader = ReadsInMethod()
+        self.reader = Reads()
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self._inside(x) + self.other.running_mean

@@ -24,23 +24,6 @@ def zeros() -> torch.Tensor:
     return torch.zeros(100, dtype=torch.uint8)
 
 
-def test_parts_go_to_the_same_places_of_each_slot(memory: FakeMemory) -> None:
-    event = HostBackend().new_event()
-    mine, others = torch.arange(100, dtype=torch.uint8), {"0": zeros(), "2": zeros()}
-    memory.put(5, mine)
-    for rank, each in others.items():
-        memory.put(6 + int(rank), each)
-    link = link_of(memory)
-    link.look({"0": {"6": "6"}, "2": {"8": "8"}})
-    shared = SharedBytes(mine[10:22], 4, event)
-    assert link.place_of(shared.memory) == (5, 10) and link.handles == {"5": "5"}
-    link.send(shared, {"0": (6, 0), "1": (5, 10), "2": (8, 40)})
-    for rank, start in (("0", 0), ("2", 40)):
-        expected = zeros()
-        expected[start + 4 : start + 8] = mine[14:18]
-        assert torch.equal(others[rank], expected)
-
-
 def test_an_address_that_is_used_again_has_another_number(memory: FakeMemory) -> None:
     mine, link = zeros(), link_of(memory)
     memory.put(5, mine)

@@ -10,7 +10,7 @@ import pytest
 
 from group_offload.base import mapping, pagemap
 from group_offload.base.mapping import TwiceMapped, forget_writes
-from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, look_at_all, written_pages
+from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, look_at_all
 
 from ..support.tuning import tune
 
@@ -80,20 +80,3 @@ def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_o
         assert {at: look() for at, look in looks.items()} == ({address: wanted} if lacks_scan else {})
         assert scan.written(looks) == wanted
         forget_writes(address, num_pages * PAGE)
-
-
-def test_what_is_written_to_the_private_mapping_is_told_and_can_be_forgotten() -> None:
-    memory = TwiceMapped(4 * PAGE)
-    memory.write([(0, memoryview(b"a" * 4 * PAGE))])
-    memory.seal()
-    address = ctypes.addressof(memory.private)
-    assert bytes(memory.private) == b"a" * 4 * PAGE
-    assert written_pages(address, 4 * PAGE) == []
-    memory.private[2 * PAGE] = b"b"
-    assert written_pages(address, 4 * PAGE) == [(2 * PAGE, 3 * PAGE)]
-    assert memory.shared[2 * PAGE] == b"a"
-    memory.shared[0] = b"c"
-    assert memory.private[0] == b"c"
-    forget_writes(address + 2 * PAGE, PAGE)
-    assert memory.private[2 * PAGE] == b"a"
-    assert written_pages(address, 4 * PAGE) == []

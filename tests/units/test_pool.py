@@ -129,7 +129,7 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @every_use
 @pytest.mark.parametrize("first", range(4))
 def test_a_thread_that_cannot_be_started(use: Callable[[Path], None], first: int, content: Path) -> None:
-    """From the n-th on, or only the n-th: the work is done by those that are there, or by the caller."""
+    """From the n-th on, or only the n-th: those that are there, or the caller, do the work. Nobody writes into freed memory."""
     for refused in (lambda number: number >= first, lambda number: number == first):
         with refusing_starts(refused):
             use(content)
@@ -141,7 +141,9 @@ def test_a_thread_that_cannot_be_started(use: Callable[[Path], None], first: int
 @pytest.mark.parametrize("can_start", [True, False])
 @every_use
 def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, content: Path) -> None:
-    """Afterwards no thread is at the work, and the next one is done."""
+    """Afterwards no thread is at the work, and the next one is done. (One inside of `ThreadPoolExecutor.submit` leaves a lock
+    taken: every later read would hang.)
+    """
     num_interrupts, line = 0, 1
     while True:
         with refusing_starts(lambda number: not can_start):
@@ -216,7 +218,7 @@ def test_signals_at_any_moment() -> None:
 
 
 def test_an_interrupt_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has begun is waited for, and the rest never begins."""
+    """What has begun is waited for, and the rest never begins: no late read overwrites what has the memory next."""
     work, withdraw, left, are_withdrawn = Work(), pool.Task.withdraw, [*range(100)], threading.Event()
 
     def withdraw_one(self: pool.Task[int]) -> None:

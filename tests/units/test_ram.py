@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,8 @@ from group_offload.stores.ways import choose_ways
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import forward, from_file, offload
+from ..support.on_device import Twins, from_file, offload
+from ..support.reading import Rig, num_mappings
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -80,7 +80,9 @@ def test_what_the_page_cache_can_give_up_counts(cgroups: Cgroups) -> None:
 
 
 def test_version_1_counts_the_page_cache_of_groups_inside(cgroups: Cgroups) -> None:
-    """As a batch system makes them: the job has the limit, and a task inside of it the page cache."""
+    """As a batch system makes them: the job has the limit, and a task inside of it the page cache. Else RAM looks scarce once
+    files were read.
+    """
     cgroups.say("5:memory:/job/step")
     for name, own in (("job", 0), ("job/step", 30)):
         cgroups.write(
@@ -102,13 +104,10 @@ def test_the_nearest_limit_counts(cgroups: Cgroups) -> None:
     assert available_ram() == 3 * GIB
     cgroups.write("a", memory__max=1000 * GIB)
     assert available_ram() == 19 * GIB
+    assert ram.fits(17 * GIB) and not ram.fits(19 * GIB)  # some is left for others
     cgroups.write("a/b", memory__max=1000 * GIB)
     assert available_ram() == 100 * GIB
-
-
-def test_a_group_over_its_limit(cgroups: Cgroups) -> None:
-    cgroups.say("0::/a")
-    cgroups.write("a", memory__max=GIB, memory__current=3 * GIB, memory__stat=stat(GIB, 0))
+    cgroups.write("a", memory__max=GIB, memory__current=3 * GIB)  # over its limit
     assert available_ram() == 0
 
 
@@ -192,51 +191,26 @@ def test_blobs_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert share * sum(sizes) - 1000 <= cached <= share * sum(sizes) + 1
 
 
+def ways_of(rig: Rig) -> list[str]:
+    return [group.way for group in rig.handle.groups if group.num_bytes]
+
+
 def test_ways_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = RoutedModel([64] * 8).eval()
-    x = torch.randn(2, DIM)
-    num_bytes = sum(parameter.nbytes for parameter in resident.parameters())
-    device = SimulatedDevice(0)
-    with use_simulated_device(device):
-        for available, expected in ((0, {"direct"}), (num_bytes, {"direct", "page cache"}), (GIB, {"page cache"})):
-            set_ram(monkeypatch, available)
-            model = from_file(resident, tmp_path / "model.safetensors")
-            handle = apply_group_offloading(model, "cpu", offload_device="disk", low_cpu_mem_usage=True)
-            ways = [group.way for group in handle.groups if group.num_bytes]
+    num_bytes = sum(parameter.nbytes for parameter in RoutedModel([64] * 8).parameters())
+    for available, expected in ((0, {"direct"}), (num_bytes, {"direct", "page cache"}), (GIB, {"page cache"})):
+        set_ram(monkeypatch, available)
+        (folder := tmp_path / str(available)).mkdir()
+        with Rig("simulated", "checkpoint", folder, [64] * 8, low_cpu_mem_usage=True) as rig:
+            ways = ways_of(rig)
             assert set(ways) == expected
             if len(expected) == 2:
                 assert 3 <= ways.count("direct") <= 6
-                blocks = [group.way for group in handle.groups if group.group_id.startswith("blocks")]
+                blocks = [group.way for group in rig.handle.groups if group.group_id.startswith("blocks")]
                 assert all(left != right for left, right in zip(blocks[1:-1:2], blocks[2:-1:2], strict=True))
-            for _ in range(2):
-                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            handle.remove()
-            model.alive.clear()
-            resident.alive.clear()
+            rig.check(2)
 
 
 # ---------------------------------------------------------------- locked in the page cache
-
-
-@pytest.fixture
-def device() -> Any:
-    with use_simulated_device(SimulatedDevice(0)) as device:
-        yield device
-
-
-def offloaded(resident: RoutedModel, tier: str, folder: Path, **options: Any) -> tuple[Any, Any]:
-    if tier == "checkpoint":
-        model = from_file(resident, folder / "model.safetensors")
-        return model, apply_group_offloading(model, "cpu", offload_device="disk", **options)
-    model = copy.deepcopy(resident)
-    return model, apply_group_offloading(model, "cpu", offload_to_disk_path=folder, **options)
-
-
-def check(device: SimulatedDevice, model: Any, resident: Any) -> None:
-    x = torch.randn(2, DIM)
-    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    model.alive.clear()
-    resident.alive.clear()
 
 
 @pytest.mark.usefixtures("_may_lock_half")
@@ -245,112 +219,84 @@ def check(device: SimulatedDevice, model: Any, resident: Any) -> None:
     [("checkpoint", {}), ("folder", {"offload_type": "leaf_level"}), ("checkpoint", {"record_stream": True})],
 )
 def test_files_are_locked_once_they_are_cached(
-    options: dict[str, Any], tier: str, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read first, locked as a pass begins once all of it was read; then copied from there."""
     monkeypatch.setattr(
         "group_offload.stores.source.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
     )
-    resident = RoutedModel([64] * 4).eval()
-    model, handle = offloaded(resident, tier, tmp_path, **options)
-    assert device.pinned_bytes == 0 and "locked" not in {group.way for group in handle.groups}
-    for _ in range(4):
-        check(device, model, resident)
-    groups = [group for group in handle.groups if group.num_bytes]
-    assert {group.way for group in groups} == {"locked"} and {group.tier for group in groups} == {"file"}
-    stats = handle.stats()
-    assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in groups)
-    # The files' pages, and the staging memory of before.
-    assert device.pinned_bytes >= sum(parameter.nbytes for parameter in model.parameters())
-    before = handle.stats().bytes_read
-    for _ in range(3):
-        check(device, model, resident)
-    after = handle.stats().bytes_read
-    assert after["page cache"] == before["page cache"] and after["direct"] == 0
-    assert after["locked"] > before["locked"]
-    for twin in (model, resident):
-        with torch.no_grad():
-            twin.blocks[1].up.weight.data.mul_(2)
-            twin.shift[2:] += 1
-    for _ in range(4):
-        check(device, model, resident)
-    handle.remove()
-    device.synchronize()
-    assert device.pinned_bytes == 0
-    state = resident.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with Rig("simulated", tier, tmp_path, **options) as rig:
+        assert rig.device is not None and rig.device.pinned_bytes == 0 and "locked" not in ways_of(rig)
+        rig.check(4)
+        assert set(ways_of(rig)) == {"locked"} and {group.tier for group in rig.handle.groups} == {"file"}
+        stats = rig.handle.stats()
+        assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in rig.handle.groups)
+        # The files' pages, and the staging memory of before.
+        assert rig.device.pinned_bytes >= sum(parameter.nbytes for parameter in rig.model.parameters())
+        before = stats.bytes_read
+        rig.check(3)
+        after = rig.handle.stats().bytes_read
+        assert after["page cache"] == before["page cache"] and after["direct"] == 0
+        assert after["locked"] > before["locked"]
+        for twin in (rig.model, rig.resident):
+            with torch.no_grad():
+                twin.blocks[1].up.weight.data.mul_(2)
+                twin.shift[2:] += 1
+        rig.check(4)
+    rig.check_at_rest()
 
 
 @pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
-def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: Path, device: SimulatedDevice) -> None:
-    resident = RoutedModel([64] * 4).eval()
+def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: Path) -> None:
+    rig = Rig("simulated", tier, tmp_path)
     if tier == "checkpoint":
-        from_file(resident, tmp_path / "model.safetensors")
         (tmp_path / "model.safetensors").read_bytes()
-    model, handle = offloaded(resident, tier, tmp_path)
-    assert {group.way for group in handle.groups if group.num_bytes} == {"locked"}
-    check(device, model, resident)
-    assert handle.stats().bytes_read["page cache"] == 0 and handle.stats().staging_bytes == 0
-    assert device.pinned_bytes > 0
-    if tier == "checkpoint":  # dropped, and not removed
-        del model, handle
-        gc.collect()
-        assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-    else:
-        handle.remove()
-    device.synchronize()
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+    with rig:
+        assert set(ways_of(rig)) == {"locked"}
+        rig.check()
+        assert rig.handle.stats().bytes_read["page cache"] == 0 and rig.handle.stats().staging_bytes == 0
+        assert rig.device is not None and rig.device.pinned_bytes > 0
+        if tier == "checkpoint":
+            rig.drop()
+            assert not num_mappings(tmp_path)
 
 
 @pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize(("tier", "case"), [("folder", "low memory"), ("folder", "scarce"), ("checkpoint", "refused")])
-def test_never_locked(
-    tier: str, case: str, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with low_cpu_mem_usage, nor where RAM is scarce, nor by a device that refuses."""
-    resident = RoutedModel([64] * 4).eval()
+    rig = Rig("simulated", tier, tmp_path, low_cpu_mem_usage=case == "low memory")
+    device = rig.device
+    assert device is not None
     pin = device.pin
     if case == "scarce":
         set_ram(monkeypatch, 100)
     if case == "refused":
         monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo))
-    model, handle = offloaded(resident, tier, tmp_path, low_cpu_mem_usage=case == "low memory")
-    for _ in range(4):
-        check(device, model, resident)
-    assert "locked" not in {group.way for group in handle.groups}
-    assert handle.stats().pinned_bytes == handle.stats().bytes_read["locked"] == 0
-    assert device.pinned_bytes == handle.stats().staging_bytes
-    handle.remove()
-    device.synchronize()
-    assert device.pinned_bytes == 0
+    with rig:
+        rig.check(4)
+        stats = rig.handle.stats()
+        assert "locked" not in ways_of(rig) and stats.pinned_bytes == stats.bytes_read["locked"] == 0
+        assert device.pinned_bytes == stats.staging_bytes
 
 
 @pytest.mark.usefixtures("_may_lock_half")
-def test_two_models_lock_one_file(tmp_path: Path, device: SimulatedDevice) -> None:
-    resident = RoutedModel([64] * 4).eval()
-    models = [offloaded(resident, "checkpoint", tmp_path) for _ in range(2)]
-    for _ in range(3):
-        for model, _ in models:
-            check(device, model, resident)
-    models[0][1].remove()
-    for _ in range(2):
-        check(device, models[1][0], resident)
-    models[1][1].remove()
-    device.synchronize()
-    assert device.pinned_bytes == 0
-
-
-def test_the_cpu_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, locked_share=0.5)
-    resident: nn.Module = RoutedModel([64] * 4).eval()
-    for tier in ("checkpoint", "folder"):
-        model, handle = offloaded(resident, tier, tmp_path)  # type: ignore[arg-type]
-        x = torch.randn(2, DIM)
+def test_two_models_lock_one_file(tmp_path: Path) -> None:
+    model = RoutedModel([64] * 4).eval()
+    with use_simulated_device(SimulatedDevice(0)) as device:
+        first, second = (
+            Twins(device, from_file(model, tmp_path / "model.safetensors"), offload_device="disk") for _ in range(2)
+        )
         for _ in range(3):
-            assert torch.equal(run(model, x), run(resident, x))
-        assert {group.way for group in handle.groups if group.num_bytes} == {"page cache"}
-        handle.remove()
+            for each in (first, second):
+                each.step(x=torch.randn(2, DIM))
+                each.check()
+        first.handle.remove()
+        first.model.alive.clear()
+        with second:
+            second.step(x=torch.randn(2, DIM))
+            second.step(x=torch.randn(2, DIM))
 
 
 def test_a_process_without_descriptors_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

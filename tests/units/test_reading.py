@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,34 +42,3 @@ def test_reads_what_is_there(data: tuple[int, bytes], most: int, monkeypatch: py
         target, expected = bytearray(size), content[position : position + size]
         assert read_into(fd, memoryview(target), position) == len(expected)
         assert target[: len(expected)] == expected
-
-
-def test_an_error_waits_for_every_thread(data: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    fd, _ = data
-    read_at, running = reading.read_at, []
-
-    def failing(fd: int, target: memoryview, position: int) -> int:
-        if position == 0:
-            raise OSError(errno.EIO, "Input/output error")
-        running.append(threading.current_thread())
-        threading.Event().wait(0.05)
-        count = read_at(fd, target, position)
-        running.pop()
-        return count
-
-    monkeypatch.setattr(reading, "read_at", failing)
-    with pytest.raises(OSError, match="Input/output"):
-        read_into(fd, memoryview(bytearray(8 * MIB)), 0)
-    assert not running
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_reads_with_threads_of_its_own(data: tuple[int, bytes]) -> None:
-    fd, content = data
-    read_into(fd, memoryview(bytearray(4 * MIB)), 0)
-    child = os.fork()
-    if child == 0:
-        target = bytearray(4 * MIB)
-        read_into(fd, memoryview(target), 0)
-        os._exit(0 if target == content[: 4 * MIB] else 1)
-    assert os.waitpid(child, 0)[1] == 0

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import threading
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-
-from group_offload.base.device import backend_for
 
 from ..support.simulated import Laziness, RaceError, SimulatedDevice, UninitialisedRead, use_simulated_device
 
@@ -228,11 +223,10 @@ def test_host_memory_in_flight_cannot_be_changed(laziness: Laziness) -> None:
     blob = torch.ones(512, dtype=torch.uint8)
     memory, undo = device.empty(512), list[Callable[[], None]]()
     assert device.pin(blob, undo) and not device.pin(blob[:8], []) and device.pinned_bytes == 512
-    device.label(blob, "the blob")
     device.copy(memory, blob, stream)
     with device.running():
         assert blob[0] == 1
-        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute .* the blob"):
+        with pytest.raises(RaceError, match=r"writes what was read by 'copy H2D' on compute"):
             blob[256:].add_(1)
     with pytest.raises(RaceError):
         device.host_access(blob, write=True)
@@ -273,19 +267,6 @@ def test_host_writes_that_no_op_shows_are_noticed(laziness: Laziness, wait: bool
         event.synchronize()
 
 
-def test_pageable_copies_stage_the_source_and_wait_for_the_target() -> None:
-    device = SimulatedDevice(0, "lazy")
-    host, memory = torch.ones(256, dtype=torch.uint8), device.empty(256)
-    device.copy(memory, host, device.current_stream())
-    host.zero_()
-    device.copy(host, memory, device.current_stream())
-    assert host.eq(1).all() and (device.num_host_waits, device.num_copies_back) == (1, 1)
-    device.pin(host, [])
-    device.copy(memory, host, device.current_stream(), blocking=True)
-    device.host_access(host, write=True)
-    assert device.num_host_waits == 2
-
-
 def test_values_that_the_host_needs_order_only_their_own_stream() -> None:
     device = SimulatedDevice(0, "lazy")
     side, blob = device.new_stream(), torch.ones(256, dtype=torch.uint8)
@@ -300,84 +281,6 @@ def test_values_that_the_host_needs_order_only_their_own_stream() -> None:
         assert device.get(some).tolist() == [2, 3]
 
 
-class Zoo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.groups = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
-        self.words, self.layer_norm = nn.Embedding(10, 8), nn.LayerNorm(8)
-        self.attention, self.lstm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)
-        self.dropout, self.out = nn.Dropout(0.5), nn.Linear(8, 8)
-
-    def forward(self, pixels: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        x = F.avg_pool2d(F.gelu(self.groups(torch.relu(self.norm(self.conv(pixels))))), 2)
-        x = torch.cat([x.flatten(2).transpose(1, 2), self.words(words)], 1)
-        x = self.layer_norm(x)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
-        half = x.new_zeros(x.shape)
-        half[:, ::2] = self.dropout(x)[:, ::2]
-        x = (x + half.softmax(-1)).masked_fill(x > 2, 0.0) * torch.arange(8)
-        rotation = torch.polar(torch.ones(4), torch.arange(4.0))
-        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * rotation.conj()).flatten(-2)
-        out: torch.Tensor = self.out(self.lstm(x)[0])
-        return out
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("train", [True, False])
-@any_laziness
-def test_deferred_ops_compute_what_the_cpu_computes(laziness: Laziness, train: bool, mode: Any) -> None:
-    torch.manual_seed(0)
-    host = Zoo().train(train)
-    pixels, words = torch.randn(2, 3, 8, 8), torch.randint(10, (2, 5))
-    device = SimulatedDevice(1, laziness)
-    onloaded = copy.deepcopy(host)
-    for tensor in [*onloaded.parameters(), *onloaded.buffers()]:
-        tensor.data = device.put(tensor.data)
-    outputs = []
-    with mode(), device.running():  # both, because torch takes other kernels for some ops when a dispatch mode is on
-        for module, inputs in ((host, (pixels, words)), (onloaded, (device.put(pixels), device.put(words)))):
-            torch.manual_seed(1)
-            outputs.append(module(*inputs))
-            if outputs[-1].requires_grad:
-                outputs[-1].square().sum().backward()
-    expected, found = outputs
-    assert torch.equal(device.get(found), expected)
-    for ours, theirs in zip(onloaded.buffers(), host.buffers(), strict=True):
-        assert torch.equal(device.get(ours), theirs)
-    for ours, theirs in zip(onloaded.parameters(), host.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        assert ours.grad is None or theirs.grad is None or torch.equal(device.get(ours.grad), theirs.grad)
-    assert device.num_host_waits == 0 and device.memory.peak == 0 and device.activations.peak > 0
-
-
-def test_batch_norm_buffers_change_when_the_work_runs() -> None:
-    device, norm = SimulatedDevice(0, "lazy"), nn.BatchNorm1d(4)
-    for tensor in [*norm.parameters(), *norm.buffers()]:
-        tensor.data = device.put(tensor.data)
-    device.synchronize()
-    with device.running():
-        norm(device.put(torch.ones(2, 4)))
-    assert norm.running_mean is not None and norm.running_mean.eq(0).all()
-    device.synchronize()
-    assert norm.running_mean.eq(0.1).all() and norm.num_batches_tracked == 1
-
-
-def test_ops_keep_promotion_lists_and_out_arguments() -> None:
-    device = SimulatedDevice(0, "lazy")
-    with device.running():
-        x = device.put(torch.tensor(1.5, dtype=torch.bfloat16))
-        assert (x * 2.0).dtype == torch.bfloat16
-        y = [device.put(torch.ones(3)), device.put(torch.ones(2))]
-        torch._foreach_add_(y, 1)
-        out = torch.empty_like(y[0])
-        assert torch.add(y[0], 1, out=out) is out
-        host = torch.zeros(3)
-        host.add_(out)  # the host's memory changes, so the host waits
-    assert host.tolist() == [3, 3, 3] and device.get(y[1]).tolist() == [2, 2]
-
-
 def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
     device, weight = SimulatedDevice(), torch.ones(4)
     with device.running():
@@ -388,36 +291,6 @@ def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
             x + weight
     with device.running(strict=True), pytest.raises(RuntimeError, match="on the device"):
         x + torch.ones(4)
-
-
-@any_laziness
-def test_what_host_threads_hand_each_other_is_no_race(laziness: Laziness) -> None:
-    device, errors = SimulatedDevice(0, laziness), []
-    staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(256), device.new_event()
-    device.pin(staging, [])
-
-    def read(value: int) -> None:
-        try:
-            with device.running():
-                staging.fill_(value)
-        except AssertionError as error:
-            errors.append(error)
-
-    for value in range(8):
-        event.synchronize()
-        reader = threading.Thread(target=read, args=(value,))
-        reader.start()
-        reader.join()
-        device.copy(memory, staging, device.current_stream())
-        event.record(device.current_stream())
-    assert not errors and device.get(memory).eq(7).all()
-
-
-def test_it_takes_the_place_of_the_cpu() -> None:
-    before = backend_for(torch.device("cpu"))
-    with use_simulated_device(SimulatedDevice()) as device:
-        assert backend_for(torch.device("cpu")) is device
-    assert backend_for(torch.device("cpu")) is before
 
 
 def test_swallowed_errors_are_raised_at_the_end() -> None:

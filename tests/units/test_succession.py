@@ -53,33 +53,24 @@ class Company:
         return "".join("." if heir is None else heir.name for heir in found)
 
 
-def test_the_order_of_the_pipeline_is_a_first_guess() -> None:
-    """The number of steps is not known, nor what comes after an image."""
-    assert Company().play("etttv") == "t...."
-
-
-def test_the_number_of_passes_is_learnt() -> None:
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        # The order of the pipeline is a first guess. How many steps there are is not known, nor what comes after an image.
+        (["etttv"], "t...."),
+        (["etttv"] * 2, "t..ve"),
+        # Two models that alternate foresee each other.
+        (["ectctctv"], "t..tctc."),
+        # The last step is taken for one more, and the first step of the next image is not taken for the last.
+        (["ectctctv"] * 2, "ctctctce"),
+        # Another number of steps is learnt in two images.
+        (["etttv"] * 3 + ["ettv"] * 4, "t.ve"),
+        (["etttv"] * 3 + ["etttttv"] * 4, "t....ve"),
+    ],
+)
+def test_what_comes_next_is_learnt(images: list[str], expected: str) -> None:
     company = Company()
-    company.play("etttv")
-    assert company.play("etttv") == "t..ve"
-
-
-def test_two_models_that_alternate_foresee_each_other() -> None:
-    company = Company()
-    assert company.play("ectctctv") == "t..tctc."
-    # The last step is taken for one more, and the first step of the next image is not taken for the last.
-    assert company.play("ectctctv") == "ctctctce"
-
-
-@pytest.mark.parametrize("later", [2, 5])
-def test_another_number_of_steps_is_learnt_in_two_images(later: int) -> None:
-    company = Company()
-    for _ in range(3):
-        company.play("etttv")
-    image = "e" + "t" * later + "v"
-    for _ in range(3):
-        company.play(image)
-    assert company.play(image) == "t" + "." * (later - 1) + "v" + "e"
+    assert [company.play(image) for image in images][-1] == expected
 
 
 def test_parts_of_a_model_are_told_apart() -> None:

@@ -52,11 +52,11 @@ import atexit
 def last():
     try:
         try:
-            t.within_here(60, rig.forward)
+            t.within(60, rig.forward)
             print("ran", flush=True)
         except (RuntimeError, GroupFileError) as error:
             print(type(error).__name__, flush=True)
-        t.within_here(60, rig.handle.remove)
+        t.within(60, rig.handle.remove)
         print("removed", flush=True)
     except BaseException as error:
         import traceback; traceback.print_exc()
@@ -118,8 +118,8 @@ os.preadv = real
 if not child:
     try:
         if which != "removed":
-            t.within_here(60, lambda: rig.check(3))
-        t.within_here(60, rig.handle.remove)
+            t.within(60, lambda: rig.check(3))
+        t.within(60, rig.handle.remove)
         rig.check_at_rest()
     except BaseException:
         import traceback; traceback.print_exc()
