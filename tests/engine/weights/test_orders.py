@@ -134,36 +134,3 @@ def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> No
     model, _ = pair(Encoder)
     offload_either(model)
     assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
-
-
-def test_part_called_without_the_root(offload_either: Offload) -> None:
-    class Autoencoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Model(2), Model(3)
-            self.quant = nn.Linear(WIDTH, WIDTH)
-            self.scale = nn.Parameter(torch.rand(()))
-
-        def decode(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decoder(self.quant(x))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decode(self.encoder(x) * self.scale)
-
-    model, reference = pair(Autoencoder)
-    handle = offload_either(model)
-    x = inputs()
-    in_files = handle.groups[0].tier == "file"
-    for part in ("decoder", "encoder", "quant", "decoder.blocks.1", ""):
-        for number in range(2):
-            before = handle.stats()
-            expected = run(reference.get_submodule(part), x)
-            assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
-            after = handle.stats()
-            assert after.passes == before.passes + 1
-            # A layer that came from a file is still in its slot if it is called twice with nothing in between.
-            is_there = not in_files or (part == "quant" and number == 1)
-            assert (after.onloads == before.onloads) == is_there
-            assert_at_rest(model, reference)
-    with torch.no_grad():
-        assert_same(model.decode(x), reference.decode(x))
