@@ -26,7 +26,6 @@ from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.copies.reader import Reader
-from group_offload.stores import packed_files
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
@@ -168,21 +167,6 @@ def test_budgets_of_ram_and_of_the_device(
     assert not device.pinned_bytes and not device.allocated_bytes
 
 
-def test_packed_bytes_cross_the_link_while_slots_are_in_use(device: SimulatedDevice) -> None:
-    """The copy to a berth waits for no compute: it may be done before the kernels of the block that has the slot."""
-    model = routed([600] * 6)
-    handle = offload(model, pack=True)
-    for _ in range(3):
-        device.get(forward(device, model, inputs()))
-    out = forward(device, model, inputs())
-    copies = next(stream for stream in device._streams if stream.name == "stream 1" or stream.name == "stream 2")
-    while copies.queue and copies.queue[0] in device._runnable():
-        device._run(copies.queue[0])
-    assert device.get(out).isfinite().all()
-    model.alive.clear()
-    handle.remove()
-
-
 def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) -> None:
     """All exponents are equally often there, NaN and infinity among them."""
     model = routed([600] * 3)
@@ -298,35 +282,6 @@ def test_a_model_that_runs_is_packed(
     assert packed.packed_bytes and packed.pinned_bytes < 0.85 * plain.pinned_bytes
     assert device.pinned_bytes <= packed.pinned_bytes + packed.staging_bytes + (1 << 14)  # pages of what stays plain
     end(device, model, resident, handle)
-
-
-@pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_packed_files_are_found_the_next_time(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resident = routed([2400] * 4)
-    path, folder = tmp_path / "model.safetensors", tmp_path / "groups"
-    packs: list[object] = []
-    num_packs = 4
-    pack = packed_files.pack
-    monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: packs.append(args) or pack(*args, **kwargs))
-    for number in range(3):
-        model: Any = from_file(resident, path) if source == "checkpoint" else copy.deepcopy(resident)
-        handle = offload(model, pack=True, offload_to_disk_path=folder)
-        assert len(packs) == num_packs
-        check(device, model, resident, 2)
-        assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
-        if number == 1:  # what is edited stays in RAM
-            scale(2, model, resident)
-            check(device, model, resident, 2)
-            assert len(packs) == 5  # the rest of the group is apart from the edited tensor then
-            num_packs = 5 if source == "checkpoint" else 6  # the whole group, edited, is new to the folder
-            if source == "checkpoint":
-                resident = routed([2400] * 4)  # the checkpoint is what it was
-        model.alive.clear()
-        handle.remove()
-    sizes = sum(file.stat().st_size for file in folder.iterdir() if b"packed" in file.read_bytes()[:4096])
-    assert sizes > 0
 
 
 def test_a_damaged_packed_file_is_not_used(
