@@ -33,7 +33,7 @@ def test_weights_at_rest_are_true_and_have_memory_of_their_own(offload: Offload)
 
 
 def test_state_dict(offload: Offload) -> None:
-    """As it is, and saved: no larger than that of the resident model."""
+    """As it is, and saved: no uninitialised memory, and no larger than that of the resident model."""
     model, reference = pair()
     offload(model)
     run(model, inputs())

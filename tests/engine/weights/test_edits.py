@@ -98,6 +98,7 @@ def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
 
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
 def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offload_either: Offload) -> None:
+    """`share_memory()`, or a queue of processes, moves weights at rest."""
     model, reference = pair()
     handle = offload_either(model)
     x = inputs()

@@ -34,6 +34,7 @@ def _at_rest_pointers(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("where", [0, 2])
 def test_forward_that_raises(error: type[BaseException], where: int, offload_either: Offload) -> None:
+    """Else groups are left on the device."""
     model, reference = pair(Raising)
     offload_either(model)
     run(model, inputs())

@@ -41,6 +41,7 @@ ORDERS = [
 @pytest.mark.parametrize("options", [{}, {"num_blocks_per_group": 3}, {"level": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("orders", ORDERS, ids=str)
 def test_any_order_of_blocks(orders: list[tuple[int, ...]], options: dict[str, Any], folder: Path | None) -> None:
+    """Blocks are called conditionally, or in another order than they were registered in (diffusers #11307, #11375, #13211)."""
     model, reference = pair(AnyOrder)
     offload_to(folder, model, **options)
     for order in orders:
@@ -111,6 +112,7 @@ def test_a_call_of_a_shallow_copy_is_refused(offload_either: Offload) -> None:
 
 
 def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
+    """It would belong to two offloaded models."""
     (model, reference), (other, other_reference) = pair(), pair()
     handle = offload_either(model)
     other_handle = offload_to(None, other)
