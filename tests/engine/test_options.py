@@ -364,6 +364,7 @@ def test_block_modules_of_the_class() -> None:
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
+    """A summary of groups, bytes and devices (diffusers #14702)."""
     model = make(Model)
     before = snapshot_without_pointers(model)
     handle = offload_to(tmp_path if tier == "file" else None, model, level)

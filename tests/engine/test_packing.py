@@ -100,6 +100,7 @@ def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, t
 
 @pytest.mark.parametrize("source", ["checkpoint", "ram"])
 def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """Else the packed bytes of weights are sent that were edited since."""
     resident = routed([2400] * 4)  # an edited tensor of a checkpoint is packed apart from the others
     model = twin_of(resident, source, tmp_path)
     handle = offload(model, pack=True)
@@ -109,6 +110,7 @@ def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, t
 
 
 def test_what_forwards_change_stays_plain(device: SimulatedDevice) -> None:
+    """Else packed bytes are sent for what a forward has changed."""
     model = routed([600] * 3, counts=True)
     resident = copy.deepcopy(model)
     handle = offload(model, pack=True)
@@ -287,6 +289,7 @@ def test_a_model_that_runs_is_packed(
 def test_a_damaged_packed_file_is_not_used(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is that of a checkpoint that changed since."""
     resident = routed([2400] * 3)
     for _ in range(2):
         model: Any = from_file(resident, tmp_path / "model.safetensors")
@@ -347,31 +350,3 @@ def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.Mo
     handle = offload(nn.Linear(2, 2), pack="auto")
     assert handle.config.pack is False
     handle.remove()
-
-
-@pytest.mark.parametrize("source", ["ram", "checkpoint"])
-def test_page_locking_that_is_refused_while_weights_are_packed(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was locked stays packed, the rest stays as it is, and the system is asked for no more of it."""
-    resident = routed([2400] * 4)
-    model = twin_of(resident, source, tmp_path)
-    asked: list[int] = []
-    pin = SimulatedDevice.pin
-
-    def refuse(self: SimulatedDevice, memory: torch.Tensor, undo: Any, *, read_only: bool = False) -> bool:
-        if (
-            memory.numel() < 40_000 or memory.numel() > 70_000
-        ):  # a block has 82,176 bytes, and the memory around it less
-            return pin(self, memory, undo, read_only=read_only)
-        asked.append(memory.numel())
-        return len(asked) <= 2 and pin(self, memory, undo, read_only=read_only)
-
-    monkeypatch.setattr(SimulatedDevice, "pin", refuse)
-    monkeypatch.setattr(SimulatedDevice, "empty_pinned", lambda self, num_bytes: None)
-    handle = offload(model, pack=True)
-    parts = [part for group in engine_of(handle).groups for part in group.parts]
-    assert [part.packed is not None for part in parts] == [True, True, False, False, False]
-    assert len(asked) == 3
-    check(device, model, resident, 3)
-    end(device, model, resident, handle)

@@ -182,19 +182,6 @@ def test_stalls_in_seconds(options: dict[str, Any], device: SimulatedDevice) -> 
     handle.remove()
 
 
-def test_copies_that_are_in_time_stall_nobody() -> None:
-    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
-        model = RoutedModel([16] * 4)
-        handle = offload(model)
-        for _ in range(2):
-            forward(device, model, torch.randn(2, DIM))
-        before = handle.stats().stalled_seconds
-        for _ in range(3):
-            forward(device, model, torch.randn(2, DIM))
-        assert handle.stats().stalled_seconds == before
-        handle.remove()
-
-
 def test_a_profile_names_the_groups(tmp_path: Path) -> None:
     model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path)
