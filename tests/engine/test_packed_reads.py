@@ -223,6 +223,7 @@ def test_what_leaves_ram_makes_room_for_what_comes(
 def test_a_plan_learns_what_ram_could_not_be_had(
     has_folder: bool, fault: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There is no RAM for more packed bytes, or the system refuses to page-lock more while weights are packed."""
     resident = routed([2400] * 8)
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     size = sum(parameter.nbytes for parameter in model.parameters())

@@ -258,6 +258,7 @@ def no_scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_edits_are_found_in_the_entries_of_the_page_map(
     edit: Callable[[nn.Module, str], None], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A kernel without `PAGEMAP_SCAN`."""
     tune(monkeypatch, segment_bytes=4096)
     test_an_edit_while_the_next_pass_is_on_its_way(edit, {}, True, device)
     assert pagemap._Known.lacks_scan

@@ -61,6 +61,18 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [r.getMessage() for r in caplog.records if "Not sharing passes" in r.getMessage()]
 
 
+def calls(
+    device: SimulatedDevice, model: nn.Module, resident: nn.Module, x: torch.Tensor, times: int
+) -> Callable[[], None]:
+    """The work of a thread that calls a model, which is right each time."""
+
+    def work() -> None:
+        for _ in range(times):
+            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+
+    return work
+
+
 # ---------------------------------------------------------------- several threads
 
 
@@ -238,13 +250,7 @@ def test_a_budget_holds_for_all_that_share_a_pass(has_room_for_all: bool, monkey
         weights = sum(tensor.nbytes for tensor in model.parameters())
         x = inputs(0, 64, WIDTH)
         budget = weights * (3 if has_room_for_all else 1) + 20 * x.nbytes
-        handle = offload(model, share_passes=True, vram_budget=budget)
-
-        def work() -> None:
-            for _ in range(6):
-                output = forward(device, model, x)
-                assert torch.equal(device.get(output), run(resident, x))
-
+        handle, work = offload(model, share_passes=True, vram_budget=budget), calls(device, model, resident, x, 6)
         work()
         device.reset_peak()
         before = handle.stats()
@@ -263,20 +269,15 @@ def test_others_look_at_the_model_meanwhile(device: SimulatedDevice) -> None:
     x = inputs()
     is_over = threading.Event()
 
-    def work() -> None:
-        for _ in range(12):
-            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-
     def look() -> None:
         while not is_over.is_set():
             str(handle.plan)
             handle.refresh()
-            block: Any = model.get_submodule("blocks.2")
-            assert torch.equal(device.get(forward(device, block, x)), run(resident.get_submodule("blocks.2"), x))
+            calls(device, model.get_submodule("blocks.2"), resident.get_submodule("blocks.2"), x, 1)()
 
     def all_of_them() -> None:
         try:
-            in_threads([work] * 3)
+            in_threads([calls(device, model, resident, x, 12)] * 3)
         finally:
             is_over.set()
 
@@ -298,7 +299,7 @@ def test_an_edit_between_shared_passes(device: SimulatedDevice) -> None:
     def job(number: int) -> Callable[[], None]:
         def work() -> None:
             for _ in range(6):
-                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+                calls(device, model, resident, x, 1)()
                 barrier.wait(60)
                 if not number:
                     edit()
@@ -402,6 +403,7 @@ APART: list[tuple[type[Model], Any, str]] = [
     (Scales, None, "it changes attributes of its modules"),
     (Buffers, None, "it changes its weights or buffers"),
     (Overwrites, None, "it changes its inputs"),
+    (Hides, None, "other bits"),
     (Model, hooked, "blocks.1 has a hook"),
     (Model, hooked_for_all, "a hook for all modules"),
     (Model, trained, "blocks.1 is in training mode"),
@@ -414,6 +416,7 @@ APART: list[tuple[type[Model], Any, str]] = [
 def test_what_is_no_function_goes_alone(
     kind: Any, change: Any, reason: str, device: SimulatedDevice, said: Callable[[], list[str]]
 ) -> None:
+    """One forward scales a LoRA for its length, and another one that shares its pass would compute with that."""
     model = make(kind)
     hook = change(model) if change is not None else None
     handle = offload(model, share_passes=True)
@@ -425,23 +428,9 @@ def test_what_is_no_function_goes_alone(
     in_threads([work] * 2)
     if hook is not None:
         hook.remove()
-    assert handle.stats().passes_shared == 0
+    tried = 2 * (kind is Hides)  # two that share a pass, whose bits are compared with those of two more
+    assert handle.stats().passes_shared <= tried and 10 <= handle.stats().passes <= 10 + tried
     assert len(said()) == 1 and reason in said()[0], said()
-    assert handle.stats().passes == 10
-    handle.remove()
-
-
-def test_state_that_only_the_bits_show(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
-    model = make(Hides)
-    handle = offload(model, share_passes=True)
-
-    def work() -> None:
-        for _ in range(5):
-            device.get(forward(device, model, inputs()))
-
-    in_threads([work] * 2)
-    assert handle.stats().passes_shared <= 2
-    assert any("other bits" in each for each in said())
     handle.remove()
 
 
@@ -459,12 +448,7 @@ def test_what_changes_later_is_looked_at_again(
 ) -> None:
     tune(monkeypatch, convoy_wait_seconds=2.0)
     model, resident = make(Model), make(Model)
-    handle = offload(model, share_passes=True)
-
-    def work() -> None:
-        for _ in range(4):
-            assert torch.equal(device.get(forward(device, model, inputs())), run(resident, inputs()))
-
+    handle, work = offload(model, share_passes=True), calls(device, model, resident, inputs(), 4)
     in_threads([work] * 2)
     shared = handle.stats().passes_shared
     assert shared
