@@ -18,7 +18,7 @@ from group_offload import GroupFileError, OffloadHandle, StateError, apply_group
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
 from ..support.on_device import forward, offload, options_for
-from ..support.rigs import TIERS, offload_to, run
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 OPTIONS: list[dict[str, Any]] = [
@@ -142,19 +142,6 @@ def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice)
             pytest.fail("the block ran")
     forward(device, model, x)
     handle.remove()
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_timeline_on_the_cpu(tier: str, tmp_path: Path) -> None:
-    model = make()
-    handle = offload_to(tmp_path / "groups" if tier == "file" else None, model)
-    with handle.trace(tmp_path / "trace.json"):
-        run(model, inputs())
-    lanes = lanes_of(tmp_path / "trace.json")
-    names = [group.group_id for group in handle.groups]
-    assert list(lanes) == LANES
-    assert sorted(each["name"] for each in lanes["H2D"]) == (sorted(names) if tier == "file" else [])
-    assert {each["name"] for each in lanes["compute"]} == set(names)
 
 
 def stalled(handle: OffloadHandle) -> dict[str, float]:
