@@ -76,31 +76,6 @@ def test_inputs_are_exchanged_wherever_they_are() -> None:
     assert call[1]["mask"] is c
 
 
-def test_what_cannot_be_told_is_not_foreseen() -> None:
-    a, b, c = (draw(seed) for seed in range(3))
-    one_tensor = [Branch(prompt=a, pooled=a), Branch(prompt=b, pooled=c)]
-    assert step_of(*one_tensor).calls_beside((a,), {}) == []
-    begin_step()
-    other_form = [Branch(texts=[a]), Branch(texts=[b, c])]
-    step = step_of(*other_form)
-    assert step.calls_beside((), {"given": [a]}) == []
-    assert len(step.calls_beside((), {"texts": other_form[0].texts})) == 1, "as a whole"
-    begin_step()
-    assert step_of(Branch(prompt=a), Branch(prompt=b)).calls_beside((c,), {}) == [], "a call for no branch"
-
-
-def test_branches_that_come_again_count_once() -> None:
-    """Two guiders of one step (video and audio) prepare the same branches."""
-    a, b = draw(0), draw(1)
-    kept = [Branch(prompt=a, flag=1), Branch(prompt=b, flag=2), Branch(prompt=a), Branch(prompt=b)]
-    for at, branch in enumerate(kept):
-        announce(branch, at % 2)
-    step = announced()
-    assert step is not None and step.branches == kept[:2]
-    (call,) = step.calls_beside((a,), {"flag": 1})
-    assert call[1]["flag"] == 2
-
-
 def run(model: nn.Module, latents: torch.Tensor, prompts: list[Any], *, is_cast: bool = False) -> list[Any]:
     branches = [Branch(prompt=prompt) for prompt in prompts]
     begin_step()
@@ -112,6 +87,7 @@ def run(model: nn.Module, latents: torch.Tensor, prompts: list[Any], *, is_cast:
 
 @pytest.mark.parametrize("is_cast", [False, True])
 def test_from_the_second_step_on(is_cast: bool) -> None:
+    """Inputs may be made anew for each call of a step, as a cast of the latents is."""
     torch.manual_seed(0)
     model = Guided().eval()
     prompts, steps = [draw(10), draw(11, rows=3), draw(12)], [draw(seed) for seed in range(4)]
@@ -147,27 +123,6 @@ def test_branches_of_another_form() -> None:
         for found, wanted in zip(run(model, latents, prompts), run(twin, latents, prompts), strict=True):
             assert_same(found, wanted)
     assert handle.stats().passes_predicted == 2
-
-
-def test_nothing_is_kept_if_somebody_keeps_the_branches() -> None:
-    model = Guided().eval()
-    handle = apply_group_offloading(model, device(), share_passes=True)
-    prompts, kept, seen = [draw(10), draw(11)], [], []
-    for seed in range(4):
-        latents = draw(seed)
-        branches = [Branch(prompt=prompt) for prompt in prompts]
-        kept.append(branches)
-        begin_step()
-        for at, branch in enumerate(branches):
-            announce(branch, at)
-        with torch.no_grad():
-            for branch in branches:
-                model(x=latents, prompt=branch.prompt)
-        seen.append(weakref.ref(latents))
-    del latents
-    gc.collect()
-    assert handle.stats().passes_predicted == 3
-    assert not any(each() is not None for each in seen[:-1])
 
 
 def test_nothing_is_kept_once_the_branches_are_gone() -> None:

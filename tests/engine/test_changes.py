@@ -21,6 +21,7 @@ from group_offload.runtime.groups import build
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
+from ..support.on_device import Twins, from_file
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -147,92 +148,73 @@ MODULES = (tie, new_parameter, add_buffer, add_layer, remove_layers, add_block, 
 Change = Callable[[Any, random.Random], None]
 
 
-class Home:
-    """A tier, a level and options; on the CPU, or on a simulated device."""
-
-    def __init__(self, tier: str, folder: Path, device: SimulatedDevice | None, **options: Any) -> None:
-        self.tier, self.folder, self.device = tier, folder, device
-        self.options = options
-
-    def take(self, model: nn.Module) -> tuple[nn.Module, OffloadHandle]:
-        """The model, offloaded; from a file if that is the tier."""
-        options = dict(self.options)
-        if self.tier == "checkpoint":
-            save_file(model.state_dict(), self.folder / "model.safetensors")
-            model = copy.deepcopy(model)
-            model.load_state_dict(load_file(self.folder / "model.safetensors"), assign=True)
-        elif self.tier == "file":
-            options["offload_to_disk_path"] = self.folder
-        handle = apply_group_offloading(model, "cpu", **options)
-        if self.tier != "ram" and self.device is None:
-            assert {group.tier for group in handle.groups} == {"file"}
-        return model, handle
-
-    def run(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            if self.device is None:
-                found: torch.Tensor = model(x)
-                return found
-            with self.device.running():
-                output = model(self.device.put(x))
-            return self.device.get(output)
-
-
-HOMES: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "ram, simulated": ("ram", True, {}),
-    "ram, leaves": ("ram", False, {"offload_type": "leaf_level"}),
-    "files": ("file", False, {}),
-    "files, simulated, budgets": ("file", True, {"vram_budget": "1GiB", "ram_budget": "80%"}),
-    "checkpoint, simulated": ("checkpoint", True, {}),
-    "checkpoint, simulated, leaves": ("checkpoint", True, {"offload_type": "leaf_level"}),
-    "checkpoint, budget": ("checkpoint", False, {"ram_budget": "80%"}),
+HOMES: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "ram, leaves": {"offload_type": "leaf_level"},
+    "files": {"offload_to_disk_path": True},
+    "files, budgets": {"offload_to_disk_path": True, "vram_budget": "1GiB", "ram_budget": "80%"},
+    "checkpoint": {"offload_device": "disk"},
+    "checkpoint, leaves": {"offload_device": "disk", "offload_type": "leaf_level"},
+    "checkpoint, budget": {"offload_device": "disk", "ram_budget": "80%"},
 }
-"""A tier, whether the device is simulated, and options."""
 
 
 @pytest.fixture(params=HOMES)
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
-    tier, is_simulated, options = HOMES[request.param]
-    if not is_simulated:
-        yield Home(tier, tmp_path, None, **options)
-        return
-    with use_simulated_device(SimulatedDevice(0)) as device:
-        yield Home(tier, tmp_path, device, **options)
-
-
-def change_and_check(home: Home, changes: list[list[Change]], *, refreshes: random.Random | None = None) -> None:
-    """After each list of changes a forward is right; they happen alike to a resident twin."""
+def twins(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Twins]:
+    """A model on a tier, at a level, and its resident twin."""
+    options = dict(HOMES[request.param])
     model = make(Model)
-    reference = copy.deepcopy(model)
-    model, handle = home.take(model)
-    assert_same(home.run(model, inputs()), run(reference, inputs()))
+    if "offload_device" in options:
+        model = from_file(model, tmp_path / "model.safetensors")
+    if "offload_to_disk_path" in options:
+        options["offload_to_disk_path"] = tmp_path
+    with use_simulated_device(SimulatedDevice(0)) as device, Twins(device, model, **options) as twins:
+        yield twins
+
+
+def change_and_check(twins: Twins, changes: list[list[Change]], *, refreshes: random.Random | None = None) -> None:
+    """After each list of changes a forward is right; they happen alike to a resident twin."""
+    twins.step(x=inputs())
     for number, several in enumerate(changes):
         for index, change in enumerate(several):
-            for each in (model, reference):
-                with torch.no_grad():
-                    change(each, random.Random(1000 * number + index))
+            with torch.no_grad():
+                twins.edit(lambda model, change=change, seed=1000 * number + index: change(model, random.Random(seed)))
             if refreshes is not None and refreshes.random() < 0.3:
-                handle.refresh()
-        assert_at_rest(model, reference)
+                twins.handle.refresh()
+        twins.check()
         for _ in range(1 + number % 2):
-            assert_same(home.run(model, inputs(number)), run(reference, inputs(number)))
-            assert_at_rest(model, reference)
-    handle.remove()
-    assert_same(run(model, inputs()), run(reference, inputs()))
+            twins.step(x=inputs(number))
+            twins.check()
 
 
-def test_a_swap_an_edit_and_a_new_module(home: Home) -> None:
-    change_and_check(home, [[swap, edit_half_of_all, add_layer], [share, edit, add_buffer, swap]])
+def test_a_swap_an_edit_and_a_new_module(twins: Twins) -> None:
+    """Weights would be read where they no longer are."""
+    change_and_check(twins, [[swap, edit_half_of_all, add_layer], [share, edit, add_buffer, swap]])
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_changes(seed: int, home: Home) -> None:
+def test_random_changes(seed: int, twins: Twins) -> None:
+    """Edits and new modules at once, as those who load and fuse a LoRA make them."""
     rng = random.Random(seed)
     changes = [
         rng.choices(WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*WEIGHTS, *MODULES), k=rng.randint(1, 3))
         for _ in range(6)
     ]
-    change_and_check(home, changes, refreshes=rng if seed % 2 else None)
+    change_and_check(twins, changes, refreshes=rng if seed % 2 else None)
+
+
+def test_edits_of_a_checkpoint_on_the_cpu_within_a_budget(tmp_path: Path) -> None:
+    """Edited weights rest in RAM: an edit does not make the budget too small."""
+    model, reference = from_file(make(Model), tmp_path / "model.safetensors"), make(Model)
+    handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="80%")
+    for number, change in enumerate((edit, edit_half_of_all, add_layer, load, edit_half_of_all)):
+        for each in (model, reference):
+            with torch.no_grad():
+                change(each, random.Random(number))
+        for _ in range(2):
+            assert_same(run(model, inputs()), run(reference, inputs()))
+            assert_at_rest(model, reference)
+    handle.remove()
 
 
 @pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
@@ -446,6 +428,7 @@ class Interleaved(nn.Module):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("how", ["strided", "dense", "in place"])
 def test_a_forward_replaces_one_of_two_that_interleave(tier: str, how: str, tmp_path: Path) -> None:
+    """The value of the other one would be overwritten."""
     model, reference = Interleaved(how), Interleaved(how)
     handle = offload_to(tmp_path if tier == "file" else None, model)
     x = inputs(0, 3, 2)

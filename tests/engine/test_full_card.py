@@ -38,6 +38,7 @@ def assert_whole(images: list[Image]) -> None:
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize(("free", "budget"), FULL)
 def test_no_image_runs_out_of_memory(free: float, budget: float | str, pack: bool, expandable: bool) -> None:
+    """What stays, or what is free in fragments, would be in the way of activations, buffers or a larger image."""
     assert_no_errors(run(free, budget, steps=4, pack=pack, expandable=expandable))
 
 
@@ -170,6 +171,7 @@ def test_another_process_takes_whatever_is_free(expandable: bool) -> None:
 
 @pytest.mark.parametrize(("free", "budget"), [*FULL, (AMPLE, 7)])
 def test_little_is_reserved_and_not_allocated(free: float, budget: float | str) -> None:
+    """Else much is free, in fragments that no block fits in."""
     images = run(free, budget, sizes=(1,) * 5, steps=4, expandable=True)
     reserved = max(image.peak_reserved for image in images)
     assert reserved - max(image.peak_allocated for image in images) <= 0.05 * min(free, 16)

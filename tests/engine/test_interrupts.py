@@ -9,8 +9,10 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,31 +22,33 @@ import torch
 from torch import nn
 
 from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
-from group_offload.base import arena, publish
+from group_offload.base import publish
+from group_offload.base.arena import Arena
 from group_offload.base.device import AcceleratorBackend, Backend
 from group_offload.base.page_lock import PageLock
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.base.torch_internals import COMPILED_CALL
 from group_offload.runtime import gates
-from group_offload.runtime.copies import reader
+from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
-from group_offload.runtime.slots import slot as slots
+from group_offload.runtime.slots.slot import Slot
 from group_offload.stores.base import Tier
 from group_offload.stores.files import FileBlob
 
 from .. import interrupts
-from ..interrupts import OPERATIONS, SCENARIOS, Places, Scenario, Strike, contained
+from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import forward, from_file
+from ..support.on_device import Twins, from_file
 from ..support.processes import run_python
 from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.travellers import in_threads
 
 NUM_STRUCK = 4
 """Places in each sweep. All of them: `python -m tests.interrupts`."""
@@ -66,8 +70,43 @@ def test_interrupts_at_a_few_places(scenario: Scenario) -> None:
     assert result.struck and not result.failures, (operation, seed, result.failures)
 
 
+@dataclass(frozen=True)
+class Inside(Places):
+    """Each line of some functions, once."""
+
+    functions: tuple[Callable[..., Any], ...] = ()
+
+    def choose(self, found: Counter[Place]) -> list[tuple[Place, int]]:
+        codes = {function.__code__ for function in self.functions}
+        chosen = super().choose(Counter({place: number for place, number in found.items() if place[0] in codes}))
+        assert codes == {place[0] for place, _ in chosen}, codes - {place[0] for place, _ in chosen}
+        return chosen
+
+
+CALLS = (Passes.begin_call, Passes.end_call, Passes.settle)
+TAKEN = (Arena.lease, Arena._take_over, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
+STRUCK: dict[str, tuple[Callable[..., Any], ...]] = {
+    "cpu ram": CALLS,
+    "simulated files": (*CALLS, Reader._hire, Reader._start),
+    "simulated pipeline": TAKEN,
+    "simulated pipeline, budget": (Arena.displace, Slot.evict),
+}
+"""By scenario: functions whose lines change what belongs to whom."""
+
+
+@pytest.mark.parametrize("name", STRUCK)
+def test_interrupts_inside_of_functions(name: str) -> None:
+    """Else the pass never ends, and edits are not seen from then on; the next forward waits for threads that were never
+    started; models no longer share memory, or hold it twice."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    scenario = next(each for each in SCENARIOS if each.name == name)
+    result = interrupts.sweep(scenario, "forward", Inside(seed=seed, functions=STRUCK[name]))
+    assert result.struck > len(STRUCK[name]) and not result.failures, (seed, result.failures)
+
+
 @pytest.mark.parametrize("name", interrupts.ACTIVATIONS)
 def test_interrupts_of_a_step_with_activations(name: str) -> None:
+    """Else gradients are wrong, or memory is freed under a copy."""
     seed = random.SystemRandom().randrange(1 << 30)
     result = interrupts.sweep_activations(name, Places(most=2 * NUM_STRUCK, seed=seed))
     assert result.struck and not result.failures, (seed, result.failures)
@@ -171,36 +210,6 @@ def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monke
         handle.remove()
 
 
-@pytest.mark.parametrize("where", ["begin_call", "end_call", "settle"])
-@pytest.mark.parametrize("num_calls", [1, 3], ids=["at once", "inside"])
-def test_an_interrupt_between_a_gate_and_the_engine(
-    where: str, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What follows sees edits, and the module can be given back."""
-    for folder in (None, tmp_path):
-        model, reference = make(), make()
-        handle = offload_to(folder, model)
-        check(model, reference, inputs())
-        real, left = getattr(Passes, where), num_calls
-
-        def struck(self: Passes, *args: Any, real: Any = real) -> Any:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise KeyboardInterrupt
-            return real(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Passes, where, struck)
-            with pytest.raises(KeyboardInterrupt):
-                run(model, inputs())
-        for one in (model, reference):
-            one.blocks[1].up.weight.data.add_(1)
-        check(model, reference, inputs())
-        handle.remove()
-        assert_at_rest(model, reference)
-
-
 def test_an_interrupt_while_gates_are_exchanged() -> None:
     """The root's gate stays, so the next call repairs the others, and the module can be given back."""
 
@@ -230,14 +239,14 @@ def test_an_interrupt_while_gates_are_exchanged() -> None:
 
 
 class Retrying(Model):
-    """Calls a block again if its weights could not be read."""
+    """Calls a block again if its weights could not be read or copied."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.proj_in(x)
         for block in self.blocks:
             try:
                 x = block(x)
-            except GroupFileError:
+            except (GroupFileError, torch.OutOfMemoryError):
                 x = block(x)
         return self.norm(x) * self.gain
 
@@ -246,6 +255,7 @@ class Retrying(Model):
 def test_a_forward_that_tries_again_computes_with_what_was_read(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And not with what the slot held before."""
     model, reference = make(Retrying), make(Retrying)
     handle = offload_to(tmp_path, model)
     check(model, reference, inputs())
@@ -275,23 +285,9 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot was taken, and holds what was there before."""
-
-    class Stubborn(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.proj_in(x)
-            for block in self.blocks:
-                try:
-                    x = block(x)
-                except torch.OutOfMemoryError:
-                    x = block(x)
-            return self.norm(x) * self.gain
-
-    device = SimulatedDevice()
     for number in range(1, 10):
-        model, reference = make(Stubborn), make(Stubborn)
-        with use_simulated_device(device):
-            handle = apply_group_offloading(model, "cpu", **options)
-            copy, left = device.copy, 0
+        with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(Retrying), **options) as twins:
+            copy, left = device.copy, number
 
             def failing(*args: Any, copy: Callable[..., None] = copy, **kwargs: Any) -> None:
                 nonlocal left
@@ -300,46 +296,28 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
                     raise torch.OutOfMemoryError("no room")
                 copy(*args, **kwargs)
 
-            expected = run(reference, inputs())
-            assert_same(device.get(forward(device, model, inputs())), expected)
-            left = number
-            with monkeypatch.context() as patch:
+            twins.step(x=inputs())
+            with monkeypatch.context() as patch, suppress(torch.OutOfMemoryError):
                 patch.setattr(device, "copy", failing)
-                with suppress(torch.OutOfMemoryError):
-                    assert_same(device.get(forward(device, model, inputs())), expected)
+                twins.step(x=inputs())
             for _ in range(2):
-                assert_same(device.get(forward(device, model, inputs())), expected)
-            handle.remove()
+                twins.step(x=inputs())
 
 
-def test_an_interrupt_while_threads_are_hired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a thread that was never started."""
-    model, reference = make(), make()
-    device = SimulatedDevice()
-    with use_simulated_device(device):
-        handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path)
-        for _ in range(3):
-            with pytest.MonkeyPatch.context() as patch:
-                raises_once(reader, "on_pool", patch)
-                with pytest.raises(KeyboardInterrupt):
-                    forward(device, model, inputs())
-            assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
-        handle.remove()
+@contextmanager
+def twins_that_stay() -> Iterator[Twins]:
+    """All groups are on the device."""
+    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(), vram_budget="1GiB") as twins:
+        for _ in range(4):
+            twins.step(x=inputs())
+        assert twins.handle.stats().resident_bytes
+        yield twins
 
 
 def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was to stay on the device is not held in vain, and the next forward has the room."""
-    model, reference = make(), make()
-    device = SimulatedDevice()
-
-    def check_bits() -> None:
-        assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
-
-    with use_simulated_device(device):
-        handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
-        for _ in range(4):
-            check_bits()
-        memory, kept = engine_of(handle).memory, handle.stats().resident_bytes
+    with twins_that_stay() as twins:
+        memory, kept = engine_of(twins.handle).memory, twins.handle.stats().resident_bytes
         with monkeypatch.context() as patch:
             real = memory.take
 
@@ -349,14 +327,14 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
                 real()
 
             patch.setattr(memory, "take", take)
-            raises_once(arena.Arena, "take", patch, torch.OutOfMemoryError("no room"))
+            raises_once(Arena, "take", patch, torch.OutOfMemoryError("no room"))
             with pytest.raises(torch.OutOfMemoryError):
-                check_bits()
-        assert kept and not handle.stats().resident_bytes and not device.allocated_bytes
+                twins.step(x=inputs())
+        twins.check()
+        assert not twins.handle.stats().resident_bytes and not twins.device.allocated_bytes
         for _ in range(4):
-            check_bits()
-        assert handle.stats().resident_bytes == kept
-        handle.remove()
+            twins.step(x=inputs())
+        assert twins.handle.stats().resident_bytes == kept
 
 
 def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
@@ -446,85 +424,16 @@ def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: p
     assert_at_rest(model, reference)
 
 
-@pytest.mark.parametrize("at", range(3))
-def test_an_interrupt_while_memory_is_taken_from_another_module(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one sees its edits afterwards, and holds no memory twice."""
-    device = SimulatedDevice()
-    model, other, reference = make(), make(Model, seed=1), make(Model, seed=1)
-    with use_simulated_device(device):
-        handles = [apply_group_offloading(each, "cpu", use_stream=each is other) for each in (model, other)]
-
-        device.get(forward(device, other, inputs()))
-        held, real, num_evicted = device.allocated_bytes, slots.Slot.evict, 0
-
-        def evict(slot: slots.Slot) -> None:
-            nonlocal num_evicted
-            if num_evicted == at:
-                raise KeyboardInterrupt
-            num_evicted += 1
-            real(slot)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(slots.Slot, "evict", evict)
-            with pytest.raises(KeyboardInterrupt):
-                forward(device, model, inputs())
-        for factor in (1.0, 0.5):
-            for each in (other, reference) if factor < 1 else ():
-                with device.running():
-                    for parameter in each.parameters():
-                        parameter.data.mul_(factor)
-            assert_same(device.get(forward(device, other, inputs())), run(reference, inputs()))
-            device.synchronize()
-            assert device.allocated_bytes == held
-        for handle in handles:
-            handle.remove()
-
-
-def test_an_interrupt_while_memory_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's memory is shared afterwards, as before."""
-    device = SimulatedDevice()
-    one, other = make(), make(Model, seed=1)
-    with use_simulated_device(device):
-        handles = [apply_group_offloading(model, "cpu") for model in (one, other)]
-
-        device.get(forward(device, one, inputs()))
-        device.get(forward(device, other, inputs()))
-        held = device.allocated_bytes
-        real = arena.Arena.lease
-
-        def lease(*args: Any) -> Any:
-            real(*args)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(arena.Arena, "lease", lease)
-            with pytest.raises(KeyboardInterrupt):
-                forward(device, one, inputs())
-        for _ in range(2):
-            device.get(forward(device, one, inputs()))
-            device.get(forward(device, other, inputs()))
-            assert device.allocated_bytes == held
-        free_slots()
-        device.synchronize()
-        assert not device.allocated_bytes
-        for handle in handles:
-            handle.remove()
-
-
 def test_an_interrupt_while_a_slot_is_given_up() -> None:
     """At each line: it is given up once, so that no two slots get the same events after that."""
-    device = SimulatedDevice(0, "lazy")
-    model, reference = make(), make()
-    with use_simulated_device(device):
-        handle = apply_group_offloading(model, "cpu", vram_budget="1GiB")
-        memory, expected = engine_of(handle).memory, run(reference, inputs())
+    with twins_that_stay() as twins:
+        memory = engine_of(twins.handle).memory
 
         def fill() -> None:
             for _ in range(4):
-                assert_same(device.get(forward(device, model, inputs())), expected)
+                twins.step(x=inputs())
             assert len(memory.residents) > 2
 
-        fill()
         counting = Strike()
         with counting:
             free_slots()
@@ -539,9 +448,6 @@ def test_an_interrupt_while_a_slot_is_given_up() -> None:
             spare = memory._stalls._spare
             assert len({id(event) for event in spare}) == len(spare), strike.where
             fill()
-        handle.remove()
-        device.synchronize()
-        assert not device.allocated_bytes
 
 
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,37 +523,24 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
 
 def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets memory of its own, and takes none that the first one is looking at."""
-    device = SimulatedDevice()
-    one, other = make(), make(Model, seed=1)
-    references = make(), make(Model, seed=1)
-    with use_simulated_device(device):
-        handle = apply_group_offloading(one, "cpu", vram_budget="1GiB")
-        other_handle = apply_group_offloading(other, "cpu")
-
-        def check_bits(model: nn.Module, reference: nn.Module) -> None:
-            assert_same(device.get(forward(device, model, inputs())), run(reference, inputs()))
-
-        for _ in range(4):
-            check_bits(one, references[0])
-        assert handle.stats().resident_bytes
-        before = handle.stats().onloads
-        placer: Any = engine_of(handle).placer
+    with twins_that_stay() as twins:
+        other = Twins(twins.device, make(Model, seed=1))
+        before = twins.handle.stats().onloads
+        placer: Any = engine_of(twins.handle).placer
         real = placer.replan
 
         def replan(kind: Any) -> None:
             with monkeypatch.context() as patch:
                 patch.setattr(placer, "replan", real)
-                thread = threading.Thread(target=check_bits, args=(other, references[1]))
-                thread.start()
-                thread.join(60)
+                in_threads([partial(other.step, x=inputs())])
             real(kind)
 
         placer.replan = replan
-        check_bits(one, references[0])
+        twins.step(x=inputs())
         del placer.replan
-        assert handle.stats().onloads == before  # all that stayed there is still there
-        handle.remove()
-        other_handle.remove()
+        assert twins.handle.stats().onloads == before  # all that stayed there is still there
+        other.check()
+        other.handle.remove()
 
 
 # ---------------------------------------------------------------- CUDA graphs

@@ -186,20 +186,6 @@ def test_a_call_is_one_pass_and_foresees_the_next_one_like_it() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_exception_leaves_weights_at_rest(level: str) -> None:
-    model, reference = made()
-    handle = offload_to(None, model, level)
-    check(model, reference, passes=1)
-    model.fails = True
-    with pytest.raises(ValueError, match="stop"):
-        called(model, CALLS["both"], torch.ones(1, DIM))
-    assert_at_rest(model, reference)
-    model.fails = False
-    check(model, reference, passes=1)
-    handle.remove()
-
-
 def test_gradients_with_a_checkpoint() -> None:
     """The method is called again in backward, outside of any pass."""
     model, reference = made()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from group_offload import disable_group_offload, enable_group_offload, remove_group_offloading
 from group_offload.base import pool
@@ -22,8 +20,8 @@ from group_offload.runtime.foresight.lookahead import LookAhead
 from group_offload.stores.source import SourceFile
 
 from ..support.inside import engine_of
-from ..support.models import WIDTH, Model, make
-from ..support.on_device import any_mode, forward, from_file
+from ..support.models import WIDTH, Model
+from ..support.on_device import any_mode, forward
 from ..support.pretend import IMAGE, WITH_CONTROLNET, PretendPipeline
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
@@ -361,38 +359,3 @@ def test_the_next_models_first_groups_are_read_into_staging_memory(
     assert num_ahead[:-1] == [0, 0] and num_ahead[-1] > 0
     assert pipe.call("vae").stalls == 0
     pipe.remove()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_process_forgets_reads_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(self: SourceFile, buffer: memoryview, position: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    monkeypatch.setattr(SourceFile, "bring_to_cache", slow)
-    encoder, vae = make(Model), make(Model, seed=1)
-    models: dict[str, nn.Module] = {
-        name: from_file(model, tmp_path / f"{name}.safetensors") for name, model in (("encoder", encoder), ("vae", vae))
-    }
-
-    class Pipe:
-        model_cpu_offload_seq = "encoder->vae"
-        components = models
-
-    handles = enable_group_offload(Pipe(), onload_device="cpu", offload_device="disk")
-    x = torch.randn(3, WIDTH)
-    run(models["encoder"], x)
-    assert begun.wait(60)
-    child = os.fork()
-    if not child:
-        monkeypatch.undo()
-        is_right = all(torch.equal(run(models[n], x), run(m, x)) for n, m in (("encoder", encoder), ("vae", vae)))
-        for handle in handles.values():
-            handle.remove()
-        os._exit(0 if is_right else 1)
-    go_on.set()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    for handle in handles.values():
-        handle.remove()

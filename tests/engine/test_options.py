@@ -88,6 +88,7 @@ def refused(name: str, *values: Any, **others: Any) -> list[tuple[dict[str, Any]
         *(each for name in ("non_blocking", "use_stream") for each in refused(name, 1, "yes")),
         *refused("record_stream", 1),
         *refused("low_cpu_mem_usage", "yes", None),
+        *refused("share_passes", 1, "yes", None),
     ],
     ids=str,
 )
@@ -372,6 +373,7 @@ def test_block_modules_of_the_class() -> None:
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
+    """A summary of groups, bytes and devices (diffusers #14702)."""
     model = make(Model)
     before = snapshot_without_pointers(model)
     handle = offload_to(tmp_path if tier == "file" else None, model, level)

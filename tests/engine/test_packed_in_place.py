@@ -126,6 +126,7 @@ def test_a_locked_file_that_another_program_changes(
 
 @pytest.mark.parametrize("kind", ["packed", "plain"])
 def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """A file that is page-locked may be changed between a forward and its backward."""
     resident = routed([2400] * 4).requires_grad_(requires_grad=False)
     models: list[Any] = [from_file(resident, tmp_path / "model.safetensors").requires_grad_(requires_grad=False)]
     folder = {"pack": True, "offload_to_disk_path": tmp_path / "groups"} if kind == "packed" else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,7 +38,6 @@ from ..support.packed_models import (
     routed,
     scale,
     settled,
-    twin_of,
 )
 from ..support.reading import eventually
 from ..support.reads import many_frames, watch_file_reads
@@ -220,35 +218,12 @@ def test_what_leaves_ram_makes_room_for_what_comes(
     end(device, model, resident, handle)
 
 
-@pytest.mark.parametrize(("options", "has_room"), [({}, True), ({}, False), ({"ram_budget": "1GiB"}, True)], ids=str)
-def test_several_blobs_are_packed_at_a_time_if_ram_has_room(
-    options: dict[str, Any],
-    has_room: bool,
-    device: SimulatedDevice,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    resident, asked = routed([2400] * 3), list[bool]()
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    find_or_pack = packed_files.PackedFiles.find_or_pack
-
-    def spy(*args: Any, overlaps: bool) -> Any:
-        asked.append(overlaps)
-        return find_or_pack(*args, overlaps=overlaps)
-
-    monkeypatch.setattr(packed_files.PackedFiles, "find_or_pack", spy)
-    monkeypatch.setattr(packed_files, "fits", lambda num_bytes: has_room and num_bytes >= 5 * 82_176)
-    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups", **options)
-    assert asked == [has_room and not options]
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
-
-
 @pytest.mark.parametrize("fault", ["memory", "page-locking"])
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_plan_learns_what_ram_could_not_be_had(
     has_folder: bool, fault: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There is no RAM for more packed bytes, or the system refuses to page-lock more while weights are packed."""
     resident = routed([2400] * 8)
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -271,14 +246,27 @@ def test_a_plan_learns_what_ram_could_not_be_had(
     end(device, model, resident, handle)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_the_next_set_up_reads_and_packs_nothing(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_late: bool, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the facts of a file prove is not read, as with weights that are views of a checkpoint."""
+    """What the facts of a file prove is not read, as with weights that are views of a checkpoint.
+
+    Args:
+        is_late: With "auto", once a plan says so, while the model runs.
+    """
     resident = routed([2400] * 4)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    check(device, model, resident)
-    end(device, model, resident, handle)
+    with monkeypatch.context() as patch:
+        if is_late:
+            pack_now(patch)
+        model: Any = from_file(resident, tmp_path / "model.safetensors")
+        handle = offload(model, pack="auto" if is_late else True, offload_to_disk_path=tmp_path / "groups")
+        check(device, model, resident, 2)
+        before = settled(handle)
+        check(device, model, resident)
+        assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
+        assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+        end(device, model, resident, handle)
     calls: list[str] = []
     for owner, name in ((packed_files, "pack"), (packed_files, "content_of"), (packed_files, "content_of_file")):
         monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
@@ -286,22 +274,6 @@ def test_the_next_set_up_reads_and_packs_nothing(
     model, handle = offloaded("checkpoint", resident, tmp_path)
     assert not calls and len(groups_of(handle)) == 4
     check(device, model, resident, 2)
-    end(device, model, resident, handle)
-
-
-def test_a_model_that_runs_is_packed(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With "auto" once a plan says so."""
-    resident = routed([2400] * 4)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
-    check(device, model, resident, 3)
-    assert not handle.stats().bytes_unpacked
-    pack_now(monkeypatch)
-    check(device, model, resident, 2)
-    before = settled(handle)
-    check(device, model, resident)
-    assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
-    assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
     end(device, model, resident, handle)
 
 
@@ -369,26 +341,6 @@ def test_a_checkpoint_that_lost_its_name_is_packed(
     model, handle = offloaded("checkpoint", other, tmp_path)
     check(device, model, other, 2)
     end(device, model, other, handle)
-
-
-@pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_what_is_packed_later_is_found_by_the_next_set_up(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resident = routed([2400] * 3)
-    with monkeypatch.context() as patch:
-        pack_now(patch)
-        model = twin_of(resident, source, tmp_path)
-        handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
-        check(device, model, resident, 2)
-        end(device, model, resident, handle)
-    files = packed_names(tmp_path)
-    assert len(files) == 3
-    monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: pytest.fail("it was packed again"))
-    model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident, 2)
-    assert packed_names(tmp_path) == files
-    end(device, model, resident, handle)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -487,33 +439,6 @@ def test_damage_from_before_the_set_up_is_found_by_the_first_read(device: Simula
     end(device, model, resident, handle)
 
 
-def test_other_files_are_packed_again(device: SimulatedDevice, tmp_path: Path) -> None:
-    """One is of another version, one is cut off, and one is gone when the model is offloaded."""
-    resident = routed([2400] * 4)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    end(device, model, resident, handle)
-    one, two, three, _ = packed_names(tmp_path)
-    one.write_bytes(one.read_bytes().replace(b'\\"version\\":1,', b'\\"version\\":2,'))
-    os.truncate(two, two.stat().st_size - 4096)
-    three.unlink()
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    assert len(groups_of(handle)) == 4
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
-
-
-def test_a_checkpoint_that_changed_since_is_packed_again(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 3)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    end(device, model, resident, handle)
-    (tmp_path / "model.safetensors").unlink()
-    scale(2, resident)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    check(device, model, resident, 2)
-    assert len(groups_of(handle)) == 3
-    end(device, model, resident, handle)
-
-
 def test_a_file_that_is_deleted_is_read_on(device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)
     model, handle = offloaded("folder", resident, tmp_path)
@@ -534,29 +459,4 @@ def test_with_verify_files_each_read_is_compared(verifies: bool, device: Simulat
     for image in images:
         assert image.is_read and image.contents.is_proven
         assert all((move.proof is not None) is verifies for move in image.moves(0, "", None))
-    end(device, model, resident, handle)
-
-
-def test_a_trace_shows_what_is_read_and_unpacked(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 3)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-    settled(handle)
-    with handle.trace(tmp_path / "trace.json"):
-        check(device, model, resident)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    sums: dict[str, dict[str, int]] = {}
-    for event in events:
-        if event["ph"] == "X" and "bytes" in event.get("args", {}):
-            lane = sums.setdefault(lanes[event["tid"]], {})
-            lane[event["name"]] = lane.get(event["name"], 0) + event["args"]["bytes"]
-    for group in groups_of(handle)[1:]:
-        assert sums["decode"][group.group_id] == group.num_bytes
-        assert sums["H2D"][group.group_id] == group.packed_bytes
-    packed = sum(group.packed_bytes for group in groups_of(handle))
-    # Some of it was read before, and some is for the next pass.
-    assert 0 < sum(sums["file reads"].values()) < 1.2 * packed
-    assert "of packed files" in handle.report(tmp_path / "page.html").read_text()
-    assert "drive, packed" in str(handle.plan)
     end(device, model, resident, handle)

@@ -26,7 +26,6 @@ from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.copies.reader import Reader
-from group_offload.stores import packed_files
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
@@ -101,6 +100,7 @@ def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, t
 
 @pytest.mark.parametrize("source", ["checkpoint", "ram"])
 def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """Else the packed bytes of weights are sent that were edited since."""
     resident = routed([2400] * 4)  # an edited tensor of a checkpoint is packed apart from the others
     model = twin_of(resident, source, tmp_path)
     handle = offload(model, pack=True)
@@ -110,6 +110,7 @@ def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, t
 
 
 def test_what_forwards_change_stays_plain(device: SimulatedDevice) -> None:
+    """Else packed bytes are sent for what a forward has changed."""
     model = routed([600] * 3, counts=True)
     resident = copy.deepcopy(model)
     handle = offload(model, pack=True)
@@ -166,21 +167,6 @@ def test_budgets_of_ram_and_of_the_device(
         assert str(handle.plan).count("RAM, packed")
         handle.remove()
     assert not device.pinned_bytes and not device.allocated_bytes
-
-
-def test_packed_bytes_cross_the_link_while_slots_are_in_use(device: SimulatedDevice) -> None:
-    """The copy to a berth waits for no compute: it may be done before the kernels of the block that has the slot."""
-    model = routed([600] * 6)
-    handle = offload(model, pack=True)
-    for _ in range(3):
-        device.get(forward(device, model, inputs()))
-    out = forward(device, model, inputs())
-    copies = next(stream for stream in device._streams if stream.name == "stream 1" or stream.name == "stream 2")
-    while copies.queue and copies.queue[0] in device._runnable():
-        device._run(copies.queue[0])
-    assert device.get(out).isfinite().all()
-    model.alive.clear()
-    handle.remove()
 
 
 def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) -> None:
@@ -300,38 +286,10 @@ def test_a_model_that_runs_is_packed(
     end(device, model, resident, handle)
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_packed_files_are_found_the_next_time(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resident = routed([2400] * 4)
-    path, folder = tmp_path / "model.safetensors", tmp_path / "groups"
-    packs: list[object] = []
-    num_packs = 4
-    pack = packed_files.pack
-    monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: packs.append(args) or pack(*args, **kwargs))
-    for number in range(3):
-        model: Any = from_file(resident, path) if source == "checkpoint" else copy.deepcopy(resident)
-        handle = offload(model, pack=True, offload_to_disk_path=folder)
-        assert len(packs) == num_packs
-        check(device, model, resident, 2)
-        assert handle.stats().packed_bytes and handle.stats().bytes_unpacked
-        if number == 1:  # what is edited stays in RAM
-            scale(2, model, resident)
-            check(device, model, resident, 2)
-            assert len(packs) == 5  # the rest of the group is apart from the edited tensor then
-            num_packs = 5 if source == "checkpoint" else 6  # the whole group, edited, is new to the folder
-            if source == "checkpoint":
-                resident = routed([2400] * 4)  # the checkpoint is what it was
-        model.alive.clear()
-        handle.remove()
-    sizes = sum(file.stat().st_size for file in folder.iterdir() if b"packed" in file.read_bytes()[:4096])
-    assert sizes > 0
-
-
 def test_a_damaged_packed_file_is_not_used(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is that of a checkpoint that changed since."""
     resident = routed([2400] * 3)
     for _ in range(2):
         model: Any = from_file(resident, tmp_path / "model.safetensors")
@@ -392,31 +350,3 @@ def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.Mo
     handle = offload(nn.Linear(2, 2), pack="auto")
     assert handle.config.pack is False
     handle.remove()
-
-
-@pytest.mark.parametrize("source", ["ram", "checkpoint"])
-def test_page_locking_that_is_refused_while_weights_are_packed(
-    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was locked stays packed, the rest stays as it is, and the system is asked for no more of it."""
-    resident = routed([2400] * 4)
-    model = twin_of(resident, source, tmp_path)
-    asked: list[int] = []
-    pin = SimulatedDevice.pin
-
-    def refuse(self: SimulatedDevice, memory: torch.Tensor, undo: Any, *, read_only: bool = False) -> bool:
-        if (
-            memory.numel() < 40_000 or memory.numel() > 70_000
-        ):  # a block has 82,176 bytes, and the memory around it less
-            return pin(self, memory, undo, read_only=read_only)
-        asked.append(memory.numel())
-        return len(asked) <= 2 and pin(self, memory, undo, read_only=read_only)
-
-    monkeypatch.setattr(SimulatedDevice, "pin", refuse)
-    monkeypatch.setattr(SimulatedDevice, "empty_pinned", lambda self, num_bytes: None)
-    handle = offload(model, pack=True)
-    parts = [part for group in engine_of(handle).groups for part in group.parts]
-    assert [part.packed is not None for part in parts] == [True, True, False, False, False]
-    assert len(asked) == 3
-    check(device, model, resident, 3)
-    end(device, model, resident, handle)

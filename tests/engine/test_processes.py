@@ -219,6 +219,7 @@ def wait_for(child):
 
 @every_tier
 def test_neither_side_of_a_fork_sees_the_edits_of_the_other(tier: str, tmp_path: Path) -> None:
+    """Memory that is mapped twice is shared with forked children."""
     done = run_python(
         _MADE
         + _FORKS

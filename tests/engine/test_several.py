@@ -43,10 +43,12 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["two checkpoints", "one checkpoint, edited", "folders"])
 def test_ranks_whose_weights_differ_in_one_number(where: str, tmp_path: Path) -> None:
+    """In bytes that a sample misses."""
     run((several.differs_between_samples, where, tmp_path))
 
 
 def test_three_ranks() -> None:
+    """Ranks may be in different numbers of process groups; making one more would wait for ever."""
     run((several.has_same_bits, "leaf_level"), several.has_one_copy, several.is_in_two_groups, num_ranks=3)
 
 
@@ -66,6 +68,7 @@ def test_ranks_that_write_to_the_slots_of_others() -> None:
 
 
 def test_ranks_that_give_up_what_they_read(tmp_path: Path) -> None:
+    """What the slot had before would be sent to the other ranks."""
     run(several.sends_as_gpus_do, several.reads_as_gpus_do, (several.gives_reads_up, tmp_path), num_ranks=3)
 
 
@@ -79,6 +82,7 @@ def test_a_rank_that_dies_is_named_by_the_others(where: str) -> None:
 
 
 def test_a_rank_that_dies_as_it_sets_up() -> None:
+    """The others would wait for minutes."""
     run(several.is_killed_as_it_sets_up, expected=(0, -several.KILLED))
 
 

@@ -142,11 +142,20 @@ def without_onednn() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def autocast_that_is_off() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.float64, enabled=False):
+        yield
+
+
+MODES = FunctionMode(), DispatchMode()
+"""They are told apart by which object they are."""
 AROUND: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "the dtype of autocast that is off": autocast_that_is_off,
     "a context variable": in_context,
-    "a function mode": FunctionMode,
-    "a dispatch mode": DispatchMode,
+    "a function mode": lambda: MODES[0],
+    "a dispatch mode": lambda: MODES[1],
     "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, 3),
     "a default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "a kind of attention": lambda: sdpa_kernel(SDPBackend.MATH),
@@ -154,18 +163,28 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_same", [False, True], ids=["second call", "both calls"])
 @pytest.mark.parametrize("what", AROUND)
-def test_the_second_call_is_made_in_another_state_of_the_thread(what: str) -> None:
-    """What was foreseen was run as the first call was made."""
+def test_calls_are_made_in_another_state_of_the_thread(what: str, is_same: bool) -> None:
+    """What is foreseen is run as the first call is made, with all of its state: for nothing, if the second one has another."""
 
     def make(model: Model) -> dict[str, Any]:
-        model.use = lambda _, x, other: (
-            x * variable.get() + torch.tensor(1.0).element_size() + torch.get_num_threads() * 0.1
-        )
-        return {"around": lambda step, call: AROUND[what]() if step >= 4 and call else contextlib.nullcontext()}
+        def use(_: Model, x: torch.Tensor, other: Any) -> torch.Tensor:
+            assert not torch.is_grad_enabled()
+            return (
+                x * variable.get()
+                + torch.tensor(1.0).element_size()
+                + torch.get_num_threads() * 0.1
+                + torch.get_autocast_dtype("cpu").itemsize
+            )
+
+        model.use = use
+        is_around = lambda step, call: step >= 4 and (is_same or call)  # noqa: E731
+        return {"around": lambda step, call: AROUND[what]() if is_around(step, call) else contextlib.nullcontext()}
 
     stats = check(make)
-    assert stats.passes_predicted and stats.passes_discarded
+    assert stats.passes_predicted == (NUM_STEPS - 1 if is_same else stats.passes_predicted)
+    assert bool(stats.passes_discarded) != is_same
 
 
 @pytest.mark.parametrize("kind", [dict, list])

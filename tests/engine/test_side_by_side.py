@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from group_offload import apply_group_offloading, free_slots, remove_group_offloading
-from group_offload.runtime.slots.slot import Slot
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
@@ -26,6 +25,7 @@ from ..support.pretend import (
 )
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 EVERYTHING = 1 << 30
@@ -50,6 +50,7 @@ def block_bytes(pipe: PretendPipeline, name: str) -> int:
 
 @pytest.mark.parametrize("names", [IMAGE, WITH_CONTROLNET], ids=["alone", "controlnet"])
 def test_with_room_for_all_models_their_groups_are_sent_once(names: tuple[str, ...], device: SimulatedDevice) -> None:
+    """Models would stream although they fit."""
     pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
     for passed in settled(pipe, names):
         assert passed.resident_bytes == block_bytes(pipe, passed.name)
@@ -77,6 +78,7 @@ def test_models_that_alternate_share_the_room(share: float, device: SimulatedDev
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Together; models that alternate keep what fits, and go not back and forth as a whole (diffusers #10790)."""
     names = (*WITH_CONTROLNET, "vae", "vae")
     pipe = PretendPipeline(device, vae=2)
     total = sum(tensor.nbytes for model in pipe.resident.values() for tensor in model.parameters())
@@ -205,55 +207,6 @@ def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
     pipe.remove()
 
 
-def test_memory_that_runs_out_takes_what_other_models_left(
-    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error says so, and the next call has the room."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, IMAGE)
-    vae = pipe.components["vae"]
-
-    def run_out(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no room.")
-
-    hook = vae.get_submodule("blocks.1").register_forward_pre_hook(run_out)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Evicted .* call Model again"):
-        pipe.call("vae")
-    hook.remove()
-    gc.collect()
-    device.synchronize()
-    assert not device.memory.now
-    pipe.image()
-    pipe.remove()
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_while_another_model_is_displaced(
-    at: int, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both models are right afterwards, and nothing is held in vain."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, IMAGE)
-    other = make(Model)
-    handle = apply_group_offloading(other, "cpu")
-    evict, num_evicted = Slot.evict, 0
-
-    def strike(self: Any) -> None:
-        nonlocal num_evicted
-        evict(self)
-        num_evicted += 1
-        if num_evicted == at:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Slot, "evict", strike)
-        with pytest.raises(KeyboardInterrupt):
-            forward(device, other, torch.randn(3, WIDTH))
-    settled(pipe, IMAGE)
-    handle.remove()
-    pipe.remove()
-
-
 @pytest.mark.parametrize("how", ["restored", "gone"])
 def test_a_model_that_is_restored_or_gone_leaves_nothing_there(how: str, device: SimulatedDevice) -> None:
     """Neither other models nor what they have learnt keep its memory."""
@@ -278,21 +231,13 @@ def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
     num_bytes = sum(tensor.nbytes for tensor in models[0].parameters())
     handles = [apply_group_offloading(model, "cpu", vram_budget=num_bytes * 2) for model in models]
     x = torch.randn(3, WIDTH)
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for _ in range(6):
-                assert torch.equal(device.get(forward(device, models[number], x)), run(resident[number], x))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(6):
+            assert torch.equal(device.get(forward(device, models[number], x)), run(resident[number], x))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and not device.errors
+    in_threads([partial(work, number) for number in range(2)])
+    assert not device.errors
     for handle in handles:
         handle.remove()
 

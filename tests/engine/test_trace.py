@@ -18,7 +18,7 @@ from group_offload import GroupFileError, OffloadHandle, StateError, apply_group
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
 from ..support.on_device import forward, offload, options_for
-from ..support.rigs import TIERS, offload_to, run
+from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 OPTIONS: list[dict[str, Any]] = [
@@ -144,19 +144,6 @@ def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice)
     handle.remove()
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_timeline_on_the_cpu(tier: str, tmp_path: Path) -> None:
-    model = make()
-    handle = offload_to(tmp_path / "groups" if tier == "file" else None, model)
-    with handle.trace(tmp_path / "trace.json"):
-        run(model, inputs())
-    lanes = lanes_of(tmp_path / "trace.json")
-    names = [group.group_id for group in handle.groups]
-    assert list(lanes) == LANES
-    assert sorted(each["name"] for each in lanes["H2D"]) == (sorted(names) if tier == "file" else [])
-    assert {each["name"] for each in lanes["compute"]} == set(names)
-
-
 def stalled(handle: OffloadHandle) -> dict[str, float]:
     return engine_of(handle).seconds_stalled
 
@@ -180,19 +167,6 @@ def test_stalls_in_seconds(options: dict[str, Any], device: SimulatedDevice) -> 
     assert handle.stats() == stats  # each wait counts once
     model.alive.clear()
     handle.remove()
-
-
-def test_copies_that_are_in_time_stall_nobody() -> None:
-    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
-        model = RoutedModel([16] * 4)
-        handle = offload(model)
-        for _ in range(2):
-            forward(device, model, torch.randn(2, DIM))
-        before = handle.stats().stalled_seconds
-        for _ in range(3):
-            forward(device, model, torch.randn(2, DIM))
-        assert handle.stats().stalled_seconds == before
-        handle.remove()
 
 
 def test_a_profile_names_the_groups(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ _EDITS: dict[Any, list[str]] = {
     test_changes_in_forward: ["test_forward_changes_its_own_tensors"],
     test_edits: [
         "test_edit_after_a_forward",
-        "test_edit_is_kept_by_remove",
         "test_edit_breaks_no_tie_and_a_broken_tie_stays_broken",
     ],
     test_files: [

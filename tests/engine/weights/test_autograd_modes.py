@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...support.asserts import assert_at_rest, assert_same, same_bits
+from ...support.asserts import assert_at_rest, assert_same
 from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
 from ...support.kinds import KINDS
-from ...support.models import WIDTH, Block, inputs, make
+from ...support.models import WIDTH, inputs
 from ...support.rigs import Offload, check, pair, run
 
 
@@ -102,87 +101,3 @@ def test_gradients_through_what_changes_itself(kind: str, offload_either: Offloa
         elif kind != "codebook, other parameter":  # the new one requires gradients, and is offloaded
             assert expected is None
         assert_at_rest(model, reference)
-
-
-@pytest.mark.parametrize("path", ["blocks.1", "blocks.1.up", "proj_in"])
-def test_backward_of_one_part_is_right_or_raises(path: str, offload_either: Offload) -> None:
-    model, reference = pair()
-    offload_either(model)
-    x, y = inputs().requires_grad_(), inputs().requires_grad_()
-    output = model.get_submodule(path)(x).square().sum()
-    run(model, inputs(1))
-    reference.get_submodule(path)(y).square().sum().backward()
-    try:
-        output.backward()
-    except RuntimeError:
-        return
-    assert_same(x.grad, y.grad)
-
-
-class LocalGrad(nn.Module):
-    """Switches gradients on for some of its layers only, inside a call that has them off (or the other way round)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = torch.mm(x, self.weight.t() * 1).sin()
-            x = torch.mm(x, self.weight.t())
-            x = self.linear(x)
-            x = self.blocks[1](self.blocks[0](x))
-        with torch.no_grad():
-            self.blocks[2](x)
-        return x
-
-
-@pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
-def test_backward_with_gradients_on_inside_only(outer: Any, offload: Offload) -> None:
-    model, reference = pair(LocalGrad)
-    offload(model)
-    x, y = inputs().requires_grad_(), inputs().requires_grad_()
-    with outer():
-        output = model(x).square().sum() if outer is torch.enable_grad else model(x)
-        expected = reference(y).square().sum() if outer is torch.enable_grad else reference(y)
-    run(model, inputs(1))
-    expected.sum().backward()
-    try:
-        output.sum().backward()
-    except RuntimeError:
-        return
-    assert_same(x.grad, y.grad)
-    for (name, parameter), (_, twin) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert (parameter.grad is None) == (twin.grad is None), name
-        if twin.grad is not None:
-            assert same_bits(parameter.grad, twin.grad), name
-
-
-class RootGrad(nn.Module):
-    """Only weights of the root itself, which are offloaded when the call is over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            return torch.mm(x, self.weight.t())
-
-
-def test_backward_over_weights_of_a_root_without_gradients(offload: Offload) -> None:
-    model, reference = pair(RootGrad)
-    other, _ = pair(make(RootGrad, seed=1))
-    offload(model)
-    offload(other)
-    x, y = inputs().requires_grad_(), inputs().requires_grad_()
-    output, expected = run(model, x), run(reference, y)
-    run(other, inputs())  # lands in the same slot
-    expected.sum().backward()
-    try:
-        output.sum().backward()
-    except RuntimeError:
-        return
-    assert_same(x.grad, y.grad)

@@ -18,6 +18,7 @@ from ...support.rigs import Offload, check, pair, run
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_forward_changes_its_own_tensors(kind: str, offload_either: Offload) -> None:
+    """Buffers would be reset in each pass with streams, and lost with files."""
     torch.manual_seed(0)
     model = Around(CHANGING[kind])
     reference = copy.deepcopy(model)

@@ -17,46 +17,26 @@ from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 
 @any_edit
 def test_edit_after_a_forward(edit: Callable[[Any], None], offload_either: Offload) -> None:
-    model, reference = pair()
-    handle = offload_either(model)
-    check(model, reference, inputs(), passes=2)
-    edit(model)
-    edit(reference)
-    assert_at_rest(model, reference)
-    x = inputs().to(next(reference.parameters()).dtype)
-    check(model, reference, x)
-    assert handle.stats().rebuilds <= 2
-    handle.remove()
-    assert_at_rest(model, reference)
-    assert_same(run(model, x), run(reference, x))
-
-
-@any_edit
-def test_edit_before_the_first_forward_and_twice(edit: Callable[[Any], None], offload_either: Offload) -> None:
-    model, reference = pair()
-    offload_either(model)
-    for twin in (model, reference):
-        edit(twin)
-    x = inputs().to(next(reference.parameters()).dtype)
-    check(model, reference, x, passes=1)
-    for twin in (model, reference):
-        twin.gain.data.mul_(2)
-        twin.blocks[0].down.weight.data.mul_(2)
-    assert_at_rest(model, reference)
-    check(model, reference, x)
-
-
-@any_edit
-def test_edit_is_kept_by_remove(edit: Callable[[Any], None], offload_either: Offload) -> None:
-    model, reference = pair()
-    handle = offload_either(model)
-    run(model, inputs())
-    edit(model)
-    edit(reference)
-    handle.remove()
-    assert_at_rest(model, reference)
-    x = inputs().to(next(reference.parameters()).dtype)
-    assert_same(run(model, x), run(reference, x))
+    """And before the first one, twice, and right before `remove`."""
+    for num_before, num_after in ((0, 1), (2, 3), (1, 0)):
+        model, reference = pair()
+        handle = offload_either(model)
+        check(model, reference, inputs(), passes=num_before)
+        for twin in (model, reference):
+            edit(twin)
+        x = inputs().to(next(reference.parameters()).dtype)
+        if num_after:
+            assert_at_rest(model, reference)
+            check(model, reference, x, passes=num_after)
+            assert handle.stats().rebuilds <= 2
+            for twin in (model, reference):
+                twin.gain.data.mul_(2)
+                twin.blocks[0].down.weight.data.mul_(2)
+            assert_at_rest(model, reference)
+            check(model, reference, x)
+        handle.remove()
+        assert_at_rest(model, reference)
+        assert_same(run(model, x), run(reference, x))
 
 
 def test_edit_in_a_folder_of_ram(level: str) -> None:
@@ -118,6 +98,7 @@ def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
 
 @pytest.mark.parametrize("when", ["before the first forward", "later"])
 def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offload_either: Offload) -> None:
+    """`share_memory()`, or a queue of processes, moves weights at rest."""
     model, reference = pair()
     handle = offload_either(model)
     x = inputs()

@@ -16,6 +16,8 @@ from ...support.rigs import Offload, check, pair, run, run_onloaded
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) -> None:
+    """Lists in lists, which are never called; a root that has lists only; modules that read a weight of another one without a
+    call, as `MultiheadAttention.out_proj` (diffusers #14551)."""
     torch.manual_seed(0)
     model, reference = pair(KINDS[kind]().eval())
     handle = offload(model)

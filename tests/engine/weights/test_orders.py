@@ -41,6 +41,7 @@ ORDERS = [
 @pytest.mark.parametrize("options", [{}, {"num_blocks_per_group": 3}, {"level": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("orders", ORDERS, ids=str)
 def test_any_order_of_blocks(orders: list[tuple[int, ...]], options: dict[str, Any], folder: Path | None) -> None:
+    """Blocks are called conditionally, or in another order than they were registered in (diffusers #11307, #11375, #13211)."""
     model, reference = pair(AnyOrder)
     offload_to(folder, model, **options)
     for order in orders:
@@ -111,6 +112,7 @@ def test_a_call_of_a_shallow_copy_is_refused(offload_either: Offload) -> None:
 
 
 def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
+    """It would belong to two offloaded models."""
     (model, reference), (other, other_reference) = pair(), pair()
     handle = offload_either(model)
     other_handle = offload_to(None, other)
@@ -134,36 +136,3 @@ def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> No
     model, _ = pair(Encoder)
     offload_either(model)
     assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
-
-
-def test_part_called_without_the_root(offload_either: Offload) -> None:
-    class Autoencoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Model(2), Model(3)
-            self.quant = nn.Linear(WIDTH, WIDTH)
-            self.scale = nn.Parameter(torch.rand(()))
-
-        def decode(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decoder(self.quant(x))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decode(self.encoder(x) * self.scale)
-
-    model, reference = pair(Autoencoder)
-    handle = offload_either(model)
-    x = inputs()
-    in_files = handle.groups[0].tier == "file"
-    for part in ("decoder", "encoder", "quant", "decoder.blocks.1", ""):
-        for number in range(2):
-            before = handle.stats()
-            expected = run(reference.get_submodule(part), x)
-            assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
-            after = handle.stats()
-            assert after.passes == before.passes + 1
-            # A layer that came from a file is still in its slot if it is called twice with nothing in between.
-            is_there = not in_files or (part == "quant" and number == 1)
-            assert (after.onloads == before.onloads) == is_there
-            assert_at_rest(model, reference)
-    with torch.no_grad():
-        assert_same(model.decode(x), reference.decode(x))

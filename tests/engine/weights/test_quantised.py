@@ -31,6 +31,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def test_on_every_tier(kind: str, offload: Offload) -> None:
+    """quanto (diffusers #12610), torchao with streams and in files (#13281, #13713), bitsandbytes, which keeps scales beside a
+    weight and in a layer's `state` (#10653)."""
     model, reference = quantised(kind), quantised(kind)
     handle = offload(model)
     compare(kind, model, reference)

@@ -80,6 +80,7 @@ def _made_in_inference_mode() -> torch.Tensor:
 @pytest.mark.parametrize("is_buffer", [False, True], ids=["parameter", "buffer"])
 @pytest.mark.parametrize("form", FORMS)
 def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offload) -> None:
+    """Those that are not contiguous cannot be written to files as they are."""
     torch.manual_seed(0)
     model = Holder([FORMS[form](), FORMS[form](), torch.randn(4)], is_buffer=is_buffer)
     # Not a deepcopy of the module: that would lose strides and conjugation.

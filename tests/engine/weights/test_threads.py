@@ -19,6 +19,7 @@ from group_offload.runtime.threads import where_it_waits
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.models import WIDTH, Model, inputs, make
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+from ...support.travellers import in_threads
 from ...support.tuning import tune
 
 
@@ -95,27 +96,6 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
     handle.remove()
 
 
-def _in_threads(*jobs: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(jobs))
-
-    def work(job: Callable[[], None]) -> None:
-        try:
-            barrier.wait(60)
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 def _job(model: nn.Module, reference: nn.Module, seed: int, passes: int = 8) -> Callable[[], None]:
     expected = run(reference, inputs(seed))
 
@@ -129,7 +109,7 @@ def _job(model: nn.Module, reference: nn.Module, seed: int, passes: int = 8) -> 
 def test_two_threads_on_one_model(offload: Offload) -> None:
     model, reference = pair()
     handle = offload(model)
-    _in_threads(*(_job(model, reference, seed) for seed in range(3)))
+    in_threads([_job(model, reference, seed) for seed in range(3)])
     assert handle.stats().passes == 24
     assert_at_rest(model, reference)
 
@@ -145,4 +125,4 @@ def test_applying_and_running_in_two_threads(offload: Offload) -> None:
             check(other, other_reference, inputs())
             handle.remove()
 
-    _in_threads(_job(model, reference, 0, passes=20), apply_all)
+    in_threads([_job(model, reference, 0, passes=20), apply_all])

@@ -53,6 +53,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("how", ["parameter", "storage", "transposed", "overlapping", "side by side", "interleaved"])
 def test_tied_weights(how: str, offload: Offload) -> None:
+    """In files, at leaf level, the second group would write memory that the first one has emptied already."""
     model, reference = make(Tied, how), make(Tied, how)  # a deepcopy would break the ties
     ids = torch.arange(6).reshape(2, 3)
     handle = offload(model)
