@@ -83,7 +83,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             separately, and the log says why. By name only.
         process_group: The processes that offload the same module, each on its own GPU: a
             `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension. The GPUs of one host each load a
-            share of every group and gather the rest. All ranks make the same calls, in the same order. By name only.
+            shard of every group and exchange them. All ranks make the same calls, in the same order. By name only.
         share: True lets these GPUs share loads, False lets each process load everything, `"auto"` picks what is
             faster, which is measured during set-up. By name only.
 

@@ -23,7 +23,7 @@ from .plan.budgets import Budget, Default, is_budget, parse_budget, total_ram
 
 
 class OffloadType(str, Enum):
-    """How a module is cut into groups."""
+    """How a module is split into groups."""
 
     __str__ = str.__str__
 
@@ -123,8 +123,8 @@ class OffloadConfig:
     """The options of an offloaded module, checked, with every default filled in.
 
     Raises:
-        ConfigError: a value is not understood, or two options contradict each other.
-        DeviceError: a device does not exist here.
+        ConfigError: a value isn't understood, or two options contradict each other.
+        DeviceError: a device doesn't exist here.
     """
 
     onload_device: torch.device
@@ -133,35 +133,34 @@ class OffloadConfig:
     non_blocking: bool
     use_stream: bool
     was_stream_asked_for: bool
-    """Whether the caller gave `use_stream=True`: copies then overlap with compute even where the whole module fits on the
-    device."""
+    """The caller gave `use_stream=True`: copies then overlap with compute even where the whole module fits on the device."""
     record_stream: bool
     low_cpu_mem_usage: bool
     rests_in_files: bool
-    """Whether weights stay in the files that they were loaded from, or are written to new ones."""
+    """Weights stay in the files that they were loaded from, or are written to new ones."""
     offload_to_disk_path: Path | None
     """Folder for files that have to be written."""
     verify_files: bool
     vram_budget: Budget | None
-    """Device memory for the whole process."""
+    """VRAM for the whole process."""
     ram_budget: Budget | None
     """RAM for the whole process."""
     embeddings_on_cpu: bool
-    """Whether large embedding tables stay where they rest, and only the rows that a call needs go to the device."""
+    """Look up large embedding tables on the CPU, and transfer only the rows that a call needs."""
     pack: bool | Literal["auto"]
-    """Whether weights are sent packed; "auto": once a plan says that this is faster. False where the device cannot unpack."""
+    """Compress weights; "auto": once a plan predicts that this is faster. False where the device can't decompress."""
     share_passes: bool | Literal["auto"]
-    """Whether forwards of several threads, or of a step of guidance, may share passes; "auto": those of listed classes."""
+    """Run forwards of several threads, or of a guidance step, block by block; "auto": those of diffusers' denoisers."""
     process_group: Any
     """The `torch.distributed.ProcessGroup` of the processes that offload the same module; None for this one alone."""
     share: bool | Literal["auto"]
-    """Whether the GPUs of a host each send a share of every group, and gather the others'; "auto": where that is faster."""
+    """Each GPU of a host loads a shard of every group, and the others send the rest; "auto": where that is faster."""
     ram_share: int | None
-    """Bytes of RAM for weights that rest in files, if several modules share a budget."""
+    """Bytes of RAM for weights in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
     group_prefix: str
-    """Prefix of the group ids (diffusers' `module_prefix`). It tells two models of one pipeline apart in one folder."""
+    """Prefix of the group IDs (diffusers' `module_prefix`). It tells two models of one pipeline apart in one folder."""
 
     @property
     def backend(self) -> Backend:
@@ -175,17 +174,17 @@ class OffloadConfig:
 
     @property
     def has_budgets(self) -> bool:
-        """Whether a plan decides what rests where."""
+        """Whether a plan decides where weights are stored."""
         return self.vram_budget is not None or self.ram_budget is not None
 
     @property
     def may_lock_files(self) -> bool:
-        """Whether files may be page-locked in the page cache."""
+        """Whether files may be pinned in the page cache."""
         return self.backend.has_streams and not (self.low_cpu_mem_usage or self.verify_files)
 
     @property
     def num_slots(self) -> int:
-        """Slots that take turns: one is computed with while the next is filled."""
+        """Device buffers: compute uses one while the next is filled."""
         return 2 if self.use_stream else 1
 
     @classmethod

@@ -16,20 +16,20 @@ class GroupOffloadError(Exception):
 
 
 class ConfigError(GroupOffloadError, ValueError):
-    """An option has a value that is not understood, or contradicts another option."""
+    """An option has a value that isn't understood, or contradicts another option."""
 
 
 class DeviceError(ConfigError):
-    """The device does not exist, or lacks something that was asked for, such as streams."""
+    """The device doesn't exist, or lacks something that you asked for, such as streams."""
 
 
 class ModuleError(GroupOffloadError, ValueError):
-    """The module cannot be offloaded as it is."""
+    """The module can't be offloaded as it is."""
 
 
 class StateError(GroupOffloadError, RuntimeError):
-    """The call does not fit the state that the module is in."""
+    """The call doesn't fit the state that the module is in."""
 
 
 class GroupFileError(GroupOffloadError, OSError):
-    """A group file, or the folder of group files, cannot be written or read."""
+    """A group file, a checkpoint or the folder of group files can't be written or read."""

@@ -58,14 +58,14 @@ class OffloadStats:
     bytes_onloaded: dict[str, int]
     """Bytes loaded to the device, by tier: "ram", "pageable ram", "file". Packed weights count with their packed bytes."""
     bytes_unpacked: int
-    """Bytes of weights that the device has unpacked."""
+    """Bytes of weights that the device has decompressed."""
     bytes_read: dict[str, int]
     """Bytes from files, by how they were read: "locked" (pinned in the page cache and copied from there), "page cache" (read
     through it), "direct" (read from disk). See `GroupInfo.way`."""
     bytes_gathered: int
     """Bytes of weights that other GPUs of the host have sent. See `process_group`."""
     gathers_missed: int
-    """Groups that this process sent its share of and then loaded alone, because the others didn't need them then."""
+    """Groups that this process sent its shard of and then loaded alone, because the others didn't need them then."""
     tensors_brought_back: int
     """Tensors that a forward changed, and that were copied back from the device."""
     rebuilds: int

@@ -61,7 +61,7 @@ _thread = _Thread()
 
 
 class no_activation_offloading:
-    """Leave what is saved for backward inside the `with` block on the device, in this thread.
+    """Keep tensors that are saved for backward inside the `with` block on the device, in this thread.
 
     Example:
         >>> with no_activation_offloading():

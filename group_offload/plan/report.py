@@ -32,14 +32,14 @@ class OffloadPlan:
     model: str
     """The class of the module."""
     details: Plan | None
-    """The plan itself: placements, predicted times, stalls and bytes. None if no weights take turns."""
+    """The plan itself: placements, predicted times, stalls and bytes. None if no weights are streamed."""
     device_has_memory: bool = True
-    """Whether the device has its own memory. If not, it is the CPU: it computes with weights in RAM where they are, and
-    only weights that are read from files move."""
+    """Whether the device has its own memory. The CPU hasn't: it uses weights in RAM in place, and only weights that are read
+    from files move."""
     shared: SharedForwards | None = None
-    """What forwards have shared passes; None if they may not."""
+    """How many forwards ran block by block together; None if they may not."""
     gpus: str = ""
-    """What other GPUs of the host bring, with the speeds that were measured; empty without `process_group`."""
+    """Whether GPUs share transfers, with the measured speeds; empty without `process_group`."""
 
     memory: Sequence[tuple[str, int]] = ()
     """Who holds device memory now, or has it kept free: labels and bytes. Empty for the CPU."""
