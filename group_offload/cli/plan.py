@@ -31,7 +31,6 @@ from ..report.facts import (
     ReportFacts,
     figures_of,
     predicted_pass,
-    sentences_of,
 )
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
@@ -343,7 +342,7 @@ def _model_facts(component: _Component) -> ModelFacts:
         model_class=outline.model_class,
         groups=groups,
         passes=[predicted_pass(plan)] if plan.prediction.step_seconds else [],
-        sentences=sentences_of(plan),
+        sentences=plan.sentences(),
         figures={"The plan in numbers": figures},
     )
 

@@ -1,7 +1,6 @@
 """How long a pass takes with a given placement.
 
-`simulate(problem, placements)` predicts one placement. The functions here touch no device, no file and no clock, and give
-the same answer every time.
+The functions here touch no device, no file and no clock, and give the same answer every time.
 
 [Note: The model of a pass]
 Passes follow one another, and the prediction is for one pass of many. Three things work at the same time, each on one
@@ -72,23 +71,6 @@ class Prediction:
     def limit_seconds(self) -> float:
         """How long that part is busy: no order of work makes this placement faster."""
         return max(self.compute_seconds + self.unpack_seconds, self.h2d_seconds, self.drive_seconds)
-
-
-def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
-    """Predict one pass with group i resting on `placements[i]`, within the budgets or not.
-
-    Raises:
-        ValueError: a number of placements that is not the number of groups, or a tier where a group cannot rest.
-    """
-    if len(placements) != len(problem.groups):
-        raise ValueError(f"{len(placements)} placements for {len(problem.groups)} groups")
-    for group, placement in zip(problem.groups, placements, strict=True):
-        why_not = group.why_not(placement)
-        if why_not:
-            raise ValueError(f"group {group.name!r} {why_not}")
-    model = PassModel(problem)
-    footprint = model.footprint(placements)
-    return model.predict(footprint, model.run(placements, footprint))
 
 
 def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import nlargest
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from group_offload.base.timeline import READS
 from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
-from group_offload.plan.pass_model import Prediction, foresee, simulate
+from group_offload.plan.pass_model import PassModel, Prediction, foresee
 from group_offload.plan.placement import (
     Budgets,
     Placement,
@@ -66,6 +64,14 @@ def problem_of(
         num_slots=num_slots,
         staging_bytes=staging_bytes,
     )
+
+
+def simulate(problem: Problem, places: Sequence[Placement]) -> Prediction:
+    """One pass with group i resting on `places[i]`, within the budgets or not."""
+    assert len(places) == len(problem.groups) and all(map(PlannedGroup.may_be, problem.groups, places))
+    model = PassModel(problem)
+    footprint = model.footprint(places)
+    return model.predict(footprint, model.run(places, footprint))
 
 
 def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = None) -> Problem:
@@ -243,21 +249,6 @@ def test_a_kept_plan_keeps_its_rests() -> None:
     assert kept_plan(within(problem, 400 * MIB, 499 * MIB), plan) is None
     assert kept_plan(within(problem, 399 * MIB, 500 * MIB), plan) is None
     assert kept_plan(replace(problem, rests=(R,) * 8), plan) is None
-
-
-@pytest.mark.parametrize(
-    ("rests", "said"),
-    [
-        ((R,), "1 rests for 2 groups"),
-        ((D, R), "'blocks.0' rests in RAM or in its file"),
-        ((R, F), "'blocks.1' has no file"),
-    ],
-)
-def test_bad_rests(rests: tuple[Placement, ...], said: str) -> None:
-    groups = groups_of([1, 1])
-    groups[1] = replace(groups[1], is_in_file=False)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        replace(problem_of(groups), rests=rests)
 
 
 # What the device holds
@@ -591,64 +582,13 @@ def test_a_budget_that_is_too_small_names_one_that_works() -> None:
     problem = within(problem_of(groups), 400 * MIB, 99 * MIB)
     with pytest.raises(ConfigError) as error:
         make_plan(problem)
-    for part in (
-        f"the device budget for weights is {400 * MIB} bytes (0.39 GiB)",
-        f"the smallest that works is {500 * MIB} bytes (0.49 GiB)",
-        f"'blocks.2' with {300 * MIB} bytes",
-        f"the RAM budget for weights is {99 * MIB} bytes (0.10 GiB)",
-        f"the smallest that works is {100 * MIB} bytes (0.10 GiB)",
+    assert str(error.value) == "the device budget for weights is 400 MiB; the smallest that works is 500 MiB"
+    with pytest.raises(
+        ConfigError, match=r"^the RAM budget for weights is 99 MiB; the smallest that works is 100 MiB$"
     ):
-        assert part in str(error.value)
+        make_plan(within(problem, None, 99 * MIB))
     smallest = within(problem, smallest_device_bytes(problem), smallest_ram_bytes(problem))
     assert_sound(make_plan(smallest))
-
-
-@pytest.mark.parametrize(("device_bytes", "ram_bytes", "said"), [(1, None, "device budget"), (None, 1, "RAM budget")])
-def test_only_the_budget_that_is_too_small_is_named(device_bytes: int | None, ram_bytes: int | None, said: str) -> None:
-    problem = within(problem_of(groups_of([MIB] * 3, in_file=False)), device_bytes, ram_bytes)
-    with pytest.raises(ConfigError, match=f"^the {said}") as error:
-        make_plan(problem)
-    assert str(error.value).count("budget") == 1
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
-def test_bad_speeds(speed: float) -> None:
-    with pytest.raises(ValueError, match=f"h2d={speed}"):
-        Speeds(h2d=speed, drive=1.0)
-    with pytest.raises(ValueError, match=f"drive={speed}"):
-        Speeds(h2d=1.0, drive=speed)
-
-
-def test_negative_bytes() -> None:
-    with pytest.raises(ValueError, match=r"'blocks\.0'.*num_bytes=-1"):
-        groups_of([-1])
-    with pytest.raises(ValueError, match="device_bytes=-1"):
-        Budgets(device_bytes=-1, ram_bytes=None)
-    with pytest.raises(ValueError, match="ram_bytes=-2"):
-        Budgets(device_bytes=None, ram_bytes=-2)
-    with pytest.raises(ValueError, match="staging_bytes=-3"):
-        problem_of(groups_of([1]), staging_bytes=-3)
-
-
-@pytest.mark.parametrize(
-    ("num_groups", "order", "said"),
-    [(0, [], "0 groups"), (1, [], "0 uses"), (2, [0, 2], "uses group 2; there are 2"), (2, [-1], "uses group -1")],
-)
-def test_bad_order(num_groups: int, order: list[int], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        problem_of(groups_of([1] * num_groups), order=order)
-
-
-def test_bad_places() -> None:
-    groups = groups_of([1, 1], in_file=False)
-    groups[1] = replace(groups[1], may_reside=False)
-    problem = problem_of(groups)
-    with pytest.raises(ValueError, match="1 placements for 2 groups"):
-        simulate(problem, [R])
-    with pytest.raises(ValueError, match=r"'blocks\.0' has no file"):
-        simulate(problem, [F, R])
-    with pytest.raises(ValueError, match=r"'blocks\.1' may not stay"):
-        simulate(problem, [R, D])
 
 
 # RAM of a pipeline
@@ -680,15 +620,3 @@ def test_shares_of_ram(parts: list[tuple[int, int, float]], more: int) -> None:
     wanted = sum(component.num_bytes for component in components)
     # Shares are whole bytes: of those that are alike, each may be one short.
     assert min(ram_bytes, wanted) - len(components) <= sum(shares) <= ram_bytes
-
-
-def test_bad_shares() -> None:
-    components = [ComponentLoad(num_bytes=3 * GIB, uses=1, must_bytes=GIB)] * 2
-    with pytest.raises(ConfigError, match=re.escape(f"smallest that works is {2 * GIB} bytes (2.00 GiB)")):
-        share_ram(components, GIB)
-    with pytest.raises(ValueError, match="ram_bytes=-1"):
-        share_ram([], -1)
-    with pytest.raises(ValueError, match="must_bytes=2"):
-        ComponentLoad(num_bytes=1, uses=1, must_bytes=2)
-    with pytest.raises(ValueError, match="uses=nan"):
-        ComponentLoad(num_bytes=1, uses=math.nan, must_bytes=0)
