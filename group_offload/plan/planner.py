@@ -164,6 +164,6 @@ def _plan_of(problem: Problem, placements: Sequence[Placement], num_uses: int) -
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
         ram_bytes=ram_bytes_of(problem, problem.rests),
-        prediction=model.predict(footprint, model.run(placements, footprint)),
+        prediction=model.predict(placements, footprint),
         num_simulated_uses=num_uses,
     )

@@ -174,10 +174,10 @@ class _Search:
             known = tuple(placements)
             if known not in self._known:
                 self._known.add(known)
-                run = model.run(placements, footprint)
-                self.num_uses += run.num_uses
-                if self._is_faster(run.step_seconds):
-                    self.best, self._best_seconds = (rests, known), run.step_seconds
+                seconds, num_uses = model.run(placements, footprint)
+                self.num_uses += num_uses
+                if self._is_faster(seconds):
+                    self.best, self._best_seconds = (rests, known), seconds
         return footprint
 
     def _all_placements(self, rests: Rests, choices: Sequence[Sequence[Placement]]) -> list[list[Placement]]:

@@ -16,8 +16,8 @@ import mmap
 import os
 import platform
 import stat
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -125,7 +125,6 @@ def measure(
     link_bytes: int = LINK_BYTES,
     max_drive_bytes: int = MAX_DRIVE_BYTES,
     min_drive_bytes: int = MIN_DRIVE_BYTES,
-    on_step: Callable[[str], object] = lambda text: None,
     take: Take | None = None,
 ) -> MachineSpeeds:
     """Measure the link to the device, and the drive. See [Note: How a drive is measured].
@@ -136,18 +135,15 @@ def measure(
         h2d: the speed of the link, if it is known.
         link_bytes: the page-locked RAM that the measurement of the link takes.
         max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
-        on_step: a function that is told what is measured next.
         take: see `known_speeds`.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
     if h2d is None:
-        on_step("copies to the device")
         h2d = measure_link(backend, link_bytes, take=take)
     drive, problem = None, ""
     if path is not None:
-        on_step("reads of files")
         drive, problem = measure_drive(path, min_drive_bytes, max_drive_bytes)
     return MachineSpeeds(
         h2d=h2d,
@@ -386,17 +382,14 @@ def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryvi
     Raises:
         OSError: what the system said.
     """
-    left, lock = iter(list(pieces)), threading.Lock()
-    began = time.perf_counter()
+    left, began = deque(pieces), time.perf_counter()
 
     def work(buffer: memoryview) -> int:
         done = 0
-        while not done or time.perf_counter() - began < _DRIVE_SECONDS:
-            with lock:
-                start, size = next(left, (0, 0))
-            if not size:
-                break
-            done += read_part(fd, buffer[:size], start)
+        with suppress(IndexError):  # there are no more
+            while not done or time.perf_counter() - began < _DRIVE_SECONDS:
+                start, size = left.popleft()
+                done += read_part(fd, buffer[:size], start)
         return done
 
     num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
