@@ -77,13 +77,6 @@ def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = N
     return replace(problem, budgets=Budgets(device_bytes=device_bytes, ram_bytes=ram_bytes))
 
 
-def flux(*, in_file: bool = False) -> Problem:
-    """The model of design.md: 22 GiB, 0.170 s of compute, as much for each byte."""
-    sizes = [680_000_000] * 19 + [283_000_000] * 38
-    seconds = [0.170 * size / sum(sizes) for size in sizes]
-    return problem_of(groups_of(sizes, seconds, in_file=in_file), speeds=Speeds(h2d=55.5e9, drive=2.1e9))
-
-
 # Predictions by hand
 
 
@@ -101,37 +94,11 @@ def test_all_resident_is_compute() -> None:
     assert (prediction.bound, prediction.limit_seconds) == ("compute", 1.0)
 
 
-def test_all_in_ram_without_compute_is_the_link() -> None:
-    prediction = simulate(problem_of(groups_of([100 * MIB, 50 * MIB, 200 * MIB])), [R] * 3)
-    assert prediction.step_seconds == pytest.approx(3.5)
-    assert (prediction.bound, prediction.h2d_bytes, prediction.drive_bytes) == ("PCIe", 350 * MIB, 0)
-
-
-def test_compute_hides_the_link() -> None:
-    prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 1.5)), [R] * 4)
-    assert prediction.step_seconds == pytest.approx(6.0)
-    assert prediction.stall_seconds == 0
-
-
 def test_one_slot_hides_nothing() -> None:
     """A copy begins once compute is done with the group before."""
     prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 1.5), num_slots=1), [R] * 4)
     assert prediction.step_seconds == pytest.approx(4 * 2.5)
     assert prediction.stall_seconds == pytest.approx(4.0)
-
-
-def test_residents_in_a_row_leave_the_link_idle() -> None:
-    """While they are computed, the two slots are filled and no more."""
-    problem = problem_of(groups_of([100 * MIB] * 8, 0.5))
-    assert simulate(problem, [D] * 4 + [R] * 4).step_seconds == pytest.approx(5.0)
-    assert simulate(problem, [D, R] * 4).step_seconds == pytest.approx(4.0)
-
-
-def test_ram_waits_behind_a_file() -> None:
-    """One copy stream: the group in RAM arrives after the slow one, and both are late."""
-    problem = problem_of(groups_of([100 * MIB] * 3, 0.5), staging_bytes=0)
-    prediction = simulate(problem, [F, R, R])
-    assert prediction.step_seconds > prediction.drive_seconds
 
 
 def test_staging_lets_the_drive_read_on() -> None:
@@ -156,29 +123,6 @@ def test_uses_in_a_row_are_one() -> None:
 
 
 # Plans
-
-
-def test_no_budget_streams_from_ram() -> None:
-    plan = make_plan(flux(in_file=True))
-    assert set(plan.placements) == {R}
-    assert plan.slot_bytes == plan.device_bytes == 2 * 680_000_000
-    assert plan.ram_bytes == sum(group.num_bytes for group in plan.problem.groups)
-
-
-def test_what_stays_on_the_device_keeps_its_place_in_ram() -> None:
-    plan = make_plan(within(flux(in_file=True), 23 * GIB, 10 * GIB))
-    assert set(plan.placements) == {D}
-    assert 9 * GIB < plan.ram_bytes <= 10 * GIB and plan.slot_bytes == 0
-    assert plan.ram_bytes == sum(
-        group.num_bytes for group, rest in zip(plan.problem.groups, plan.rests, strict=True) if rest is R
-    )
-    assert plan.prediction.step_seconds == pytest.approx(0.170)
-
-
-def test_large_groups_are_resident_so_that_slots_are_small() -> None:
-    sizes = [10 * MIB] * 10 + [100 * MIB, 10 * MIB, 100 * MIB]
-    plan = make_plan(within(problem_of(groups_of(sizes, 0.01)), 230 * MIB))
-    assert (plan.placements[10], plan.placements[12], plan.slot_bytes) == (D, D, 20 * MIB)
 
 
 def test_unknown_compute_is_spread_evenly() -> None:
@@ -214,19 +158,6 @@ def test_what_stays_in_files_is_spread_evenly_whatever_the_device_has_room_for()
         assert make_plan(within(problem, num_groups * 100 * MIB, 20 * 100 * MIB)).rests == rests
 
 
-def test_more_ram_for_a_unet_keeps_its_large_groups_in_files() -> None:
-    """A group that is much larger than others stays on the device, so that slots are small: it gains nothing by RAM.
-
-    Where RAM is shared out without regard to the device, 3750 MiB hold such a group, and small ones are read in its place.
-    """
-    groups = groups_of([size * MIB for size in (10, 120, 1440, 790, 2300, 200, 20)], 0.002)
-    problem = problem_of(groups, speeds=Speeds(h2d=25e9, drive=3e9))
-    plans = [make_plan(within(problem, 4860 * MIB, ram * MIB)) for ram in (3550, 3750)]
-    for plan in plans:
-        assert plan.prediction.step_seconds < 0.018 and plan.placements[2] is plan.placements[4] is D
-        assert plan.prediction.drive_bytes == 0
-
-
 def test_rests_that_are_decided_stay() -> None:
     rests = (F, R, R, F, R, R, F, R)
     problem = replace(within(problem_of(groups_of([100 * MIB] * 8, 0.1)), 400 * MIB, 800 * MIB), rests=rests)
@@ -251,29 +182,23 @@ def test_a_kept_plan_keeps_its_rests() -> None:
 # What the device holds
 
 
-def test_what_may_not_reside_is_sent() -> None:
-    groups = [replace(group, may_reside=index != 1) for index, group in enumerate(groups_of([10 * MIB] * 5, 0.1))]
-    plan = make_plan(within(problem_of(groups, num_slots=1), GIB))
-    assert plan.placements[1] is not D
-
-
-@pytest.mark.parametrize("shape", ["mixed", "three huge", "used again"])
-@pytest.mark.parametrize(("share", "compute"), [(0.3, 0.0), (0.6, 1.0), (0.05, 3.0)])
+@pytest.mark.parametrize(
+    ("shape", "share", "compute"), [("mixed", 0.05, 3.0), ("three huge", 0.3, 0.0), ("used again", 0.6, 1.0)]
+)
 def test_the_effort_for_two_thousand_groups_is_bounded(share: float, compute: float, shape: str) -> None:
     problem = large(share, compute=compute, shape=shape)
     assert make_plan(problem).num_simulated_uses < 20 * len(problem.order)
 
 
-@pytest.mark.parametrize("ram", [0.5, 0.7, 0.9])
-def test_the_effort_for_groups_of_many_sizes_is_bounded(ram: float) -> None:
+def test_the_effort_for_groups_of_many_sizes_is_bounded() -> None:
     """As of a VAE at leaf level: there is no end of the ways to fill a budget. A forward waits for the plan."""
     sizes = [(1 + 7 * (i % 18) ** 2) * MIB // 4 for i in range(120)]
     seconds = [size / 25e9 * (0.5 + i % 5 / 2) for i, size in enumerate(sizes)]
     problem = problem_of(groups_of(sizes, seconds), order=range(40, 120), speeds=Speeds(h2d=25e9, drive=3e9))
     least = smallest_device_bytes(problem)
-    problem = within(problem, least + round(0.1 * sum(sizes)), round(ram * sum(sizes)))
+    problem = within(problem, least + round(0.1 * sum(sizes)), round(0.7 * sum(sizes)))
     plan = make_plan(problem)
-    assert plan.num_simulated_uses < 20_000
+    assert plan.num_simulated_uses < 20_000 and make_plan(problem) == plan
     assert make_plan(replace(problem, rests=plan.rests)).num_simulated_uses < 20_000
 
 
@@ -285,16 +210,6 @@ def large(share: float, *, compute: float, shape: str = "mixed") -> Problem:
     seconds = [compute * (0.5 + i % 3 / 2) * size / 55e9 for i, size in enumerate(sizes)]
     problem = problem_of(groups_of(sizes, seconds), order=order, speeds=Speeds(h2d=55e9, drive=7e9))
     return within(problem, round(share * sum(sizes)) + 2 * max(sizes), round(0.5 * sum(sizes)))
-
-
-def test_the_same_problem_gets_the_same_plan() -> None:
-    for problem in (large(0.3, compute=0.5), within(flux(in_file=True), 8 * GIB, 4 * GIB), small_and_odd()):
-        assert make_plan(problem) == make_plan(problem)
-
-
-def small_and_odd() -> Problem:
-    sizes = [(3 + 17 * i % 29) * MIB for i in range(14)]
-    return within(problem_of(groups_of(sizes, 0.01)), 90 * MIB, 60 * MIB)
 
 
 def test_verdict() -> None:
@@ -482,6 +397,7 @@ def assert_sound(plan: Plan) -> None:
 @given(problems())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_placement_is_more_than_2_percent_faster(problem: Problem) -> None:
+    """What stays on the device is what saves most time, and nobody counts layers (diffusers #12747, #11966)."""
     plan = make_plan(problem)
     assert_sound(plan)
     best = min(simulate(plan.problem, places).step_seconds for places in placements(plan.problem))
@@ -563,6 +479,8 @@ def test_plans_are_as_fast_as_the_fastest_known_and_soon_found() -> None:
         over.append(plan.prediction.step_seconds / seconds - 1)
         if len(plan.problem.groups) >= 24:
             effort.append(plan.num_simulated_uses)
+    # What is predicted is asserted too: two plans are faster than those that were known.
+    assert sum(each < -0.02 for each in over) <= 2
     assert max(over) <= 0.14 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0.001
     # The most is for one problem in which compute sets the time of many placements, and no limit tells them apart.
     assert max(effort) < 30_000 and sum(each > 4_000 for each in effort) <= 4 and sum(effort) / len(effort) < 1_000
