@@ -26,6 +26,7 @@ from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
 from .runtime.engine import Engine, follow_one_another
 from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
+from .runtime.measure.trace import write_traces
 from .stores.base import Tier
 from .stores.files import FileBlob
 
@@ -245,8 +246,8 @@ class OffloadHandle:
         finally:
             with engine.lock:
                 engine.transfer.reader.wait_until_enqueued()
-                trace = engine.recorder.end_all()
-            trace.write(path)  # also if the block raised: then it is most wanted
+                traces = engine.recorder.end_all()
+            write_traces(traces, self._name, path)  # also if the block raised: then it is most wanted
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page of this run, and return its path. The page needs no network and no other file.

@@ -18,7 +18,6 @@ from .report.facts import (
     Place,
     figures_of,
     predicted_pass,
-    sentences_of,
 )
 from .report.page import seconds
 from .runtime.engine import Engine
@@ -56,10 +55,10 @@ def facts_of(run: Run) -> ModelFacts:
     outer = frozenset(group.name for group in groups if group.is_outer)
     passes = _recorded(engine)
     has_link = run.plan.device_has_memory
-    sentences = sentences_of(plan) if plan is not None and has_link else [run.plan.verdict]
+    sentences = plan.sentences() if plan is not None and has_link else [run.plan.verdict]
     if passes:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
-        sentences.insert(2 if has_link else 0, _what_was_busy(forward, outer))
+        sentences.insert(1 if has_link else 0, _what_was_busy(forward, outer))
     else:
         sentences.append("No pass has run yet." if not run.stats["passes"] else "No pass was recorded that completed.")
         if plan is not None and plan.prediction.step_seconds:

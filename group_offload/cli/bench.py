@@ -33,7 +33,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
     backend = backend_for(chosen_device(arguments.device))
-    measured = measure(backend, folder, on_step=lambda step: say_meanwhile(f"Measuring {step} ..."))
+    say_meanwhile("Measuring takes some seconds ...")
+    measured = measure(backend, folder)
     is_kept = record(measured)
     if arguments.json:
         print(json.dumps(asdict(measured), indent=2))

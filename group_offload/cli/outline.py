@@ -64,8 +64,10 @@ class Outline:
         return sum(group.num_bytes for group in self.groups if group.name in self.outer)
 
 
-def find_models(path: Path) -> dict[str, FoundModel]:
-    """The models of a checkpoint, by their names in the pipeline. A model by itself has the name "".
+def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
+    """The models of a checkpoint, by their names in the pipeline, and why others of its parts are left out.
+
+    A model by itself has the name "".
 
     Args:
         path: the folder of a model, as `save_pretrained` writes it; a safetensors file in such a folder, for the variant that
@@ -82,34 +84,22 @@ def find_models(path: Path) -> dict[str, FoundModel]:
                 f"from_pretrained does not load {path}: it looks for diffusion_pytorch_model.safetensors, "
                 f"diffusion_pytorch_model.VARIANT.safetensors, or model in its place. {_SAVE_IT}"
             )
-        return {"": _find(path.parent, _variant_of(path))}
+        return {"": _find(path.parent, _variant_of(path))}, {}
     if not (path / "model_index.json").exists():
-        return {"": _find(path, _variant_in(path))}
-    models, unknown = _find_parts(path)
-    if not models:
-        raise next(iter(unknown.values()), GroupFileError(f"{path} is a pipeline without safetensors files."))
-    return models
-
-
-def unknown_parts(path: Path) -> dict[str, str]:
-    """The parts of a pipeline whose class is not to be had here, each with the reason. `find_models` leaves them out."""
-    return {name: str(error) for name, error in _find_parts(path)[1].items()}
-
-
-def _find_parts(path: Path) -> tuple[dict[str, FoundModel], dict[str, _UnknownClassError]]:
-    models, unknown = {}, {}
+        return {"": _find(path, _variant_in(path))}, {}
+    models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[_UnknownClassError]()
     for name, part in _parts_in(path).items():
-        if any((path / name).glob("*.safetensors")):
+        if not (path / name).is_dir():
+            left_out[name] = "It is not there: what was downloaded may not be all of it."
+        elif any((path / name).glob("*.safetensors")):
             try:
                 models[name] = _find(path / name, _variant_in(path / name), *part)
             except _UnknownClassError as error:
-                unknown[name] = error
-    return models, unknown
-
-
-def absent_parts(path: Path) -> list[str]:
-    """The parts that the index of a pipeline names, and that are not there: what was downloaded may not be all of it."""
-    return [name for name in _parts_in(path) if not (path / name).is_dir()]
+                unknown.append(error)
+                left_out[name] = str(error)
+    if not models:
+        raise next(iter(unknown), GroupFileError(f"{path} is a pipeline without safetensors files."))
+    return models, left_out
 
 
 def usual_dtype(model: FoundModel) -> torch.dtype:
@@ -174,11 +164,10 @@ def _variant_in(folder: Path) -> str | None:
 
 
 def _parts_in(folder: Path) -> dict[str, tuple[str, str]]:
-    """The parts of a pipeline, each with its library and its class, as the index names them. Nothing if it is no pipeline."""
-    index = folder / "model_index.json"
+    """The parts of a pipeline, each with its library and its class, as the index names them."""
     return {
         name: (entry[0], entry[1])
-        for name, entry in (read_json(index) if index.exists() else {}).items()
+        for name, entry in read_json(folder / "model_index.json").items()
         if name.isidentifier()
         and isinstance(entry, list)
         and len(entry) == 2

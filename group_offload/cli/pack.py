@@ -20,7 +20,7 @@ from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from .arguments import add_device, add_dtype, chosen_device, find_checkpoint, new_command, path_of
-from .outline import absent_parts, find_models, unknown_parts, usual_dtype
+from .outline import find_models, usual_dtype
 from .output import say
 
 
@@ -44,7 +44,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         device = torch.device("cpu")
     device = backend_for(device).device
     path = find_checkpoint(arguments.model)
-    models = find_models(path)
+    models, left_out = find_models(path)
     packed: dict[str, PackedModel] = {}
     for name, model in models.items():
         with ExitStack() as stack:
@@ -67,9 +67,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         title = f"{name} {model.model_class.__name__}, {len(groups)} groups".strip()
         rows.append((title, describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""))
     say(*table(rows))
-    if absent := absent_parts(path):
-        say(f"Not packed, because {path} does not have it: {', '.join(absent)}.")
-    say(*(f"Not packed: {name}. {reason}" for name, reason in unknown_parts(path).items()))
+    say(*(f"Not packed: {name}. {reason}" for name, reason in left_out.items()))
     if num_changed := sum(each.num_changed for each in packed.values()):
         say(
             f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "

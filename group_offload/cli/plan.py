@@ -31,12 +31,11 @@ from ..report.facts import (
     ReportFacts,
     figures_of,
     predicted_pass,
-    sentences_of,
 )
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
 from .hub import sketched
-from .outline import Outline, absent_parts, find_models, outline_of, read_json, unknown_parts
+from .outline import Outline, find_models, outline_of, read_json
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
@@ -125,12 +124,10 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
         weights: Where the weights are, or will be.
     """
     speeds = _speeds(arguments, weights)
-    models = {
-        name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in find_models(path).items()
-    }
+    found, left_out = find_models(path)
+    models = {name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in found.items()}
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
-    unknown = [f"Not planned: {name}. {reason}" for name, reason in unknown_parts(path).items()]
-    facts = _facts(arguments, speeds, components, unknown)
+    facts = _facts(arguments, speeds, components, left_out)
     call = [*_call(path, components, arguments)]
     if arguments.html is not None:
         write_page(facts, arguments.html)
@@ -152,8 +149,6 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(f"One image or video, all passes of all models: {seconds:.4g} s.")
-    if absent := absent_parts(path):
-        say(f"Not planned, because {arguments.model} does not have it: {', '.join(absent)}.")
     say(*facts.sentences, "", "To run it here:", *(f"    {line}" for line in call))
     if arguments.html is not None:
         say(f"Wrote {arguments.html}.")
@@ -301,7 +296,7 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
 
 
 def _facts(
-    arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], unknown: Sequence[str]
+    arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], left_out: Mapping[str, str]
 ) -> ReportFacts:
     ram = [
         ("weights, page-locked", sum(component.plan.ram_bytes for component in components), "locked"),
@@ -315,7 +310,11 @@ def _facts(
             *(_device_facts(component, arguments) for component in components),
             MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram),
         ],
-        sentences=["Nothing has run: all times are predicted.", *_notes(arguments, speeds, components), *unknown],
+        sentences=[
+            "Nothing has run: all times are predicted.",
+            *_notes(arguments, speeds, components),
+            *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
+        ],
     )
 
 
@@ -343,7 +342,7 @@ def _model_facts(component: _Component) -> ModelFacts:
         model_class=outline.model_class,
         groups=groups,
         passes=[predicted_pass(plan)] if plan.prediction.step_seconds else [],
-        sentences=sentences_of(plan),
+        sentences=plan.sentences(),
         figures={"The plan in numbers": figures},
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
@@ -67,9 +69,10 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return AUTO
-    num_bytes = _from_text(value, name, total) if isinstance(value, str) else _from_number(value, name)
-    if num_bytes <= 0:
-        raise _refusal(value, name, "a budget is more than 0 bytes")
+    with _refusing(value, name, "bytes, '8GiB', '8GB', '80%' or 'auto'"):
+        num_bytes = _from_text(value, total) if isinstance(value, str) else _from_number(value)
+        if num_bytes <= 0:
+            raise ValueError("a budget is more than 0 bytes")
     if num_bytes > total:
         _warn_of_less(name, f"{value!r:.80}", total)
         return total
@@ -94,10 +97,8 @@ def parse_bytes(value: str, name: str) -> int:
     Raises:
         ConfigError: `value` is no such amount.
     """
-    found = _NUMBER.fullmatch(value.strip())
-    if found is None or found[2] == "%":
-        raise _refusal(value, name, "it is no amount of memory", shares=False)
-    return _amount(found, value, name, shares=False)
+    with _refusing(value, name, "bytes, '8GiB' or '8GB'"):
+        return _from_text(value, None)
 
 
 def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False) -> str:
@@ -128,51 +129,47 @@ def total_ram() -> int:
     return min([ram_of_machine("total"), *memory_limits()])
 
 
-def _from_text(value: str, name: str, total: int) -> int:
+def _from_text(value: str, total: int | None) -> int:
+    """
+    Args:
+        total: What a share is of; None: none is understood.
+    """
     found = _NUMBER.fullmatch(value.strip())
-    if found is None:
-        raise _refusal(value, name, "it is no amount of memory")
-    if found[2] != "%":
-        return _amount(found, value, name, shares=True)
-    share = _fraction(found[1])
-    if not 0 < share <= 100:
-        raise _refusal(value, name, "a share is more than 0% and at most 100%")
-    return max(1, int(total * share / 100))
-
-
-def _amount(found: re.Match[str], value: str, name: str, *, shares: bool) -> int:
-    unit = found[2].lower()
+    if found is None or (found[2] == "%" and total is None):
+        raise ValueError("it is no amount of memory")
+    number, unit = _fraction(found[1]), found[2].lower()
+    if unit == "%" and total is not None:
+        if not 0 < number <= 100:
+            raise ValueError("a share is more than 0% and at most 100%")
+        return max(1, int(total * number / 100))
     if unit in _AMBIGUOUS:
         binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
-        raise _refusal(value, name, f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?", shares=shares)
+        raise ValueError(f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?")
     if unit not in _UNITS:
-        raise _refusal(value, name, f"{found[2]!r} is no unit of memory", shares=shares)
-    num_bytes = int(_fraction(found[1]) * _UNITS[unit])
-    if not unit:
-        _check_unit(num_bytes, value, name, shares=shares)
+        raise ValueError(f"{found[2]!r} is no unit of memory")
+    num_bytes = int(number * _UNITS[unit])
+    return num_bytes if unit else _plain(num_bytes)
+
+
+def _plain(num_bytes: int) -> int:
+    """Bytes that were given without a unit. A few are meant to be GiB."""
+    if 0 < num_bytes < _LEAST_PLAIN_BYTES:
+        few = f"{num_bytes} {'byte' if num_bytes == 1 else 'bytes'}"
+        raise ValueError(f"that is {few}. Did you mean '{num_bytes}GiB'?")
     return num_bytes
 
 
-def _check_unit(num_bytes: int, value: Any, name: str, *, shares: bool = True) -> None:
-    """Refuse a few bytes that are meant to be GiB."""
-    if 0 < num_bytes < _LEAST_PLAIN_BYTES:
-        why = f"that is {num_bytes} {'byte' if num_bytes == 1 else 'bytes'}. Did you mean '{num_bytes}GiB'?"
-        raise _refusal(value, name, why, shares=shares)
-
-
-def _from_number(value: Any, name: str) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        _check_unit(int(value), value, name)
-        return int(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        value = float(value)
-        if value.is_integer():
-            _check_unit(int(value), value, name)
-            return int(value)
-        if 0 < value < 1:
-            raise _refusal(value, name, f"a share is written {f'{100 * value:g}%'!r}")
-        raise _refusal(value, name, "bytes are a whole number")
-    raise _refusal(value, name, f"it is a {type(value).__name__}")
+def _from_number(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"it is a {type(value).__name__}")
+    if isinstance(value, Integral):
+        return _plain(int(value))
+    number = float(value)
+    if number.is_integer():
+        return _plain(int(number))
+    if 0 < number < 1:
+        raise ValueError(f"a share is written {f'{100 * number:g}%'!r}")
+    raise ValueError("bytes are a whole number")
 
 
 def _fraction(text: str) -> Fraction:
@@ -181,6 +178,11 @@ def _fraction(text: str) -> Fraction:
     return Fraction(int(whole + rest or 0), 10 ** len(rest))
 
 
-def _refusal(value: Any, name: str, why: str, *, shares: bool = True) -> ConfigError:
-    forms = "bytes, '8GiB', '8GB', '80%' or 'auto'" if shares else "bytes, '8GiB' or '8GB'"
-    return ConfigError(f"{name}={value!r:.80}: {why if why.endswith('?') else f'{why}.'} Use {forms}.")
+@contextmanager
+def _refusing(value: Any, name: str, forms: str) -> Iterator[None]:
+    """Turn what is wrong with a value into an error for the user, that names the forms that are understood."""
+    try:
+        yield
+    except ValueError as error:
+        why = str(error) if str(error).endswith("?") else f"{error}."
+        raise ConfigError(f"{name}={value!r:.80}: {why} Use {forms}.") from None

@@ -1,7 +1,6 @@
 """How long a pass takes with a given placement.
 
-`simulate(problem, placements)` predicts one placement. The functions here touch no device, no file and no clock, and give
-the same answer every time.
+The functions here touch no device, no file and no clock, and give the same answer every time.
 
 [Note: The model of a pass]
 Passes follow one another, and the prediction is for one pass of many. Three things work at the same time, each on one
@@ -50,8 +49,6 @@ class Prediction:
     step_seconds: float
     stall_seconds: float
     """How long compute waits for bytes."""
-    stalls: tuple[tuple[str, float], ...]
-    """Names of the groups that compute waits for, and how long in one pass; the longest wait first."""
     h2d_bytes: int
     drive_bytes: int
     h2d_seconds: float
@@ -72,23 +69,6 @@ class Prediction:
     def limit_seconds(self) -> float:
         """How long that part is busy: no order of work makes this placement faster."""
         return max(self.compute_seconds + self.unpack_seconds, self.h2d_seconds, self.drive_seconds)
-
-
-def simulate(problem: Problem, placements: Sequence[Placement]) -> Prediction:
-    """Predict one pass with group i resting on `placements[i]`, within the budgets or not.
-
-    Raises:
-        ValueError: a number of placements that is not the number of groups, or a tier where a group cannot rest.
-    """
-    if len(placements) != len(problem.groups):
-        raise ValueError(f"{len(placements)} placements for {len(problem.groups)} groups")
-    for group, placement in zip(problem.groups, placements, strict=True):
-        why_not = group.why_not(placement)
-        if why_not:
-            raise ValueError(f"group {group.name!r} {why_not}")
-    model = PassModel(problem)
-    footprint = model.footprint(placements)
-    return model.predict(footprint, model.run(placements, footprint))
 
 
 def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
@@ -143,17 +123,6 @@ class Footprint:
     h2d_bytes: int
     drive_bytes: int
     unpack_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedPass:
-    """One pass in steady state, as the search needs it."""
-
-    step_seconds: float
-    stalls: list[tuple[int, float]]
-    """The group of each use that is sent, and the seconds that compute waits for it."""
-    num_uses: int
-    """How many uses were simulated, over all passes."""
 
 
 class PassModel:
@@ -280,11 +249,15 @@ class PassModel:
         """How long the device computes and unpacks."""
         return self.compute_seconds + footprint.unpack_bytes / self.problem.speeds.unpack
 
-    def run(self, placements: Sequence[Placement], footprint: Footprint) -> SimulatedPass:
-        """Simulate passes until two take equally long. Of these two the mean counts."""
+    def run(self, placements: Sequence[Placement], footprint: Footprint) -> tuple[float, int]:
+        """Simulate passes until two take equally long. Of these two the mean counts.
+
+        Returns:
+            The seconds of a pass, and how many uses were simulated, over all passes.
+        """
         busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
-            return SimulatedPass(busy, [], 0)
+            return busy, 0
         sent = self.sent_uses(placements, footprint.slot_bytes)
         clocks = _Clocks(sent)
         before, after, num_passes = list[float](), clocks.run_pass(), 1
@@ -293,8 +266,8 @@ class PassModel:
             stalled = sum(after)
             if num_passes >= _MIN_PASSES and abs(stalled - sum(before)) <= _SAME_PASS * (busy + stalled):
                 break
-        stalls = [(use[0], (one + other) / 2) for use, one, other in zip(sent, before, after, strict=True)]
-        return SimulatedPass(busy + sum([stall for _, stall in stalls]), stalls, num_passes * len(sent))
+        stalled = sum([(one + other) / 2 for one, other in zip(before, after, strict=True)])
+        return busy + stalled, num_passes * len(sent)
 
     def sent_uses(self, placements: Sequence[Placement], slot_bytes: int) -> list[_Use]:
         """The uses of one pass whose groups are sent."""
@@ -326,15 +299,11 @@ class PassModel:
             self._known_backs[key] = _backs(sizes, geometry)
         return self._known_backs[key]
 
-    def predict(self, footprint: Footprint, run: SimulatedPass) -> Prediction:
-        waits: dict[str, float] = {}
-        for index, seconds in run.stalls:
-            if seconds > 0:
-                waits[self.groups[index].name] = waits.get(self.groups[index].name, 0.0) + seconds
+    def predict(self, placements: Sequence[Placement], footprint: Footprint) -> Prediction:
+        step_seconds, _ = self.run(placements, footprint)
         return Prediction(
-            step_seconds=run.step_seconds,
-            stall_seconds=run.step_seconds - self.busy_seconds(footprint),
-            stalls=tuple(sorted(waits.items(), key=lambda wait: -wait[1])),
+            step_seconds=step_seconds,
+            stall_seconds=step_seconds - self.busy_seconds(footprint),
             h2d_bytes=footprint.h2d_bytes,
             drive_bytes=footprint.drive_bytes,
             h2d_seconds=footprint.h2d_bytes / self.problem.speeds.h2d,

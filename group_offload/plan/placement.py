@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +9,7 @@ from heapq import nlargest
 
 from ..base.tuning import tuning
 from ..errors import ConfigError
+from .budgets import describe_bytes
 
 ASSUMED_UNPACK = 400_000_000_000
 """Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
@@ -35,11 +35,7 @@ class Placement(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """A group of weights, as far as a plan needs to know it.
-
-    Raises:
-        ValueError: negative bytes, or a compute time that is negative or not finite.
-    """
+    """A group of weights, as far as a plan needs to know it."""
 
     name: str
     num_bytes: int
@@ -56,35 +52,22 @@ class PlannedGroup:
     reads_packed: bool = False
     """Whether a file holds the packed bytes, so that `Placement.FILE` reads these."""
 
-    def __post_init__(self) -> None:
-        for name, num_bytes in (("num_bytes", self.num_bytes), ("packed_bytes", self.packed_bytes)):
-            if num_bytes < 0:
-                raise ValueError(f"group {self.name!r}: {name}={num_bytes} is negative")
-        if not 0 <= self.compute_seconds < math.inf:
-            raise ValueError(f"group {self.name!r}: compute_seconds={self.compute_seconds} has to be finite, 0 or more")
-
     @property
     def berth_bytes(self) -> int:
         return self.strip_bytes or min(self.packed_bytes, tuning().strip_bytes)
 
-    def why_not(self, placement: Placement) -> str:
-        """What stands in the way of a placement, whatever the budgets are; empty if nothing does."""
-        if placement is Placement.FILE and not self.is_in_file:
-            return "has no file that it could rest in"
-        if placement in (Placement.DEVICE, Placement.PACKED) and not self.may_reside:
-            return "may not stay on the device"
-        if placement is Placement.PACKED and not self.packed_bytes:
-            return "is not packed"
-        return ""
+    def may_be(self, placement: Placement) -> bool:
+        """Whether a placement is possible, whatever the budgets are."""
+        if placement is Placement.FILE:
+            return self.is_in_file
+        if placement is Placement.PACKED:
+            return self.may_reside and self.packed_bytes > 0
+        return placement is Placement.RAM or self.may_reside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Speeds in bytes per second.
-
-    Raises:
-        ValueError: a speed that is not finite and above 0.
-    """
+    """Speeds in bytes per second, each more than 0."""
 
     h2d: float
     """Speed of the link: from page-locked RAM to the device."""
@@ -93,39 +76,20 @@ class Speeds:
     unpack: float = ASSUMED_UNPACK
     """Speed at which the device unpacks weights: the bytes that it writes."""
 
-    def __post_init__(self) -> None:
-        for name, speed in (("h2d", self.h2d), ("drive", self.drive), ("unpack", self.unpack)):
-            if not 0 < speed < math.inf:
-                raise ValueError(f"{name}={speed} bytes per second has to be finite and more than 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes for weights alone: the caller has subtracted activations and everything else. None: no budget was given.
-
-    Raises:
-        ValueError: a negative budget.
-    """
+    """Bytes for weights alone: the caller has subtracted activations and everything else. None: no budget was given."""
 
     device_bytes: int | None
     """Device memory for resident groups and slots. None: no group is resident."""
     ram_bytes: int | None
     """RAM for groups that rest there, and for groups that no file holds. None: all groups rest in RAM."""
 
-    def __post_init__(self) -> None:
-        for name, num_bytes in (("device_bytes", self.device_bytes), ("ram_bytes", self.ram_bytes)):
-            if num_bytes is not None and num_bytes < 0:
-                raise ValueError(f"{name}={num_bytes} is negative")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Everything that a plan is made from.
-
-    Raises:
-        ValueError: no groups, no uses, a use of a group that does not exist, no slots, negative staging, or rests that are not
-            one for each group, RAM or FILE, and FILE only where a file holds the group.
-    """
+    """Everything that a plan is made from."""
 
     groups: tuple[PlannedGroup, ...]
     order: tuple[int, ...]
@@ -138,29 +102,6 @@ class Problem:
     """How many bytes the drive may be ahead of the link."""
     rests: tuple[Placement, ...] | None = None
     """Where each group rests, RAM or FILE, where that is decided already. None: the RAM budget decides."""
-
-    def __post_init__(self) -> None:
-        if not self.groups or not self.order:
-            raise ValueError(f"nothing to plan: {len(self.groups)} groups, {len(self.order)} uses")
-        wrong = [index for index in self.order if not 0 <= index < len(self.groups)]
-        if wrong:
-            raise ValueError(f"order uses group {wrong[0]}; there are {len(self.groups)}, counted from 0")
-        if self.num_slots < 1:
-            raise ValueError(f"num_slots={self.num_slots}: at least 1 is needed")
-        if self.staging_bytes < 0:
-            raise ValueError(f"staging_bytes={self.staging_bytes} is negative")
-        if self.rests is not None:
-            self._check_rests(self.rests)
-
-    def _check_rests(self, rests: tuple[Placement, ...]) -> None:
-        if len(rests) != len(self.groups):
-            raise ValueError(f"{len(rests)} rests for {len(self.groups)} groups")
-        for group, rest in zip(self.groups, rests, strict=True):
-            if rest not in (Placement.RAM, Placement.FILE):
-                raise ValueError(f"group {group.name!r} rests in RAM or in its file, not on {rest.name}")
-            why_not = group.why_not(rest)
-            if why_not:
-                raise ValueError(f"group {group.name!r} {why_not}")
 
 
 def smallest_device_bytes(problem: Problem) -> int:
@@ -200,26 +141,12 @@ def check_budgets(problem: Problem) -> None:
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
-    budgets, wrong = problem.budgets, []
-    device, ram = smallest_device_bytes(problem), smallest_ram_bytes(problem)
-    if budgets.device_bytes is not None and budgets.device_bytes < device:
-        largest = max(problem.groups, key=lambda group: group.num_bytes)
-        wrong.append(
-            f"the device budget for weights is {exact_bytes(budgets.device_bytes)}; the smallest that works is "
-            f"{exact_bytes(device)}: {problem.num_slots} slots; the largest group is {largest.name!r} with "
-            f"{exact_bytes(largest.num_bytes)}"
-        )
-    if budgets.ram_bytes is not None and budgets.ram_bytes < ram:
-        largest = max((group for group in problem.groups if not group.is_in_file), key=lambda group: group.num_bytes)
-        wrong.append(
-            f"the RAM budget for weights is {exact_bytes(budgets.ram_bytes)}; the smallest that works is "
-            f"{exact_bytes(ram)}: all groups that have no file; the largest of them is {largest.name!r} with "
-            f"{exact_bytes(largest.num_bytes)}"
-        )
-    if wrong:
-        raise ConfigError("; and ".join(wrong))
-
-
-def exact_bytes(num_bytes: int) -> str:
-    """A size to copy into an option: the exact number of bytes, and GiB to read."""
-    return f"{num_bytes} bytes ({num_bytes / (1 << 30):.2f} GiB)"
+    for name, given, least in (
+        ("device", problem.budgets.device_bytes, smallest_device_bytes(problem)),
+        ("RAM", problem.budgets.ram_bytes, smallest_ram_bytes(problem)),
+    ):
+        if given is not None and given < least:
+            raise ConfigError(
+                f"the {name} budget for weights is {describe_bytes(given)}; the smallest that works is "
+                f"{describe_bytes(least, round_up=True)}"
+            )

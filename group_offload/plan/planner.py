@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .budgets import describe_bytes
 from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .search import find_fastest
 
 _NEAR = 0.05
 """What sets the time of a pass is known if the measured time is as near as this to its limit."""
+_SOME = 0.001
+"""What saves a smaller share of a pass changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +73,26 @@ class Plan:
             return f"{self.prediction.bound} bounds a pass. {took}: the limit is {limit:.4g} s; {self._busy()}."
         return f"{self.prediction.bound} bounds a pass: it takes {step:.4g} s, {distance}; {self._busy()}."
 
-    def headline(self) -> str:
-        """What bounds a pass, in a few words. `verdict` has the numbers."""
-        prediction, took = self.prediction, self.measured_seconds
-        limit = prediction.limit_seconds
-        if not limit:
-            return "Nothing is sent to the device."
-        part = {"compute": "compute", "PCIe": "the link to the device", "drive": "the drive"}[prediction.bound]
-        if took is not None and took > limit * (1 + _NEAR):
-            return f"A pass takes {took / limit - 1:.0%} more than {part} alone."
-        if took is not None and took < limit * (1 - _NEAR):
-            return f"A pass takes {1 - took / limit:.0%} less than {part} was expected to take."
-        return f"{part[0].upper()}{part[1:]} bounds a pass."
+    def sentences(self) -> list[str]:
+        """The verdict, and what more of each memory would save: of one without a budget only if that is something."""
+        budgets, more, step = self.problem.budgets, self.more_bytes, self.prediction.step_seconds
+        found = [self.verdict()]
+        if step:
+            for memory, budget, gain in (
+                ("VRAM", budgets.device_bytes, self.gain_from(device_bytes=more)),
+                ("RAM", budgets.ram_bytes, self.gain_from(ram_bytes=more)),
+            ):
+                if budget is not None or gain > step * _SOME:
+                    found.append(self.would_save(memory, gain))
+        return found
+
+    def would_save(self, memory: str, gain: float) -> str:
+        """A sentence about `more_bytes` of a memory, which gain so many seconds."""
+        step, size = self.prediction.step_seconds, describe_bytes(self.more_bytes, round_up=True)
+        saves = (
+            f"save {gain:.3g} s of {step:.3g} s a pass ({gain / step:.0%})" if gain > step * _SOME else "change nothing"
+        )
+        return f"{size} more of {memory} would {saves}."
 
     @property
     def more_bytes(self) -> int:
@@ -120,8 +131,8 @@ def make_plan(problem: Problem) -> Plan:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
-    best, num_uses = find_fastest(problem)
-    return _plan_of(replace(problem, rests=best.rests), best.placements, num_uses)
+    rests, placements, num_uses = find_fastest(problem)
+    return _plan_of(replace(problem, rests=rests), placements, num_uses)
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -130,7 +141,7 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
     Returns:
         None: they do not fit it any more, or its rests are decided in another way.
     """
-    if any(map(PlannedGroup.why_not, problem.groups, before.placements)):
+    if not all(map(PlannedGroup.may_be, problem.groups, before.placements)):
         return None
     budget, device = problem.budgets.ram_bytes, problem.budgets.device_bytes
     if problem.rests is None and budget is not None and ram_bytes_of(problem, before.rests) > budget:
@@ -153,6 +164,6 @@ def _plan_of(problem: Problem, placements: Sequence[Placement], num_uses: int) -
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
         ram_bytes=ram_bytes_of(problem, problem.rests),
-        prediction=model.predict(footprint, model.run(placements, footprint)),
+        prediction=model.predict(placements, footprint),
         num_simulated_uses=num_uses,
     )

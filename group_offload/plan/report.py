@@ -55,16 +55,13 @@ class OffloadPlan:
         if self.details is None:
             return "There are no weights that take turns." if self.device_has_memory else _ALL_IN_RAM
         if self.device_has_memory:
-            return " ".join([self.details.verdict(), *_gains(self.details)])
+            return " ".join(self.details.sentences())
         p = self.details.prediction
         if not p.drive_bytes:
             return _ALL_IN_RAM
-        more = self.details.more_bytes
-        gain = self.details.gain_from(device_bytes=more)
-        return (
-            f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s. "
-            f"{describe_bytes(more, round_up=True)} more of RAM would save {gain:.3g} s."
-        )
+        gain = self.details.gain_from(device_bytes=self.details.more_bytes)
+        reading = f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s."
+        return f"{reading} {self.details.would_save('RAM', gain)}"
 
     def __str__(self) -> str:
         tables = [line for rows in self._tables() for line in (*table(rows), "")]
@@ -150,12 +147,3 @@ _WHERE = {
     Placement.RAM: "RAM",
     Placement.FILE: "drive",
 }
-
-
-def _gains(plan: Plan) -> Iterator[str]:
-    budgets, more = plan.problem.budgets, plan.more_bytes
-    size = describe_bytes(more, round_up=True)
-    if budgets.device_bytes is not None:
-        yield f"{size} more of VRAM would save {plan.gain_from(device_bytes=more):.3g} s."
-    if budgets.ram_bytes is not None:
-        yield f"{size} more of RAM would save {plan.gain_from(ram_bytes=more):.3g} s."

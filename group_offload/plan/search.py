@@ -18,10 +18,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
-from .pass_model import Footprint, PassModel, SimulatedPass
+from .pass_model import Footprint, PassModel
 from .placement import Placement, Problem, smallest_ram_bytes
 
 _AS_FAST = 0.998
@@ -46,23 +45,13 @@ _FIRST = 0.25
 Rests = tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A placement that was simulated."""
-
-    rests: Rests
-    placements: list[Placement]
-    footprint: Footprint
-    run: SimulatedPass
-
-
-def find_fastest(problem: Problem) -> tuple[Found, int]:
-    """The fastest placement within the budgets, and how many uses were simulated to find it."""
+def find_fastest(problem: Problem) -> tuple[Rests, Sequence[Placement], int]:
+    """The rests and the placements of the fastest pass within the budgets, and how many uses were simulated to find it."""
     search = _Search(problem)
     for rests in search.rests():
         search.try_all_with(rests)
     assert search.best is not None  # the smallest budgets fit some rests
-    return search.best, search.num_uses
+    return *search.best, search.num_uses
 
 
 class _Search:
@@ -70,7 +59,8 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self.model = PassModel(problem)
-        self.best: Found | None = None
+        self.best: tuple[Rests, Sequence[Placement]] | None = None
+        self._best_seconds = math.inf
         self.num_uses = 0
         """Uses that were simulated."""
         self._known: set[tuple[Placement, ...]] = set()
@@ -175,7 +165,7 @@ class _Search:
             self._fill(rests, start, steps, least)
 
     def _is_faster(self, seconds: float) -> bool:
-        return self.best is None or seconds < self.best.run.step_seconds * _AS_FAST
+        return seconds < self._best_seconds * _AS_FAST
 
     def _consider(self, rests: Rests, placements: Sequence[Placement]) -> Footprint:
         """Take a placement if it fits and is faster than the best so far. Returns what it takes."""
@@ -184,10 +174,10 @@ class _Search:
             known = tuple(placements)
             if known not in self._known:
                 self._known.add(known)
-                run = model.run(placements, footprint)
-                self.num_uses += run.num_uses
-                if self._is_faster(run.step_seconds):
-                    self.best = Found(rests, list(placements), footprint, run)
+                seconds, num_uses = model.run(placements, footprint)
+                self.num_uses += num_uses
+                if self._is_faster(seconds):
+                    self.best, self._best_seconds = (rests, known), seconds
         return footprint
 
     def _all_placements(self, rests: Rests, choices: Sequence[Sequence[Placement]]) -> list[list[Placement]]:

@@ -16,15 +16,14 @@ import mmap
 import os
 import platform
 import stat
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,10 +63,10 @@ Take = Callable[[int, Stream], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeeds:
-    """A measurement. Speeds are whole bytes per second.
+    """A measurement. Speeds are whole bytes per second, more than 0.
 
     Raises:
-        ValueError: a speed is not a whole number above 0, or something else is no text.
+        ValueError: they are not, or something else is no text.
     """
 
     h2d: int
@@ -85,12 +84,10 @@ class MachineSpeeds:
     """Speed at which the device unpacks weights, as bytes that it writes; None if it was not measured."""
 
     def __post_init__(self) -> None:
-        for speed in (self.h2d, 1 if self.drive is None else self.drive, 1 if self.unpack is None else self.unpack):
-            if type(speed) is not int or speed <= 0:
-                raise ValueError(f"a speed is a whole number of bytes per second above 0, not {speed!r:.40}")
-        for text in (self.problem, self.device, self.filesystem, self.measured_at):
-            if not isinstance(text, str):
-                raise ValueError(f"expected a text, not {text!r:.40}")
+        speeds = [self.h2d, *(each for each in (self.drive, self.unpack) if each is not None)]
+        texts = self.problem, self.device, self.filesystem, self.measured_at
+        if not all(type(each) is int and each > 0 for each in speeds) or not all(type(each) is str for each in texts):
+            raise ValueError(f"no measurement: {self!r:.200}")
 
 
 def known_speeds(
@@ -128,7 +125,6 @@ def measure(
     link_bytes: int = LINK_BYTES,
     max_drive_bytes: int = MAX_DRIVE_BYTES,
     min_drive_bytes: int = MIN_DRIVE_BYTES,
-    on_step: Callable[[str], object] = lambda text: None,
     take: Take | None = None,
 ) -> MachineSpeeds:
     """Measure the link to the device, and the drive. See [Note: How a drive is measured].
@@ -139,18 +135,15 @@ def measure(
         h2d: the speed of the link, if it is known.
         link_bytes: the page-locked RAM that the measurement of the link takes.
         max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
-        on_step: a function that is told what is measured next.
         take: see `known_speeds`.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
     if h2d is None:
-        on_step("copies to the device")
         h2d = measure_link(backend, link_bytes, take=take)
     drive, problem = None, ""
     if path is not None:
-        on_step("reads of files")
         drive, problem = measure_drive(path, min_drive_bytes, max_drive_bytes)
     return MachineSpeeds(
         h2d=h2d,
@@ -250,14 +243,15 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
             raise DeviceError(
                 f"{backend.device} has no room for the {copy_bytes >> 20} MiB that a measurement takes: give some of it free."
             ) from error
-        parts = torch.split(source, copy_bytes)
-        best = 0.0
+
+        def copy() -> None:
+            for part in torch.split(source, copy_bytes):
+                backend.copy(target, part, stream)
+
         try:
-            for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up
-                best = max(best, num_copies * copy_bytes / _seconds_of_copies(backend, target, parts, stream))
+            return _best_speed(backend, num_copies * copy_bytes, stream, copy)
         finally:
             backend.free(target)
-    return max(1, int(best))
 
 
 def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
@@ -272,33 +266,31 @@ def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take
     except torch.OutOfMemoryError:
         return None
     backend.copy(source, packed.data, stream, blocking=True)
-    best = 0.0
-    for _ in range(1 + _NUM_TRIES):  # the first one compiles the kernel
-        start, end = backend.new_event(), backend.new_event()
-        start.record(stream)
+
+    def unpack_all() -> None:
         for _ in range(_UNPACKS_IN_A_ROW):
             backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
-        end.record(stream)
-        end.synchronize()
-        seconds = backend.seconds_between(start, end)
-        if seconds:
-            best = max(best, _UNPACKS_IN_A_ROW * num_bytes / seconds)
+
+    speed = _best_speed(backend, _UNPACKS_IN_A_ROW * num_bytes, stream, unpack_all)
     backend.free(source)
     backend.free(target)
-    return int(best) or None
+    return speed
 
 
-def _seconds_of_copies(backend: Backend, target: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> float:
-    start, end = backend.new_event(), backend.new_event()
-    began = time.perf_counter()
-    start.record(stream)
-    for part in parts:
-        backend.copy(target, part, stream)
-    end.record(stream)
-    end.synchronize()
-    by_clock = time.perf_counter() - began
-    by_events = backend.seconds_between(start, end) if backend.has_streams else None
-    return by_events or by_clock
+def _best_speed(backend: Backend, num_bytes: int, stream: Stream, work: Callable[[], object]) -> int:
+    """Bytes per second of the fastest of a few tries."""
+    best = 0.0
+    for _ in range(1 + _NUM_TRIES):  # the first one wakes the link up, or compiles the kernel
+        start, end = backend.new_event(), backend.new_event()
+        began = time.perf_counter()
+        start.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        by_clock = time.perf_counter() - began
+        by_events = backend.seconds_between(start, end) if backend.has_streams else None
+        best = max(best, num_bytes / (by_events or by_clock))
+    return max(1, int(best))
 
 
 @contextmanager
@@ -360,35 +352,25 @@ def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
     pieces = pieces[:: -(-num_bytes // max(max_bytes, size))]
     cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    with _buffers(size) as buffers:
-        speed = _speed_past_cache(fd, cold or pieces, buffers)
-        if speed is not None:
-            return speed, ""
-        if not cold:
-            return (
-                None,
-                f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured.",
-            )
-        speed = _read_all(fd, cold, buffers)
+    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
+    memory.fill_(1)  # it is there before the clock runs
+    buffers = [memory_of(part) for part in torch.split(memory, size)]
+    direct = open_direct(fd)
+    if direct is not None:
+        try:
+            return _read_all(direct, cold or pieces, buffers), ""
+        except OSError as error:
+            if not refuses_direct(error):
+                raise
+        finally:
+            os.close(direct)
+    if not cold:
+        return None, f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured."
+    speed = _read_all(fd, cold, buffers)
     for start, num in cold:
         with suppress(OSError):
             advise(fd, start, num, "DONTNEED")
     return speed, "Direct reads are not possible there: the drive was measured without."
-
-
-def _speed_past_cache(fd: int, pieces: list[tuple[int, int]], buffers: list[memoryview]) -> int | None:
-    """None if the file system has no direct reads."""
-    direct = open_direct(fd)
-    if direct is None:
-        return None
-    try:
-        return _read_all(direct, pieces, buffers)
-    except OSError as error:
-        if refuses_direct(error):
-            return None
-        raise
-    finally:
-        os.close(direct)
 
 
 def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:
@@ -400,29 +382,18 @@ def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryvi
     Raises:
         OSError: what the system said.
     """
-    left, lock = iter(list(pieces)), threading.Lock()
-    began = time.perf_counter()
+    left, began = deque(pieces), time.perf_counter()
 
     def work(buffer: memoryview) -> int:
         done = 0
-        while not done or time.perf_counter() - began < _DRIVE_SECONDS:
-            with lock:
-                start, size = next(left, (0, 0))
-            if not size:
-                break
-            done += read_part(fd, buffer[:size], start)
+        with suppress(IndexError):  # there are no more
+            while not done or time.perf_counter() - began < _DRIVE_SECONDS:
+                start, size = left.popleft()
+                done += read_part(fd, buffer[:size], start)
         return done
 
     num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
     return max(1, int(num_bytes / (time.perf_counter() - began)))
-
-
-@contextmanager
-def _buffers(size: int) -> Iterator[list[memoryview]]:
-    """Memory for each thread, aligned to pages, and there already."""
-    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
-    memory.fill_(1)
-    yield [memory_of(part) for part in torch.split(memory, size)]
 
 
 def _is_cached(fd: int, start: int, num_bytes: int) -> bool:

@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any
 
 from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice
-from ..plan.budgets import describe_bytes
 from ..plan.pass_model import foresee
 from ..plan.placement import Placement
 from ..plan.planner import Plan
@@ -128,25 +127,6 @@ def predicted_pass(plan: Plan) -> PassFacts:
     return PassFacts(
         title="predicted", seconds=plan.prediction.step_seconds, slices=foresee(plan.problem, plan.placements)
     )
-
-
-def sentences_of(plan: Plan) -> list[str]:
-    """What bounds a pass, and what more memory would save. Nothing is said of that if no time of a pass is known."""
-    step, more = plan.prediction.step_seconds, plan.more_bytes
-    gains = {"VRAM": plan.gain_from(device_bytes=more), "RAM": plan.gain_from(ram_bytes=more)} if step else {}
-    return [
-        plan.headline(),
-        plan.verdict(),
-        *(
-            f"{describe_bytes(more, round_up=True)} more of {memory} would "
-            + (
-                f"save {gain:.3g} s of {step:.3g} s a pass ({gain / step:.0%})."
-                if gain > step / 1000
-                else "change nothing."
-            )
-            for memory, gain in gains.items()
-        ),
-    ]
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Engine:
         self.trained = Trained(backend)
         self._left: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
-        self.recorder = Recorder(backend, type(root).__name__)
+        self.recorder = Recorder(backend)
         self.transfer = Transfer(config, self.recorder)
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from itertools import product
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from group_offload.base.timeline import READS
 from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
-from group_offload.plan.pass_model import Prediction, foresee, simulate
+from group_offload.plan.pass_model import PassModel, Prediction, foresee
 from group_offload.plan.placement import (
     Budgets,
     Placement,
@@ -68,6 +66,13 @@ def problem_of(
     )
 
 
+def simulate(problem: Problem, places: Sequence[Placement]) -> Prediction:
+    """One pass with group i resting on `places[i]`, within the budgets or not."""
+    assert len(places) == len(problem.groups) and all(map(PlannedGroup.may_be, problem.groups, places))
+    model = PassModel(problem)
+    return model.predict(places, model.footprint(places))
+
+
 def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = None) -> Problem:
     return replace(problem, budgets=Budgets(device_bytes=device_bytes, ram_bytes=ram_bytes))
 
@@ -80,7 +85,6 @@ def test_all_resident_is_compute() -> None:
     assert prediction == Prediction(
         step_seconds=1.0,
         stall_seconds=0.0,
-        stalls=(),
         h2d_bytes=0,
         drive_bytes=0,
         h2d_seconds=0.0,
@@ -94,7 +98,7 @@ def test_one_slot_hides_nothing() -> None:
     """A copy begins once compute is done with the group before."""
     prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 1.5), num_slots=1), [R] * 4)
     assert prediction.step_seconds == pytest.approx(4 * 2.5)
-    assert dict(prediction.stalls) == pytest.approx({f"blocks.{i}": 1.0 for i in range(4)})
+    assert prediction.stall_seconds == pytest.approx(4.0)
 
 
 def test_staging_lets_the_drive_read_on() -> None:
@@ -388,8 +392,6 @@ def assert_sound(plan: Plan) -> None:
     assert problem.budgets.ram_bytes is None or plan.ram_bytes <= problem.budgets.ram_bytes
     assert plan.prediction == simulate(problem, plan.placements)  # which refuses places where a group cannot rest
     assert plan.prediction.step_seconds >= plan.prediction.limit_seconds * (1 - 1e-9)
-    stalled = sum(seconds for _, seconds in plan.prediction.stalls)
-    assert stalled == pytest.approx(plan.prediction.stall_seconds, abs=1e-6)
 
 
 @given(problems())
@@ -493,49 +495,13 @@ def test_a_budget_that_is_too_small_names_one_that_works() -> None:
     problem = within(problem_of(groups), 400 * MIB, 99 * MIB)
     with pytest.raises(ConfigError) as error:
         make_plan(problem)
-    for part in (
-        f"the device budget for weights is {400 * MIB} bytes (0.39 GiB)",
-        f"the smallest that works is {500 * MIB} bytes (0.49 GiB)",
-        f"'blocks.2' with {300 * MIB} bytes",
-        f"the RAM budget for weights is {99 * MIB} bytes (0.10 GiB)",
-        f"the smallest that works is {100 * MIB} bytes (0.10 GiB)",
+    assert str(error.value) == "the device budget for weights is 400 MiB; the smallest that works is 500 MiB"
+    with pytest.raises(
+        ConfigError, match=r"^the RAM budget for weights is 99 MiB; the smallest that works is 100 MiB$"
     ):
-        assert part in str(error.value)
+        make_plan(within(problem, None, 99 * MIB))
     smallest = within(problem, smallest_device_bytes(problem), smallest_ram_bytes(problem))
     assert_sound(make_plan(smallest))
-    for budgets, said in (((1, None), "the device budget"), ((None, 99 * MIB), "the RAM budget")):
-        with pytest.raises(ConfigError, match=f"^{said}") as error:
-            make_plan(within(problem, *budgets))
-        assert str(error.value).count("budget") == 1
-
-
-PAIR = [*groups_of([1]), replace(groups_of([1], in_file=False)[0], may_reside=False)]
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: Speeds(h2d=math.nan, drive=1.0), "h2d=nan"),
-        (lambda: Speeds(h2d=1.0, drive=0.0), "drive=0.0"),
-        (lambda: groups_of([-1]), "num_bytes=-1"),
-        (lambda: Budgets(device_bytes=-1, ram_bytes=None), "device_bytes=-1"),
-        (lambda: Budgets(device_bytes=None, ram_bytes=-2), "ram_bytes=-2"),
-        (lambda: problem_of(PAIR, staging_bytes=-3), "staging_bytes=-3"),
-        (lambda: problem_of([], order=[]), "0 groups"),
-        (lambda: problem_of(PAIR, order=[]), "0 uses"),
-        (lambda: problem_of(PAIR, order=[0, 2]), "uses group 2; there are 2"),
-        (lambda: problem_of(PAIR, order=[-1]), "uses group -1"),
-        (lambda: replace(problem_of(PAIR), rests=(R,)), "1 rests for 2 groups"),
-        (lambda: replace(problem_of(PAIR), rests=(D, R)), "'blocks.0' rests in RAM or in its file"),
-        (lambda: replace(problem_of(PAIR), rests=(R, F)), "'blocks.0' has no file"),
-        (lambda: simulate(problem_of(PAIR), [R]), "1 placements for 2 groups"),
-        (lambda: simulate(problem_of(PAIR), [R, F]), "'blocks.0' has no file"),
-        (lambda: simulate(problem_of(PAIR), [R, D]), "'blocks.0' may not stay"),
-    ],
-)
-def test_bad_input(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        call()
 
 
 # RAM of a pipeline
@@ -567,15 +533,3 @@ def test_shares_of_ram(parts: list[tuple[int, int, float]], more: int) -> None:
     wanted = sum(component.num_bytes for component in components)
     # Shares are whole bytes: of those that are alike, each may be one short.
     assert min(ram_bytes, wanted) - len(components) <= sum(shares) <= ram_bytes
-
-
-def test_bad_shares() -> None:
-    components = [ComponentLoad(num_bytes=3 * GIB, uses=1, must_bytes=GIB)] * 2
-    with pytest.raises(ConfigError, match=re.escape(f"smallest that works is {2 * GIB} bytes (2.00 GiB)")):
-        share_ram(components, GIB)
-    with pytest.raises(ValueError, match="ram_bytes=-1"):
-        share_ram([], -1)
-    with pytest.raises(ValueError, match="must_bytes=2"):
-        ComponentLoad(num_bytes=1, uses=1, must_bytes=2)
-    with pytest.raises(ValueError, match="uses=nan"):
-        ComponentLoad(num_bytes=1, uses=math.nan, must_bytes=0)

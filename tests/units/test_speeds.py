@@ -61,10 +61,9 @@ def drop(path: Path) -> bool:
 
 
 def test_the_cpu(tmp_path: Path) -> None:
-    said: list[str] = []
     write(tmp_path / "model.safetensors")
-    check(measure(HostBackend(), tmp_path, on_step=said.append, **SIZES), tmp_path)
-    assert said == ["copies to the device", "reads of files"] and len(list(tmp_path.iterdir())) == 1
+    check(measure(HostBackend(), tmp_path, **SIZES), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("pins", ["in place", "its own", "not at all"])

@@ -58,9 +58,8 @@ class RecordedPass:
 class Recorder:
     """Decides which passes get a trace. Used under the engine's lock; `trace` may be read by the thread that runs a pass."""
 
-    def __init__(self, backend: Backend, title: str) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._title = title
         self._idle: Stream | None = None
         self.trace: WeightTrace | None = None
         """The trace that all work is reported to. None: nothing is recorded."""
@@ -127,16 +126,16 @@ class Recorder:
         self._all = []
         self.trace = self._new_trace()
 
-    def end_all(self) -> WeightTrace:
-        """All that was recorded since `begin_all`, as one trace."""
+    def end_all(self) -> list[WeightTrace]:
+        """All traces since `begin_all`."""
         assert self._all is not None
         traces, self._all, self.trace = self._all, None, None
-        return traces[0].joined(traces[1:])
+        return traces
 
     def _new_trace(self) -> WeightTrace:
         if self._idle is None:
             self._idle = self._backend.new_stream()
-        trace = WeightTrace(self._backend, self._title, self._idle)
+        trace = WeightTrace(self._backend, self._idle)
         if self._all is not None:
             self._all.append(trace)
         return trace

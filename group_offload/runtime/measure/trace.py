@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 
 from ...base.device import Backend, Event, Stream
@@ -40,21 +39,20 @@ class _Moment:
 class WeightTrace:
     """Lanes for file reads, copies to the device, compute, and stalls. `now`, `copied` and `read` are thread-safe."""
 
-    def __init__(self, backend: Backend, title: str, idle: Stream) -> None:
+    def __init__(self, backend: Backend, idle: Stream) -> None:
         """
         Args:
             idle: A stream that never has work, so that the host need not wait for the device to compare their clocks.
         """
         self._backend = backend
-        self._title = title
         self._on_device: list[tuple[str, str, Event, Event, int]] = []
         """Lane, name, start, end and bytes."""
         self._reads: list[Slice] = []
         """In values of `time.perf_counter`."""
         self._open: dict[str, tuple[Event, Event]] = {}
         """For each group in use, the events at which compute came to wait for it, and went on."""
-        self._origin = self.now(idle)
-        self._origin_seconds = time.perf_counter()
+        self.origin = self.now(idle)
+        self.origin_seconds = time.perf_counter()
 
     def now(self, stream: Stream) -> Event:
         """A point on the device."""
@@ -100,25 +98,16 @@ class WeightTrace:
         """A file was read, between two values of `time.perf_counter`."""
         self._reads.append(Slice(READS, name, started, ended, num_bytes))
 
-    def joined(self, others: Sequence[WeightTrace]) -> WeightTrace:
-        """A trace that begins as this one does, with the slices of others too."""
-        found, traces = copy(self), (self, *others)
-        found._on_device = [each for trace in traces for each in trace._on_device]
-        found._reads = [each for trace in traces for each in trace._reads]
-        return found
-
     def host_seconds(self, point: Event) -> float:
         """The value of `time.perf_counter` when the device came to `point`. Waits for it."""
-        return self._origin_seconds + self._seconds(self._origin, point)
+        return self.origin_seconds + self._seconds(self.origin, point)
 
-    def slices(self, zero: Event | None = None, zero_seconds: float | None = None) -> list[Slice]:
+    def slices(self, zero: Event, zero_seconds: float) -> list[Slice]:
         """Wait for the device, and return all slices, those of each lane in the order in which they were added.
 
         Args:
-            zero, zero_seconds: The point that times count from, and the host's time then. Default: the trace's beginning.
+            zero, zero_seconds: The point that times count from, and the host's time then.
         """
-        if zero is None or zero_seconds is None:
-            zero, zero_seconds = self._origin, self._origin_seconds
         found = [
             Slice(READS, each.name, each.start - zero_seconds, each.end - zero_seconds, each.num_bytes)
             for each in [*self._reads]
@@ -138,28 +127,30 @@ class WeightTrace:
         assert seconds is not None
         return seconds
 
-    def write(self, path: Path) -> None:
-        """Wait for the device, and write all slices.
 
-        Raises:
-            GroupFileError: the file cannot be written.
-        """
-        slices = self.slices()
-        # A lane shows one thing at a time, and several threads read: so there is one for each of them.
-        reads = side_by_side(each for each in slices if each.lane == READS) or [[]]
-        rows = {READS if number == 1 else f"{READS} {number}": row for number, row in enumerate(reads, 1)}
-        on_device = {lane: [each for each in slices if each.lane == lane] for lane in _LANES}
-        rows |= {lane: mine for lane, mine in on_device.items() if mine or lane not in (DECODE, GATHERS)}
-        events: list[dict[str, object]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self._title}}]
-        for index, (lane, mine) in enumerate(rows.items()):
-            where = {"pid": 1, "tid": index}
-            events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": lane}})
-            events.append({"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": index}})
-            for each in mine:
-                micros = {"ts": each.start * 1e6, "dur": (each.end - each.start) * 1e6}
-                args = {"bytes": each.num_bytes} if each.num_bytes else {}
-                events.append({"ph": "X", **where, "name": each.name, **micros, "args": args})
-        try:
-            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        except OSError as error:
-            raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error
+def write_traces(traces: Sequence[WeightTrace], title: str, path: Path) -> None:
+    """Wait for the device, and write all slices. Times count from the first trace's beginning.
+
+    Raises:
+        GroupFileError: the file cannot be written.
+    """
+    zero, zero_seconds = traces[0].origin, traces[0].origin_seconds
+    slices = [each for trace in traces for each in trace.slices(zero, zero_seconds)]
+    # A lane shows one thing at a time, and several threads read: so there is one for each of them.
+    reads = side_by_side(each for each in slices if each.lane == READS) or [[]]
+    rows = {READS if number == 1 else f"{READS} {number}": row for number, row in enumerate(reads, 1)}
+    on_device = {lane: [each for each in slices if each.lane == lane] for lane in _LANES}
+    rows |= {lane: mine for lane, mine in on_device.items() if mine or lane not in (DECODE, GATHERS)}
+    events: list[dict[str, object]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
+    for index, (lane, mine) in enumerate(rows.items()):
+        where = {"pid": 1, "tid": index}
+        events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": lane}})
+        events.append({"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": index}})
+        for each in mine:
+            micros = {"ts": each.start * 1e6, "dur": (each.end - each.start) * 1e6}
+            args = {"bytes": each.num_bytes} if each.num_bytes else {}
+            events.append({"ph": "X", **where, "name": each.name, **micros, "args": args})
+    try:
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error

@@ -128,7 +128,7 @@ def test_a_slow_drive(where: str, tier: str, tmp_path: Path, preadv: Preadv) -> 
 def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: now))
-    backend, recorder = HostBackend(), Recorder(HostBackend(), "")
+    backend, recorder = HostBackend(), Recorder(HostBackend())
     rig = reader.Reader(backend, recorder, WriteOrder(backend, recorder, has_two_streams=False))
     for at, num_more, expected in [(1, 1, 0), (2, 1, 1), (5, -1, 4), (6, -1, 5), (10, 1, 5), (12, -1, 7)]:
         now = float(at)
