@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..base.ram import available_ram
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
@@ -35,7 +37,7 @@ from ..report.facts import (
 from ..report.page import write_page
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
 from .hub import sketched
-from .outline import Outline, find_models, outline_of, read_json
+from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
@@ -128,7 +130,7 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     models = {name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in found.items()}
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
     facts = _facts(arguments, speeds, components, left_out)
-    call = [*_call(path, components, arguments)]
+    call = [*_call(path, found, components, arguments)]
     if arguments.html is not None:
         write_page(facts, arguments.html)
     if arguments.json:
@@ -264,32 +266,37 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield f"Times of {', '.join(untimed)} cover weight transfers only: --step-seconds is the denoiser's."
 
 
-def _call(path: Path, components: Sequence[_Component], arguments: argparse.Namespace) -> Iterator[str]:
+def _call(
+    path: Path, models: Mapping[str, FoundModel], components: Sequence[_Component], arguments: argparse.Namespace
+) -> Iterator[str]:
     """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
-    folder = path if path.is_dir() else path.parent
-    index, name = folder / "model_index.json", str(arguments.model)
-    model_class = str(read_json(index).get("_class_name")) if index.exists() else components[0].outline.model_class
+    index = (path if path.is_dir() else path.parent) / "model_index.json"
+    thing = "pipe" if index.exists() else "model"
+    largest = max(components, key=lambda each: each.outline.num_bytes)
+    model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.outline.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
-    given = [f'"{name}"'] + ([f"dtype={arguments.dtype}"] if arguments.dtype is not None else [])
+    dtype = arguments.dtype or usual_dtype(models[largest.name])  # diffusers loads float32 unless it is told otherwise
+    given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
-    budgets = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
+    options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
+    options += ["pack=True"] if arguments.pack else []
     needed = sum(each.outline.num_bytes for each in components) + arguments.process_ram
-    if arguments.dtype is not None:
+    if dtype != torch.float32:
         yield "import torch"
     yield f"from {library} import {model_class}"
     if needed > (available_ram() if arguments.ram is None else arguments.ram):
-        # Weights that are cast do not stay in the checkpoint.
-        casts = any(each.outline.num_cast for each in components)
-        given += [*budgets, *(['offload_to_disk_path="offload"'] if casts else [])]
+        # Weights that are cast, or packed, do not stay in the checkpoint's files.
+        if arguments.pack or any(each.outline.num_cast for each in components):
+            options.append('offload_to_disk_path="offload"')
         yield "from group_offload import from_pretrained"
-        yield f"{'pipe' if index.exists() else 'model'} = from_pretrained({', '.join([model_class, *given])})"
+        yield f"{thing} = from_pretrained({', '.join([model_class, *given, *options])})"
         return
-    apply, thing = ("enable_group_offload", "pipe") if index.exists() else ("apply_group_offloading", "model")
     if not index.exists() and arguments.vram is None:
-        budgets.append('vram_budget="auto"')
+        options.append('vram_budget="auto"')
+    apply = "enable_group_offload" if index.exists() else "apply_group_offloading"
     yield f"from group_offload import {apply}"
     yield f"{thing} = {model_class}.from_pretrained({', '.join(given)})"
-    yield f"{apply}({', '.join([thing, *budgets])})"
+    yield f"{apply}({', '.join([thing, *options])})"
 
 
 # ------------------------------------------------------------------------------------------------ JSON, and the page

@@ -366,34 +366,43 @@ def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: 
     [
         ((), ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="auto")']),
         (
-            ("--vram", "8GiB"),
-            ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="8 GiB")'],
+            ("--vram", "8GiB", "--pack"),
+            [
+                "model = Model.from_pretrained(PATH)",
+                'apply_group_offloading(model, vram_budget="8 GiB", pack=True)',
+            ],
         ),
         (("--ram", "4GiB"), ['model = from_pretrained(Model, PATH, ram_budget="4 GiB")']),
         (
+            ("--ram", "4GiB", "--pack"),
+            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")'],
+        ),
+        (
             ("--ram", "4GiB", "--dtype", "float16"),
-            [
-                'model = from_pretrained(Model, PATH, dtype=torch.float16, ram_budget="4 GiB", offload_to_disk_path="offload")'
-            ],
+            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", offload_to_disk_path="offload")'],
         ),
     ],
-    ids=["RAM", "a card", "little RAM", "casts"],
+    ids=["RAM", "a card", "little RAM", "packed", "casts"],
 )
 def test_the_call_to_copy(
     arguments: tuple[str, ...], lines: list[str], model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
     call = plan(run, model, *arguments)["call"].splitlines()
-    assert call[-len(lines) :] == [line.replace("PATH", f'"{model}"') for line in lines]
-    assert "from diffusers import Model" in call and ("import torch" in call) == ("--dtype" in arguments)
+    dtype = "torch.float16" if "--dtype" in arguments else "torch.bfloat16"  # diffusers would load float32
+    assert call[-len(lines) :] == [line.replace("PATH", f'"{model}", dtype={dtype}') for line in lines]
+    assert call[:2] == ["import torch", "from diffusers import Model"]
 
 
 def test_the_call_to_copy_of_a_pipeline(pipeline: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
     said = run("plan", pipeline)
-    assert f'    pipe = Pipeline.from_pretrained("{pipeline}")\n    enable_group_offload(pipe)\n' in said
+    assert (
+        f'    pipe = Pipeline.from_pretrained("{pipeline}", dtype=torch.bfloat16)\n    enable_group_offload(pipe)\n'
+        in said
+    )
     monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 8 * GIB)
-    assert f'    pipe = from_pretrained(Pipeline, "{pipeline}")\n' in run("plan", pipeline)
+    assert f'    pipe = from_pretrained(Pipeline, "{pipeline}", dtype=torch.bfloat16)\n' in run("plan", pipeline)
 
 
 def test_plan_as_json(model: Path, run: Terminal) -> None:
