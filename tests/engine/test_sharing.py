@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from group_offload import ConfigError, OffloadHandle, apply_group_offloading
-from group_offload.base.pagemap import Detection
 from group_offload.runtime.convoy import speculation
 from group_offload.runtime.convoy.arguments import Arguments
 from group_offload.runtime.convoy.lock import TurnLock
@@ -1035,7 +1034,7 @@ def test_inference_tensors_are_not_foreseen(said: Callable[[], list[str]]) -> No
 def test_where_a_look_for_edits_takes_long(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr("group_offload.runtime.convoy.policy.detection", lambda: Detection.ENTRIES)
+    monkeypatch.setattr("group_offload.runtime.convoy.policy.scans_quickly", lambda: False)
     pipe = Pipe(device)
     pipe.run()
     assert pipe.handle.stats().passes_predicted == 0 and "no quick way" in said()[0]
