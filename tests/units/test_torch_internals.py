@@ -28,8 +28,6 @@ from ..support.several import world_of_one
 PACKAGE = Path(group_offload.__file__).parent
 MODULE = "base/torch_internals.py"
 OWNERS = {"Tensor": torch.ones(1), "UntypedStorage": torch.ones(1).untyped_storage(), "Module": nn.Linear(1, 1)}
-OPTIONAL = "torch._C._dynamo.guards.TensorGuards"
-"""There is a way without it."""
 OF_THE_FRAME = "torch._dynamo.skip_frame"
 """Works on the frame that calls it."""
 OURS = {"_indices"}
@@ -80,8 +78,6 @@ def resolve(name: str) -> object:
 @pytest.mark.parametrize("name", sorted({*private_names(PACKAGE / MODULE), OF_THE_FRAME}))
 def test_torch_has_the_name(name: str) -> None:
     """If this fails, a release of torch has moved it: see the reason beside it for what has to take its place."""
-    if name == OPTIONAL:
-        pytest.importorskip("torch._C._dynamo.guards")
     assert resolve(name) is not None
 
 
