@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import group_offload
-from group_offload.base.device import _on
+from group_offload.base.device import AcceleratorBackend
 
 from .support.portable import ABOUT_LINUX
 from .support.slow import slow_tests
@@ -111,7 +111,7 @@ def test_public_names() -> None:
 def test_streams_are_entered_by_objects_of_their_own() -> None:
     """What was current before is kept in the object: threads that enter the same stream must not share one."""
     stream = torch.Stream(device="cpu")
-    entered = _on(stream)
+    entered = AcceleratorBackend(stream.device).on_stream(stream)
     assert entered == stream and entered is not stream
 
 

@@ -43,24 +43,20 @@ class Stream(Protocol):
         """Work that is enqueued from now on starts after `event`, as last recorded."""
 
 
-class _NoEvent:
-    def record(self, stream: Any, /) -> None:
-        pass
+class _Nothing:
+    """The stream, and each event, of a device where everything is done when a call returns."""
+
+    def wait_event(self, event: Any, /) -> None: ...
+
+    def record(self, stream: Any, /) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self) -> None: ...
 
 
-class _NoStream:
-    def wait_event(self, event: Any, /) -> None:
-        pass
-
-
-_NO_EVENT = _NoEvent()
-_NO_STREAM = _NoStream()
+_NOTHING = _Nothing()
 
 
 class Refused(torch.OutOfMemoryError):
@@ -103,17 +99,17 @@ class Backend:
 
     def current_stream(self) -> Stream:
         """The stream that the calling thread's compute goes to."""
-        return _NO_STREAM
+        return _NOTHING
 
     def new_stream(self) -> Stream:
-        return _NO_STREAM
+        return _NOTHING
 
-    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Make a stream, and its device, the current ones of this thread."""
+    def on_stream(self, stream: Stream | None) -> contextlib.AbstractContextManager[object]:
+        """Make a stream, and its device, the current ones of this thread. None: those that are."""
         return contextlib.nullcontext()
 
     def new_event(self) -> Event:
-        return _NO_EVENT
+        return _NOTHING
 
     def is_capturing(self) -> bool:
         """Whether what the calling thread enqueues now becomes part of a graph, and does not run."""
@@ -195,12 +191,14 @@ class Backend:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
         """Copy bytes on `stream`. Asynchronous if the host side is pinned, unless `blocking`."""
-        target.copy_(source)
+        with self.on_stream(stream):
+            target.copy_(source, non_blocking=self.has_streams and not blocking)
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         """`copy` of each (target, source), in less of the host's time."""
-        for target, source in pairs:
-            target.copy_(source)
+        with self.on_stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=self.has_streams)
 
     def transform(
         self,
@@ -213,7 +211,8 @@ class Backend:
 
         The host does not wait, and the kernel takes no memory of its own.
         """
-        kernel(source, target)
+        with self.on_stream(stream):
+            kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
@@ -266,8 +265,13 @@ class AcceleratorBackend(Backend):
     def new_stream(self) -> Stream:
         return torch.Stream(device=self.device)
 
-    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        return _on(stream)
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        if stream is None:
+            return contextlib.nullcontext()
+        # What was current before is kept in the object, and the same stream is used by threads that read files.
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def new_event(self) -> Event:
         return torch.Event(device=self.device, enable_timing=True)
@@ -295,7 +299,7 @@ class AcceleratorBackend(Backend):
         return float(start.elapsed_time(end)) / 1e3  # type: ignore[attr-defined]
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
-        with _on(stream):
+        with self.on_stream(stream):
             return plain_empty(num_bytes, self.device)
 
     def bytes_in_use(self) -> int:
@@ -354,25 +358,6 @@ class AcceleratorBackend(Backend):
 
     def record_stream(self, memory: torch.Tensor, stream: Stream) -> None:
         memory.record_stream(stream)  # type: ignore[arg-type]
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, blocking: bool = False) -> None:
-        with _on(stream):
-            target.copy_(source, non_blocking=not blocking)
-
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
-        with _on(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-
-    def transform(
-        self,
-        kernel: Callable[[torch.Tensor, torch.Tensor], None],
-        target: torch.Tensor,
-        source: torch.Tensor,
-        stream: Stream,
-    ) -> None:
-        with _on(stream):
-            kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         if self.device.type != "cuda" or not memory.numel() or (read_only and not self._may_lock_read_only):
@@ -447,14 +432,6 @@ class AcceleratorBackend(Backend):
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:  # the driver's own limits
             return None
-
-
-def _on(stream: Any) -> contextlib.AbstractContextManager[object]:
-    """Make a stream the current one of this thread."""
-    if stream is None:
-        return contextlib.nullcontext()
-    # What was current before is kept in the object, and the same stream is used by threads that read files.
-    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -163,7 +163,7 @@ def _follow(
         return
     known.add(key)
     for use in uses:
-        arguments = [(at, module) for at, place in use.given for module in _whole(modules, place)]
+        arguments = [(at, module) for at, place in use.given for module, rest in _reached(modules, place) if not rest]
         first: list[nn.Module | None] = [None] * 8
         by_name: dict[str, nn.Module] = {}
         for position, module in arguments:
@@ -196,12 +196,6 @@ def _follow(
                     _follow(held, first[1:], root, found, known, by_name)
                 elif use.is_call and held is not None:
                     _follow(getattr(type(held), "__call__", None), first, root, found, known, by_name)  # noqa: B004
-
-
-def _whole(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[nn.Module]:
-    for at, rest in _reached(modules, place):
-        if not rest:
-            yield at
 
 
 def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:

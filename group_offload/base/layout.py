@@ -93,26 +93,14 @@ class BlobLayout:
 
 def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:
     """Lay `tensors` (plain, strided) out in one blob, in the order given."""
-    specs: list[TensorSpec | None] = [None] * len(tensors)
-    extents = []
-    end = 0
+    offsets, end = [0] * len(tensors), 0
     for members in overlapping(tensors):
         start = _align(end)
         low, high = _address_range(tensors, members)
         for index in members:
-            tensor = tensors[index]
-            specs[index] = TensorSpec(
-                fqn=fqns[index],
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-                offset=start + (tensor.data_ptr() - low if tensor.numel() else 0),
-            )
-        extents.append(Extent(offset=start, num_bytes=high - low, tensors=tuple(members)))
+            offsets[index] = start + (tensors[index].data_ptr() - low if tensors[index].numel() else 0)
         end = start + high - low
-    return BlobLayout(
-        specs=tuple(spec for spec in specs if spec is not None), extents=tuple(extents), num_bytes=_align(end)
-    )
+    return lay_out_at(fqns, tensors, offsets, _align(end))
 
 
 def lay_out_at(

@@ -7,7 +7,7 @@ Systems other than Linux have `map_file` and `map_anonymous` alone, by Python's 
 descriptor of its own before Python 3.13.
 
 (November 2026: Python 3.13 has `mmap.mmap(..., trackfd=False)`, which does the same. Once 3.13 is the oldest supported version,
-`map_file` and `map_page_cache` can use it, and `_map` goes. `TwiceMapped` needs the C library for MAP_FIXED in any case.)
+`map_file` and `page_cache_of` can use it, and `_map` goes. `TwiceMapped` needs the C library for MAP_FIXED in any case.)
 """
 
 from __future__ import annotations
@@ -78,8 +78,14 @@ class FileMappings:
     def at(self, address: int) -> FileMapping | None:
         """The mapping that holds `address`; None if it is not a mapping of a file."""
         index = bisect_right(self._starts, address) - 1
-        found = _parse_mapping(self._lines[index]) if index >= 0 else None
-        return found if found is not None and address < found.end else None
+        if index < 0:
+            return None
+        addresses, flags, offset, device, inode, *path = self._lines[index].split(None, 5)
+        start, end = (int(each, 16) for each in addresses.split(b"-"))
+        if address >= end or not path or not path[0].startswith(b"/"):
+            return None
+        identity = device.decode(), int(inode)
+        return FileMapping(start, end, int(offset, 16), os.fsdecode(path[0]), identity, flags[3:4] == b"p")
 
 
 def mapping_at(address: int) -> FileMapping | None:
@@ -89,45 +95,14 @@ def mapping_at(address: int) -> FileMapping | None:
     return None
 
 
-def _parse_mapping(line: bytes) -> FileMapping | None:
-    addresses, flags, offset, device, inode, *path = line.split(None, 5)
-    if not path or not path[0].startswith(b"/"):
-        return None
-    start, end = (int(each, 16) for each in addresses.split(b"-"))
-    identity = device.decode(), int(inode)
-    return FileMapping(start, end, int(offset, 16), os.fsdecode(path[0]), identity, flags[3:4] == b"p")
-
-
-def read_mapped(address: int, target: memoryview) -> None:
-    """Copy from a mapping of a file that may have been cut off. To touch such memory would end the process (SIGBUS).
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if _libc is None:
-        raise missing()
-    read = _libc.process_vm_readv
-    read.restype = ctypes.c_ssize_t
-    memory = (ctypes.c_char * len(target)).from_buffer(target)
-    done = 0
-    while done < len(target):
-        left = len(target) - done
-        into = (ctypes.c_size_t * 2)(ctypes.addressof(memory) + done, left)
-        count = read(
-            os.getpid(), into, ctypes.c_ulong(1), (ctypes.c_size_t * 2)(address + done, left), ctypes.c_ulong(1), 0
-        )
-        if count <= 0:
-            raise _last_error()
-        done += count
-
-
 def is_cut_off(address: int) -> bool:
-    """Whether this byte of a mapping lies past the end of the file."""
-    try:
-        read_mapped(address, memoryview(bytearray(1)))
-    except OSError as error:
-        return error.errno == errno.EFAULT  # other errors say that the system does not answer
-    return False
+    """Whether this byte of a mapping lies past the end of the file. To touch it would end the process (SIGBUS)."""
+    if _libc is None:
+        return False
+    byte, one = ctypes.c_char(), ctypes.c_ulong(1)
+    into, out_of = ((ctypes.c_size_t * 2)(at, 1) for at in (ctypes.addressof(byte), address))
+    count = _libc.process_vm_readv(os.getpid(), into, one, out_of, one, 0)
+    return count < 0 and ctypes.get_errno() == errno.EFAULT  # other errors say that the system does not answer
 
 
 def map_file(fd: int, num_bytes: int, start: int = 0) -> Any:
@@ -150,23 +125,19 @@ def map_file(fd: int, num_bytes: int, start: int = 0) -> Any:
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def map_page_cache(fd: int, start: int, num_bytes: int) -> Any:
-    """A shared, read-only mapping of a part of a file, from a whole page on. Its pages are those of the page cache.
+def page_cache_of(fd: int, start: int, num_bytes: int) -> torch.Tensor:
+    """A shared, read-only mapping of a part of a file, from a whole page on, as flat uint8: pages of the page cache.
+
+    A tensor without memory where the system shows no page cache.
 
     Raises:
         OSError: the system refuses the mapping.
     """
     if _libc is None:
-        raise missing()
-    return _map(fd, start, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED)
-
-
-def page_cache_of(fd: int, start: int, num_bytes: int) -> torch.Tensor:
-    """`map_page_cache` as flat uint8; a tensor without memory where the system shows no page cache."""
-    if _libc is None:
         with torch.inference_mode(False):
             return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-    return flat_view(map_page_cache(fd, start, num_bytes) if num_bytes else None, 0, num_bytes)
+    mapping = _map(fd, start, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED) if num_bytes else None
+    return flat_view(mapping, 0, num_bytes)
 
 
 class TwiceMapped:
@@ -236,7 +207,7 @@ class TwiceMapped:
         size = min(self._piece_bytes, len(self.shared) - start)
         if sum(len(content) for _, content in contents) < size:
             os.posix_fallocate(self._files[piece], 0, size)  # a page that is touched when none is left ends the process
-        populate(ctypes.addressof(self.shared) + start, size)
+        populate(flat_view(self.shared, start, size))
 
 
 def map_anonymous(num_bytes: int) -> Any:
@@ -277,33 +248,32 @@ def forget_writes(address: int, num_bytes: int) -> None:
             raise _last_error()
 
 
-def populate(address: int, num_bytes: int, advice: int = _MADV_POPULATE_READ) -> None:
-    """Bring the pages of a mapping into RAM, and map them: locking them is quick then.
+def populate(memory: torch.Tensor, advice: int = _MADV_POPULATE_READ) -> None:
+    """Bring the pages of mapped memory into RAM, and map them: locking them is quick then.
 
     Where this is refused (before Linux 5.14), locking does it.
     """
-    _libc.madvise(address // mmap.PAGESIZE * mmap.PAGESIZE, num_bytes + address % mmap.PAGESIZE, advice)
+    _advise(memory, advice)
 
 
 def touch_all(memory: torch.Tensor) -> list[Task[None]]:
     """Let threads give memory from `map_anonymous` its pages: locking it is quick then. It would do that with one thread.
 
-    Where this is refused (before Linux 5.14), locking does it. `finish_all` waits for the threads.
+    `finish_all` waits for the threads.
     """
-    step = tuning().touched_bytes
-    return begin_all(partial(_touch, memory[start : start + step]) for start in range(0, memory.numel(), step))
-
-
-def _touch(memory: torch.Tensor) -> None:
-    if _libc is not None:
-        populate(memory.data_ptr(), memory.numel(), _MADV_POPULATE_WRITE)
+    step, touch = tuning().touched_bytes, partial(populate, advice=_MADV_POPULATE_WRITE)
+    return begin_all(partial(touch, memory[start : start + step]) for start in range(0, memory.numel(), step))
 
 
 def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:
     """Let the kernel read no more than the pages of a mapped file that are touched; or, as always, pages ahead too."""
+    if _libc is not None:
+        _advise(memory, mmap.MADV_RANDOM if expected else mmap.MADV_NORMAL)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
     if _libc is not None and memory.numel():
         start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        advice = mmap.MADV_RANDOM if expected else mmap.MADV_NORMAL
         _libc.madvise(start, memory.data_ptr() + memory.nbytes - start, advice)
 
 

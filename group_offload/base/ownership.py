@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from .system import IS_WINDOWS, open_to_read, user
@@ -108,12 +106,3 @@ class Owners:
             os.close(fd)
             raise
         return fd
-
-    @contextmanager
-    def opened(self, path: Path) -> Iterator[int]:
-        """The descriptor that `open` gives, closed at the end."""
-        fd = self.open(path)
-        try:
-            yield fd
-        finally:
-            os.close(fd)

@@ -62,22 +62,16 @@ class LockLimit:
         self._backend = backend
         self._guard = forked_free(threading.RLock())  # memory is locked by threads of the pool
         self._num_left = careful_bytes()
-        self._num_locked = self._num_by_driver = self._num_refused = 0
+        self.num_locked = 0
+        """Bytes that were locked in place."""
+        self.num_by_driver = 0
+        """Bytes that the driver allocated and locked."""
+        self._num_refused = 0
         self._in_place = self._by_driver = True
 
     @property
     def was_refused(self) -> bool:
         return self._num_refused > 0
-
-    @property
-    def num_locked(self) -> int:
-        """Bytes that were locked in place."""
-        return self._num_locked
-
-    @property
-    def num_by_driver(self) -> int:
-        """Bytes that the driver allocated and locked."""
-        return self._num_by_driver
 
     def lock(self, memory: torch.Tensor, wait: Callable[[], None]) -> PageLock | None:
         """Lock `memory` in place; None if it stays unlocked. See `PageLock.take`."""
@@ -86,7 +80,7 @@ class LockLimit:
                 found = PageLock.take(self._backend, memory, wait)
                 if found is not None:
                     self._num_left -= memory.numel()
-                    self._num_locked += memory.numel()
+                    self.num_locked += memory.numel()
                     return found
             self._in_place = False
             return None
@@ -94,10 +88,10 @@ class LockLimit:
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Memory that the driver allocates and locks, where it locks none in place; None if there is none."""
         with self._guard:
-            if self._by_driver and not self._num_locked:
+            if self._by_driver and not self.num_locked:
                 memory = self._backend.empty_pinned(num_bytes)
                 if memory is not None:
-                    self._num_by_driver += num_bytes
+                    self.num_by_driver += num_bytes
                     return memory
             self._by_driver = False
             self._num_refused += num_bytes
@@ -105,17 +99,17 @@ class LockLimit:
 
     def give_back(self, num_bytes: int) -> None:
         """Memory that `lock` locked was unlocked again."""
-        self._num_locked -= num_bytes
+        self.num_locked -= num_bytes
         self._num_refused += num_bytes
 
     def report(self) -> None:
         """Say in the log what could not be locked, if anything."""
-        num_locked = self._num_locked + self._num_by_driver
-        if self._num_by_driver:
+        num_locked = self.num_locked + self.num_by_driver
+        if self.num_by_driver:
             logger.warning(
                 "Couldn't pin %.4g MiB in place on %s; falling back to driver-allocated pinned memory, which can take up to "
                 "twice the RAM.",
-                self._num_by_driver / 2**20,
+                self.num_by_driver / 2**20,
                 self._backend.device,
             )
         if self.was_refused:

@@ -3,7 +3,7 @@
 An edit through `.data` (fusing a LoRA makes such edits) bumps no version counter. On a private mapping it leaves a page behind
 that is present and no longer backed by the file. Linux 6.7 finds those with one ioctl (`PAGEMAP_SCAN`,
 Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms): there
-threads look at many mappings side by side (`look_at_all`).
+threads look at many mappings side by side (`begin_looks`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import logging
 import mmap
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
@@ -37,9 +35,8 @@ _MAX_LOOK_BYTES = 256 << 20
 """What one thread looks at, where entries are read."""
 _REQUEST = struct.Struct("12Q")
 """`struct pm_scan_arg`."""
-_WORD = struct.Struct("Q")
-_START, _WALK_END = 16, 32
-"""The offsets of `start` and `walk_end` in the request."""
+_WALK_END = 4
+"""The place of `walk_end` in it."""
 
 _PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 """The errors of a moment: the next try may succeed."""
@@ -53,29 +50,75 @@ _ENTRY_FILE = 1 << 61
 
 Ranges = list[tuple[int, int]]
 Looks = Mapping[int, Callable[[], "Ranges | None"]]
-"""What gives the answer of `PageScan.written` for mappings that are looked at already, by address."""
+"""What gives the answer of `written_pages` for mappings that are looked at already, by address."""
 NO_LOOKS: Looks = MappingProxyType({})
 
 
 def written_pages(address: int, num_bytes: int, looks: Looks = NO_LOOKS) -> Ranges | None:
-    """Do one scan: see `PageScan.written`."""
-    return PageScan(address, num_bytes).written(looks)
+    """The written pages of a private mapping that starts at `address`, the start of a page.
 
-
-def look_at_all(mappings: Iterable[tuple[int, int]]) -> Looks:
-    """Look at many mappings, each an address and a length, with several threads, where the kernel has no quick scan.
+    Args:
+        looks: The answers that are there already: see `begin_looks`.
 
     Returns:
-        What was found, for calls that come before the next edit. Nothing where a scan is quick: it is done by itself then.
+        The byte ranges (start, end) of the written pages, relative to `address`, ascending and page-aligned. None if the system
+        does not tell, at all or at this moment. Then any page may be written.
     """
-    looks = begin_looks(mappings)
-    for found in looks.values():
-        found()  # the calling thread waits
-    return looks
+    if address in looks:
+        return looks[address]()
+    length = -(-num_bytes // PAGE) * PAGE
+    try:
+        fd = _open_pagemap()
+        if fd is None:
+            return None
+        if not _Known.lacks_scan:
+            try:
+                return _scan(fd, address, length)
+            except OSError as error:
+                _Known.lacks_scan = error.errno in _NO_SCAN
+        return _read_entries(fd, address, length)
+    except OSError:
+        return None
+
+
+def _scan(fd: int, address: int, length: int) -> Ranges:
+    regions = (ctypes.c_uint64 * (3 * _MAX_REGIONS))()
+    found: Ranges = []
+    start, end = address, address + length
+    while start < end:
+        request = bytearray(
+            _REQUEST.pack(
+                _REQUEST.size,
+                0,  # flags
+                start,
+                end,
+                start,  # walk_end: filled in by the kernel
+                ctypes.addressof(regions),
+                _MAX_REGIONS,
+                0,  # max_pages: no limit
+                _IS_FILE,  # inverted: the bits below ask for "not file"
+                _IS_FILE,  # all of these
+                _IS_PRESENT | _IS_SWAPPED,  # and one of these
+                _IS_FILE,
+            )
+        )
+        for i in range(ioctl(fd, _PAGEMAP_SCAN, request)):
+            first, last, _ = regions[3 * i : 3 * i + 3]
+            found.append((first - address, last - address))
+        walked = _REQUEST.unpack(request)[_WALK_END]
+        if walked <= start:
+            raise OSError(errno.ENOTTY, "the kernel has looked at nothing")
+        start = walked
+    return found
 
 
 def begin_looks(mappings: Iterable[tuple[int, int]]) -> Looks:
-    """The same, in the order given, for a caller that goes on meanwhile: it waits for what it asks for. No edit may come."""
+    """Look at many mappings, each an address and a length, with several threads, where the kernel has no quick scan.
+
+    Returns:
+        What is found, in the order given, for calls that come before the next edit: they wait for what they ask for. Nothing
+        where a scan is quick: it is done by itself then.
+    """
     if not _Known.lacks_scan:
         return NO_LOOKS
     found = [*mappings]
@@ -103,79 +146,6 @@ def _joined(looks: list[tuple[int, Task[Ranges | None]]]) -> Ranges | None:
     return found
 
 
-class PageScan:
-    """Finds the written pages of a private file mapping, again and again. Not thread-safe.
-
-    The request to the kernel is prepared once: all segments are scanned when a pass begins, while the device has nothing to do.
-    """
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        """
-        Args:
-            address: where the mapping starts (page-aligned).
-            num_bytes: its length.
-        """
-        self._address, self._length = address, -(-num_bytes // PAGE) * PAGE
-        self._regions = (ctypes.c_uint64 * (3 * _MAX_REGIONS))()
-        self._request = bytearray(_REQUEST.size)
-        _REQUEST.pack_into(
-            self._request,
-            0,
-            _REQUEST.size,
-            0,  # flags
-            address,
-            address + self._length,
-            0,  # walk_end: filled in by the kernel
-            ctypes.addressof(self._regions),
-            _MAX_REGIONS,
-            0,  # max_pages: no limit
-            _IS_FILE,  # inverted: the bits below ask for "not file"
-            _IS_FILE,  # all of these
-            _IS_PRESENT | _IS_SWAPPED,  # and one of these
-            _IS_FILE,
-        )
-
-    def written(self, looks: Looks = NO_LOOKS) -> Ranges | None:
-        """
-        Args:
-            looks: The answers that are there already: see `look_at_all`.
-
-        Returns:
-            The byte ranges (start, end) of the written pages, relative to the start of the mapping, ascending and page-aligned.
-            None if the system does not tell, at all or at this moment. Then any page may be written.
-        """
-        if self._address in looks:
-            return looks[self._address]()
-        try:
-            fd = _open_pagemap()
-            if fd is None:
-                return None
-            if not _Known.lacks_scan:
-                try:
-                    return self._scan(fd)
-                except OSError as error:
-                    _Known.lacks_scan = error.errno in _NO_SCAN
-            return _read_entries(fd, self._address, self._length)
-        except OSError:
-            return None
-
-    def _scan(self, fd: int) -> Ranges:
-        found: Ranges = []
-        start, end = self._address, self._address + self._length
-        while start < end:
-            _WORD.pack_into(self._request, _START, start)
-            _WORD.pack_into(self._request, _WALK_END, start)
-            count = ioctl(fd, _PAGEMAP_SCAN, self._request)
-            for i in range(count):
-                first, last, _ = self._regions[3 * i : 3 * i + 3]
-                found.append((first - self._address, last - self._address))
-            (walked,) = _WORD.unpack_from(self._request, _WALK_END)
-            if walked <= start:
-                raise OSError(errno.ENOTTY, "the kernel has looked at nothing")
-            start = walked
-        return found
-
-
 class _Known:
     """The facts that were found out about this process. A forked child starts anew: it may have other rights."""
 
@@ -198,22 +168,9 @@ class _Known:
 on_fork(after_in_child=_Known.forget)
 
 
-class Detection(str, Enum):
-    """How the system tells which pages of private mappings were written to."""
-
-    SCAN = "PAGEMAP_SCAN"
-    """One call for each mapping."""
-    ENTRIES = "/proc/self/pagemap"
-    """Threads read an entry for each page."""
-    NONE = "none"
-    """It does not tell."""
-
-
-def detection() -> Detection:
-    """The way that this process takes."""
-    if not can_detect_writes():
-        return Detection.NONE
-    return Detection.ENTRIES if _Known.lacks_scan else Detection.SCAN
+def scans_quickly() -> bool:
+    """Whether one call tells of each mapping (`PAGEMAP_SCAN`). Else threads read an entry for each page, if there are any."""
+    return can_detect_writes() and not _Known.lacks_scan
 
 
 def can_detect_writes() -> bool:
@@ -248,20 +205,12 @@ def _try_out() -> bool:
     return before == (b"a", []) and after == (b"b", [(PAGE, 2 * PAGE)])
 
 
-class _Entries(threading.local):
-    """Entries that a thread reads, as many at a time as its caches hold."""
-
-    def __init__(self) -> None:
-        self.raw = bytearray(_NOTHING)
-
-
 _NOTHING = bytes(64 << 10)
-"""Entries of pages that nobody has touched."""
-_entries = _Entries()
+"""Entries of pages that nobody has touched, as many as a processor's caches hold: so many are read at a time."""
 
 
 def _read_entries(fd: int, address: int, length: int) -> Ranges:
-    raw, num_entries = _entries.raw, length // PAGE
+    raw, num_entries = bytearray(_NOTHING), length // PAGE
     found: Ranges = []
     for first in range(0, num_entries, len(raw) // 8):
         size = min(len(raw), (num_entries - first) * 8)

@@ -65,9 +65,15 @@ class Task(Generic[T]):
             box.clear()  # nobody may ever take it from the queue: it would keep what the work has made
 
     def begin_apart(self) -> None:
-        """The same on a thread of its own, for work that waits for other work of the pool: it would take the last thread."""
+        """The same on a thread of its own, for work that waits for other work of the pool: it would take the last thread.
+
+        Python waits for that thread at exit.
+        """
+        apart = _Pool()
+        apart.tasks.put([self])
+        apart.tasks.put(None)
         try:
-            _OwnThread(self).start()
+            _Thread(apart, daemon=False).start()
         except (RuntimeError, MemoryError):  # no more threads, or the interpreter is about to exit
             self.do(object())
 
@@ -144,8 +150,8 @@ class _Pool:
 
 
 class _Thread(threading.Thread):
-    def __init__(self, pool: _Pool) -> None:
-        super().__init__(name="group_offload-io", daemon=True)
+    def __init__(self, pool: _Pool, *, daemon: bool = True) -> None:
+        super().__init__(name="group_offload-io", daemon=daemon)
         self._pool = pool
 
     def run(self) -> None:
@@ -160,17 +166,6 @@ class _Thread(threading.Thread):
             pool.tasks.put(None)  # for the others
         finally:
             pool.threads.remove(self)
-
-
-class _OwnThread(_Thread):
-    """Does one task. Python waits for it at exit."""
-
-    def __init__(self, task: Task[Any]) -> None:
-        threading.Thread.__init__(self, name="group_offload-io")
-        self._box = [task]
-
-    def run(self) -> None:
-        self._box.pop().do(self)
 
 
 _pool = _Pool()

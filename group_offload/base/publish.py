@@ -96,9 +96,13 @@ def publish(
 
 def remove_if_dead(path: Path, owners: Owners) -> None:
     """Remove a temporary file, unless a process of this machine writes it, or another user could have made it."""
-    with suppress(OSError), owners.opened(path) as fd:
-        system.lock(fd)
-        os.unlink(path)
+    with suppress(OSError):
+        fd = owners.open(path)
+        try:
+            system.lock(fd)
+            os.unlink(path)
+        finally:
+            os.close(fd)
 
 
 @cache

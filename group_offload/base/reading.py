@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from functools import partial
 
 from .pool import num_threads, run_all
-from .system import forked_free, open_past_cache, read_at
+from .system import open_past_cache, read_at
 
 logger = logging.getLogger("group_offload")
 
@@ -46,36 +45,17 @@ def read_into(fd: int, target: memoryview, position: int) -> int:
     return done
 
 
-def read_part(fd: int, target: memoryview, position: int) -> int:
-    """Do the same as `read_into` in the calling thread alone."""
+def read_part(fd: int, target: memoryview, position: int, unit: int = 1) -> int:
+    """Do the same as `read_into` in the calling thread alone.
+
+    Args:
+        unit: `BLOCK` for direct reads, which begin and end at blocks. One that ends inside of a block has met the file's end.
+    """
     done = 0
     while done < len(target):
         count = read_at(fd, target[done : done + _MAX_BYTES_PER_CALL], position + done)
-        if count == 0:
-            break
         done += count
-    return done
-
-
-def read_around(fd: int, target: memoryview, position: int) -> int:
-    """Read directly: fill `target` with whole blocks of the file, from the block that holds `position` on.
-
-    Args:
-        fd: a descriptor that was opened with O_DIRECT.
-        target: memory for whole blocks, aligned to blocks.
-
-    Returns:
-        The number of bytes read. It is smaller than `target` where the file ends.
-
-    Raises:
-        OSError: the system refused the read.
-    """
-    start = position // BLOCK * BLOCK
-    done = 0
-    while done < len(target):
-        count = read_at(fd, target[done : done + _MAX_BYTES_PER_CALL], start + done)
-        done += count
-        if count == 0 or count % BLOCK:  # the file ends inside a block
+        if count == 0 or count % unit:
             break
     return done
 
@@ -99,15 +79,14 @@ def refuses_direct(error: OSError) -> bool:
     return error.errno in _REFUSALS
 
 
-_said: set[int] = set()
-"""The error codes that were logged."""
-_said_lock = forked_free(threading.RLock())
+_said: dict[int, object] = {}
+"""The error codes that were logged, and what tells their first threads from later ones."""
 
 
 def warn_no_direct_io(code: int) -> None:
     """Log, once a process for each error, that files are read through the page cache although RAM is scarce."""
-    with _said_lock:
-        if code in _said:
-            return
-        _said.add(code)
-    logger.warning("Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code))
+    mine = object()
+    if _said.setdefault(code, mine) is mine:
+        logger.warning(
+            "Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code)
+        )

@@ -15,8 +15,7 @@ _under_way: list[Task[None]] = []
 class _Held(threading.local):
     """What `releases_held` keeps back in this thread."""
 
-    def __init__(self) -> None:
-        self.memory: list[list[object]] | None = None
+    memory: list[list[object]] | None = None
 
 
 _held = _Held()

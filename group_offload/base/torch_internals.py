@@ -76,6 +76,9 @@ try:
 
     not_compiled: Callable[[F], F] = torch._disable_dynamo  # type: ignore[assignment, attr-defined]
 
+    # All sizes and strides of a pass in one call.
+    from torch._C._dynamo.guards import TensorGuards
+
     # Export and fake tensors: a forward with them has no weights to bring.
     from torch._guards import detect_fake_mode
 
@@ -140,13 +143,6 @@ except (ImportError, AttributeError) as error:
         f"all of them: install one of these, or a newer group_offload."
     ) from error
 
-try:
-    # All sizes and strides of a pass in one call. There is a slower way where torch has none.
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None  # type: ignore[assignment,misc]
-
-
 _ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 _set_allocator: list[str] = []
 """The settings of the device's allocator that this package made last. Torch tells what is set, not by whom."""
@@ -162,41 +158,30 @@ def allocator_settings() -> str:
     return next((value for name, value in now.items() if name.endswith("ALLOC_CONF")), "") or by_user
 
 
-def set_allocator(settings: str) -> bool:
+def set_allocator(settings: str) -> None:
     """Set how torch's allocator of device memory works (`"expandable_segments:True"`), unless the user has decided on it.
 
     What was allocated before stays as it is. No public call sets this once torch was imported.
-
-    Returns:
-        Whether it was set.
     """
     native = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
     if not native or sys.platform != "linux" or any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
-        return False
+        return
     given = allocator_settings()
-    if given not in ("", *_set_allocator[-1:]):
-        return False
-    if settings != given:
+    if given in ("", *_set_allocator[-1:]) and settings != given:
         change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch 2.8 has it elsewhere
         (change or torch.cuda.memory._set_allocator_settings)(settings)
         _set_allocator.append(settings)
-    return True
 
 
-def watch_refusals(listener: Callable[[int, int], None]) -> bool:
-    """Call `listener(device_index, num_bytes)` whenever torch's CUDA allocator cannot have memory, from now on and for ever.
+def watch_refusals(listener: Callable[[int, int], None]) -> None:
+    """Call `listener(device_index, num_bytes)` whenever torch's CUDA allocator cannot have memory, if this torch tells.
 
     Operators may catch that error: cuDNN then computes a convolution in another way, with other bits, and nobody hears of it.
     What `listener` raises takes the error's place, and they do not catch that.
-
-    Returns:
-        Whether this torch tells.
     """
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        return False
-    attach(lambda device, num_bytes, total, free: listener(device, num_bytes))
-    return True
+    if attach is not None:
+        attach(lambda device, num_bytes, total, free: listener(device, num_bytes))
 
 
 def store_of_processes() -> Any:

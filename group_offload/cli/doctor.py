@@ -29,7 +29,7 @@ from ..base.device import Backend, backend_for
 from ..base.layout import memory_of
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
-from ..base.pagemap import Detection, detection
+from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
 from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
 from ..base.tuning import tuning
@@ -162,10 +162,9 @@ def ask_nvidia(backend: Backend) -> dict[str, str]:
 
 
 def _page_map(machine: Machine) -> Row:
-    way = detection()
-    if way is Detection.SCAN:
+    if scans_quickly():
         return Row("PAGEMAP_SCAN: one call finds edits of weights at rest")
-    if way is Detection.ENTRIES:
+    if can_detect_writes():
         found = "only /proc/self/pagemap: threads read it to find edits of weights at rest"
         return Row(found, SLOWER, "Linux 6.7 or newer has PAGEMAP_SCAN, unless a sandbox forbids it.")
     return Row(

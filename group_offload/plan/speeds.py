@@ -29,7 +29,7 @@ import torch
 
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
-from ..base.mapping import cached_bytes, flat_view, map_anonymous, map_page_cache
+from ..base.mapping import cached_bytes, flat_view, map_anonymous, page_cache_of
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
@@ -400,6 +400,6 @@ def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
     """Whether some of it is in the page cache; true too if the system does not tell."""
     start = start // mmap.PAGESIZE * mmap.PAGESIZE
     with suppress(OSError):
-        mapped = flat_view(map_page_cache(fd, start, num_bytes), 0, num_bytes)
+        mapped = page_cache_of(fd, start, num_bytes)
         return cached_bytes(mapped.data_ptr(), num_bytes) > 0
     return True

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..base.caches import touch
 from ..base.layout import overlapping
-from ..base.pagemap import NO_LOOKS, Looks, begin_looks, look_at_all
+from ..base.pagemap import NO_LOOKS, Looks, begin_looks
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
@@ -247,9 +247,8 @@ class Changes:
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
-        self._looks = begin_looks(mapping for store in late for mapping in store.rest_mappings())
-        looks = look_at_all(mapping for store in now for mapping in store.rest_mappings())
-        found = [store.commit_edits(self._transfer.wait_for_copies, looks) for store in now]
+        self._looks = begin_looks(mapping for store in (*now, *late) for mapping in store.rest_mappings())
+        found = [store.commit_edits(self._transfer.wait_for_copies, self._looks) for store in now]
         if any(found) and any(group.is_outdated for group in watch.scope):
             return None
         return watch.scope

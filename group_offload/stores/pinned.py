@@ -31,7 +31,7 @@ from ..base.device import Backend
 from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pagemap import NO_LOOKS, PAGE, Looks, PageScan, can_detect_writes
+from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
 from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.tuning import tuning
@@ -102,7 +102,6 @@ class Segment:
         self.common = ""
         """The name of the segment, if other processes have the same memory, or have compared its bytes with theirs."""
         self._private: torch.Tensor | None = None
-        self._scan: PageScan | None = None
         self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
         self._num_open = 0
         self.is_locked = False
@@ -118,7 +117,6 @@ class Segment:
             if self._twice is not None:
                 self._rest_memory = self._twice.private
                 self._private = flat_view(self._rest_memory, 0, num_bytes)
-                self._scan = PageScan(self._private.data_ptr(), num_bytes)
                 self.bytes = flat_view(self._twice.shared, 0, num_bytes)
             else:
                 self._rest_memory = map_anonymous(num_bytes)
@@ -264,23 +262,24 @@ class Segment:
             return
         memory = [self._lock, self.pageable, self._private, self._twice, self._rest_memory, self.bytes]
         self._lock, self.is_locked, self.pageable = None, False, None
-        self._private = self._scan = self._twice = self._rest_memory = None
+        self._private = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
         release_later(memory)
 
     def may_have_edits(self) -> bool:
         """Whether weights at rest may have other bytes than those that are sent."""
-        return self._scan is not None and (self.is_shared or self._scan.written() != [])
+        private = self._private
+        return private is not None and (self.is_shared or written_pages(private.data_ptr(), self._num_bytes) != [])
 
     def rest_mappings(self) -> Sequence[tuple[int, int]]:
         return [] if self._private is None else [(self._private.data_ptr(), self._num_bytes)]
 
     def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
-        private, scan = self._private, self._scan
-        if private is None or scan is None:
+        private = self._private
+        if private is None:
             return False
         started = time.perf_counter()
-        ranges = scan.written(looks)
+        ranges = written_pages(private.data_ptr(), self._num_bytes, looks)
         if ranges == []:
             if time.perf_counter() - started > tuning().slow_scan_seconds:
                 # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.
@@ -322,7 +321,7 @@ class Segment:
             return False
         memory.copy_(self.bytes)
         self.bytes = memory
-        self._private = self._scan = self._twice = self._rest_memory = None
+        self._private = self._twice = self._rest_memory = None
         return True
 
 

@@ -25,7 +25,7 @@ descriptor does not protect the bytes: a file that lost its name is checked as s
 
 Only shared, read-only mappings are ever registered with a driver: drivers refuse a writable mapping of a file, and the call
 was seen to hang on a private one. Files are not read through a mapping: touching a page past the end of a file that was
-cut off would end the process (SIGBUS), where `preadv` and `process_vm_readv` return an error.
+cut off would end the process (SIGBUS), where `preadv` returns an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ..base.mapping import cached_bytes, page_cache_of, populate
 from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
-from ..base.reading import BLOCK, open_direct, read_around, read_part, refuses_direct, warn_no_direct_io
+from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, forked_free, max_descriptors, open_to_read, own_descriptor
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -195,7 +195,7 @@ class SourceFile:
             for first in range(start, end, step):
                 memory = self.bytes[first : min(first + step, end)]
                 # Else the driver waits for the drive, and all others for the driver.
-                populate(memory.data_ptr(), memory.numel())
+                populate(memory)
                 begun = time.perf_counter()
                 lock = PageLock.take(backend, memory, wait, read_only=True)
                 seconds += time.perf_counter() - begun
@@ -421,7 +421,8 @@ class SourceFile:
             self._has_no_direct = True
             return None
         try:
-            return read_around(direct_fd, area[: -(-num_needed // BLOCK) * BLOCK], position)
+            blocks = area[: -(-num_needed // BLOCK) * BLOCK]
+            return read_part(direct_fd, blocks, position // BLOCK * BLOCK, BLOCK)
         except OSError as error:
             if refuses_direct(error):
                 warn_no_direct_io(error.errno or 0)

@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_nothing_behind(
 
 
 FAILURES: dict[str, tuple[Any, str]] = {
-    "page_map": (doctor, "detection"),
+    "page_map": (doctor, "scans_quickly"),
     "page_locking": (doctor, "LockLimit"),
     "mapped_files": (SourceFile, "lock"),
     "direct_reads": (SourceFile, "read"),

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
-from group_offload.base.pagemap import Detection
 from group_offload.runtime.convoy import speculation
 from group_offload.runtime.convoy.lock import TurnLock
 from group_offload.runtime.copies.transfer import Transfer
@@ -792,7 +791,7 @@ def test_inference_tensors_are_not_foreseen(said: Callable[[], list[str]]) -> No
 def test_where_a_look_for_edits_takes_long(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr("group_offload.runtime.convoy.policy.detection", lambda: Detection.ENTRIES)
+    monkeypatch.setattr("group_offload.runtime.convoy.policy.scans_quickly", lambda: False)
     pipe = Pipe(device)
     pipe.run()
     assert pipe.handle.stats().passes_predicted == 0 and "no quick way" in said()[0]

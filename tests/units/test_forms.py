@@ -1,4 +1,4 @@
-"""Sizes, strides and dtypes of tensors, compared with guards of torch's compiler and without."""
+"""Sizes, strides and dtypes of tensors, compared with guards of torch's compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload.runtime.groups import forms
 from group_offload.runtime.groups.forms import Forms
 
 
@@ -21,18 +20,11 @@ def _tensors() -> list[torch.Tensor]:
     ]
 
 
-@pytest.fixture(params=["guards", "no guards"], autouse=True)
-def has_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if request.param == "no guards":
-        monkeypatch.setattr(forms, "TensorGuards", None)
-    return bool(request.param == "guards")
-
-
-def test_torch_has_guards_that_take_what_is_asked(has_guards: bool) -> None:
+def test_torch_has_guards_that_take_what_is_asked() -> None:
     """If not, all works, slower. Then this tells."""
     seen = Forms(_tensors())
     assert seen.are_of(_tensors())
-    assert (seen._guards is not None) == has_guards
+    assert seen._guards is not None
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from group_offload.base import mapping, pagemap
 from group_offload.base.mapping import TwiceMapped, forget_writes
-from group_offload.base.pagemap import _MAX_REGIONS, PAGE, PageScan, can_detect_writes, look_at_all
+from group_offload.base.pagemap import _MAX_REGIONS, PAGE, begin_looks, can_detect_writes, written_pages
 
 from ..support.tuning import tune
 
@@ -49,12 +50,12 @@ def test_a_kernel_whose_scans_do_nothing(num_scans: int, monkeypatch: pytest.Mon
     memory = TwiceMapped(4 * PAGE)
     memory.write([(0, memoryview(bytes(4 * PAGE)))])
     memory.seal()
-    scan = PageScan(ctypes.addressof(memory.private), 4 * PAGE)
+    scan = partial(written_pages, ctypes.addressof(memory.private), 4 * PAGE)
     monkeypatch.setattr(pagemap._Known, "lacks_scan", False)
     monkeypatch.setattr(pagemap, "ioctl", ioctl)
-    assert scan.written() == []
+    assert scan() == []
     memory.private[2 * PAGE] = b"b"
-    assert scan.written() == [(2 * PAGE, 3 * PAGE)]
+    assert scan() == [(2 * PAGE, 3 * PAGE)]
     assert pagemap._Known.lacks_scan
 
 
@@ -67,16 +68,16 @@ def test_one_scan_tells_again_and_again_of_more_pages_than_the_kernel_tells_at_o
     memory.write([(0, memoryview(bytes(num_pages * PAGE)))])
     memory.seal()
     address = ctypes.addressof(memory.private)
-    scan = PageScan(address, num_pages * PAGE)
+    scan = partial(written_pages, address, num_pages * PAGE)
     monkeypatch.setattr(pagemap._Known, "lacks_scan", lacks_scan)
     for step in (2, 1, 3):
-        assert scan.written() == []
+        assert scan() == []
         for page in range(0, num_pages, step):
             memory.private[page * PAGE] = b"b"
         ranges = [(page * PAGE, (page + 1) * PAGE) for page in range(0, num_pages, step)]
         wanted = [(0, num_pages * PAGE)] if step == 1 else ranges
-        assert scan.written() == scan.written() == wanted
-        looks = look_at_all([(address, num_pages * PAGE)])
+        assert scan() == scan() == wanted
+        looks = begin_looks([(address, num_pages * PAGE)])
         assert {at: look() for at, look in looks.items()} == ({address: wanted} if lacks_scan else {})
-        assert scan.written(looks) == wanted
+        assert scan(looks) == wanted
         forget_writes(address, num_pages * PAGE)

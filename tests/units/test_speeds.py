@@ -15,7 +15,7 @@ import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base.device import Backend, HostBackend, backend_for
-from group_offload.base.mapping import cached_bytes, flat_view, map_page_cache
+from group_offload.base.mapping import cached_bytes, page_cache_of
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
@@ -46,7 +46,7 @@ def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
 def in_page_cache(path: Path) -> int:
     with path.open("rb") as file:
         size = path.stat().st_size
-        mapped = flat_view(map_page_cache(file.fileno(), 0, size), 0, size)
+        mapped = page_cache_of(file.fileno(), 0, size)
         return cached_bytes(mapped.data_ptr(), size)
 
 

@@ -22,10 +22,7 @@ from ..support.processes import run_code
 from ..support.several import world_of_one
 
 OWNERS = {"Tensor": torch.ones(1), "UntypedStorage": torch.ones(1).untyped_storage(), "Module": nn.Linear(1, 1)}
-OPTIONAL = "torch._C._dynamo.guards.TensorGuards"
-"""There is a way without it."""
 LATER = [
-    OPTIONAL,
     "torch._dynamo.skip_frame",
     "torch.cuda.memory._set_allocator_settings",
     "torch.cuda.memory._snapshot",
@@ -49,8 +46,6 @@ def resolve(name: str) -> object:
 @pytest.mark.parametrize("name", LATER)
 def test_torch_has_the_name(name: str) -> None:
     """If this fails, a release of torch has moved it: see the reason beside it for what has to take its place."""
-    if name == OPTIONAL:
-        pytest.importorskip("torch._C._dynamo.guards")
     assert resolve(name) is not None
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ...base.device import Backend
-from ...base.pagemap import Detection, detection
+from ...base.pagemap import scans_quickly
 from ...base.recent import Recent
 from ...base.tensors import map_tensors
 from ...base.torch_internals import has_global_hooks, set_eval_frame
@@ -236,7 +236,7 @@ class SharingPolicy:
 
     def _foreseen(self, steps: Steps) -> list[Arguments]:
         """The other calls of the step that begins."""
-        sees_edits = detection() is Detection.SCAN and self._passes.detects_edits
+        sees_edits = scans_quickly() and self._passes.detects_edits
         if steps.foreseen and self._backend.has_streams and not sees_edits:
             self._say("there is no quick way here to tell whether weights were edited between two calls of a step")
             return []

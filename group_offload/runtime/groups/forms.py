@@ -1,7 +1,7 @@
 """Whether tensors still have the sizes, strides and dtypes that they had.
 
 Every weight is checked when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
-all of them in one call. Where torch has no such guards, or they find another difference, each tensor is compared alone.
+all of them in one call. Where they find another difference, each tensor is compared alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Forms:
 
 
 def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
-    if TensorGuards is None or not tensors:
+    if not tensors:
         return None
     try:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
