@@ -91,8 +91,9 @@ class Group:
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
         """The view that each tensor was bound to, while the whole group is onloaded."""
-        self._recast: dict[int, torch.Tensor] = {}
-        """By index, values that a forward assigned and that do not fit the blob. Kept until the next pass begins."""
+        self._recast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By index, values that a forward assigned and that do not fit the blob: where it left them, and at rest. The next pass
+        lays the group out again, unless the tensor has got another value that fits: `_forget_replaced_recasts`."""
         self._needs_commit = False
         """Whether tensors were changed and their blobs do not have the edits yet."""
 
@@ -138,6 +139,8 @@ class Group:
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
+        for index, (_, at_rest) in self._recast.items():
+            self._tensors[index].data = at_rest
         self.residence = Residence.AT_REST
         self._rest_version = self._version_sum()
 
@@ -154,7 +157,8 @@ class Group:
         else:
             bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
         if self._recast:
-            bound = [self._recast.get(index, view) for index, view in enumerate(bound)]
+            self._forget_replaced_recasts()
+            bound = [self._recast.get(index, (view,))[0] for index, view in enumerate(bound)]
         # Before the first tensor is bound: an interrupt may leave only some of them bound.
         self.residence = Residence.ONLOADED
         if bound is not self._rest_views:  # else they are bound to these
@@ -185,7 +189,7 @@ class Group:
                 part.sent_generation = -1  # the slot still has the value that the forward replaced
                 fits = fits and part.is_alone(place)  # else the bytes between its elements may be another tensor's
             if not fits:
-                self._recast[index] = tensor.detach()
+                self._recast[index] = (tensor.detach(), tensor.detach().cpu())
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
             if slot is None:
@@ -209,9 +213,13 @@ class Group:
             self.increment_versions()
         self._bound = []
         self.rest()
-        for index, value in self._recast.items():  # the next pass lays the group out again
-            self._tensors[index].data = value.cpu()
         return num_changed
+
+    def _forget_replaced_recasts(self) -> None:
+        """Of a group at rest: whoever bound a tensor to other memory since the forward recast it meant that value."""
+        self._recast = {
+            index: recast for index, recast in self._recast.items() if same_memory(self._tensors[index], recast[1])
+        }
 
     def _is_left_in_place(self) -> bool:
         """Whether the tensors were used where they rest and are as they were, so that nothing has to be bound or copied."""
@@ -290,6 +298,8 @@ class Group:
 
     def was_replaced(self) -> bool:
         """Whether a tensor was bound to other memory (`weight.data = ...`), since it was bound to its memory at rest."""
+        if self._recast and self.residence is Residence.AT_REST:
+            self._forget_replaced_recasts()
         is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
         return not self._recast and (is_elsewhere or not self.has_forms())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -136,5 +137,57 @@ def test_edits_that_leave_few_traces(edit: Callable[[Edited, int], None], offloa
         check(model, reference, x, passes=1)
     blocks: Any = model.blocks
     assert all(block.w.data_ptr() != block.v.data_ptr() for block in blocks)
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+class Stop(Exception):
+    pass
+
+
+def to_double(module: Edited, call: int) -> None:
+    module.w.data = module.w.data.double()
+
+
+def to_double_and_stop(module: Edited, call: int) -> None:
+    to_double(module, call)
+    raise Stop
+
+
+def cast_back(module: Edited, before: torch.Tensor | None) -> None:
+    module.w.data = module.w.data.float() + 1
+
+
+def put_back(module: Edited, before: torch.Tensor | None) -> None:
+    assert before is not None
+    module.w.data = before
+
+
+@pytest.mark.parametrize("edit", [to_double, to_double_and_stop], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("restore", [cast_back, put_back], ids=lambda restore: restore.__name__)
+def test_a_cast_that_is_undone_after_the_pass(
+    restore: Callable[[Edited, torch.Tensor | None], None], edit: Callable[[Edited, int], None], offload: Offload
+) -> None:
+    """A forward casts a weight, and its caller casts it back, as pipelines do around a decoder: the next forward computes with
+    that value, and not with what the last one left."""
+    torch.manual_seed(0)
+    model, reference = pair(Twice().eval())
+    handle = offload(model)
+    x = inputs(0, 4, WIDTH)
+    check(model, reference, x, passes=1)
+    for _ in range(2):
+        blocks = [*model.blocks, *reference.blocks]
+        before = [
+            block.w.data if restore is put_back else None for block in blocks
+        ]  # what is kept is laid out elsewhere
+        for block in blocks:
+            block.edit = edit
+        for each in (model, reference):
+            with suppress(Stop):
+                run(each, x)
+        for block, value in zip(blocks, before, strict=True):
+            block.edit = None
+            restore(block, value)
+        check(model, reference, x, passes=2)
     handle.remove()
     assert_at_rest(model, reference)
