@@ -135,5 +135,8 @@ def _shown(config: OffloadConfig, option: str) -> str:
 
 
 def _has(pipeline: Any, module: nn.Module) -> bool:
-    components = pipeline.components.values()
+    try:
+        components = pipeline.components.values()
+    except Exception:  # of another pipeline, a part of which was deleted: it cannot run any more
+        return False
     return any(module in each.modules() for each in components if isinstance(each, nn.Module))

@@ -138,6 +138,23 @@ def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
     assert not handles_of(kept) and not any(handle.is_active for handle in handles.values())
 
 
+def test_a_pipeline_that_cannot_name_its_parts_keeps_none(device: torch.device) -> None:
+    """diffusers cannot tell the components of a pipeline whose class and config disagree."""
+
+    class Broken(type(tiny.flux_pipeline())):  # type: ignore[misc]
+        @property
+        def components(self) -> Any:
+            raise ValueError("it was initialized incorrectly")
+
+    first = tiny.flux_pipeline()
+    second = type(first)(**first.components)
+    for pipe in (first, second):
+        handles = enable_group_offload(pipe, onload_device=device, **LEAVES)
+    first.__class__ = Broken
+    disable_group_offload(second)
+    assert not any(handle.is_active for handle in handles.values())
+
+
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], device: torch.device) -> None:
     pipe = tiny.flux_pipeline()
