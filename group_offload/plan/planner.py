@@ -55,7 +55,7 @@ class Plan:
         """One sentence: what bounds a pass, and how far from that limit it is."""
         step, limit = self.prediction.step_seconds, self.prediction.limit_seconds
         if not step:
-            return "Nothing is sent to the device, and how long its compute takes is not known."
+            return "No transfers needed. Compute time hasn't been measured yet."
         over = step / limit - 1
         distance = "which is the limit" if over < 0.001 else f"{over:.1%} over the limit of {limit:.4g} s"
         if self.measured_seconds is not None:
