@@ -20,19 +20,6 @@ from ..support.inside import engine_of
 from ..support.training import DIM, Put, data, plain
 
 
-def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
-    model = make(1)
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
-        plain(model, put)
-        output = model.embed(data(0, put).requires_grad_())
-        seen = output.grad_fn.next_functions[0][0] if not hasattr(output.grad_fn, "_saved_mat2") else output.grad_fn
-        weight = getattr(seen, "_saved_mat2", None)
-        if weight is not None:
-            model(data(1, put))
-            assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
-        handle.remove()
-
-
 def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
     """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
 
