@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,17 +161,6 @@ def test_files_that_cannot_be_opened_for_direct_reads(
         with Rig(where, tier, tmp_path / tier if tier == "folder" else tmp_path) as rig:
             rig.check(3)
     assert len([message for message in warnings_of_reads if "Direct reads" in message]) == 1
-
-
-def test_direct_reads_on_a_file_system_in_ram(scarce_ram: None) -> None:
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("there is none")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for where in DEVICES:
-            for tier in TIERS:
-                (Path(folder) / where / tier).mkdir(parents=True)
-                with Rig(where, tier, Path(folder) / where / tier) as rig:
-                    rig.check(3)
 
 
 def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:
