@@ -48,22 +48,6 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 @every_level
-def test_group_files_are_safetensors(level: str, tmp_path: Path) -> None:
-    """With diffusers' names."""
-    model, reference = pair()
-    folder = tmp_path / "not" / "there" / "yet"
-    handle = offload_to(folder, model, level)
-    names = {path.name for path in folder.glob("*.safetensors")}
-    assert names == {name_of(group.group_id) for group in handle.groups} == {group.where for group in handle.groups}
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= {name: value for name, value in load_file(path).items() if not name.startswith("__padding")}
-    expected = reference.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@every_level
 def test_two_models_of_one_class_in_one_folder(level: str, tmp_path: Path) -> None:
     """Equal weights use the same files. Hazard: a file is trusted for its name: a second model runs with the first one's
     weights."""

@@ -39,8 +39,7 @@ def test_bits_in_place(step: Step, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_bits(step: Step, device: str, tmp_path: Path) -> None:
-    """Hazard: autograd holds a view of a buffer that's refilled before backward: silently wrong gradients; a backward
-    breaks off, and the next forward finds the module half onloaded."""
+    """Hazard: autograd holds a view of a buffer that's refilled before backward: silently wrong gradients."""
     stats = check(step, device, tmp_path)
     if step is not in_part:  # which needs nothing of what is offloaded
         assert stats.backward_passes > 0
