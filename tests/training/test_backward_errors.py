@@ -239,6 +239,20 @@ def test_weights_that_were_given_up_before_backward_are_an_error(change: str, tm
         handle.remove()
 
 
+def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
+    """Hazard: a backward breaks off, and the next forward finds the module half onloaded."""
+
+    def stop(*args: Any) -> None:
+        raise KeyError("stop")
+
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        model.blocks[1].register_full_backward_hook(stop)  # type: ignore[union-attr]
+        with pytest.raises(KeyError):
+            plain(model, put)
+        handle.remove()
+
+
 def test_remove_in_a_backward_is_refused(tmp_path: Path) -> None:
     model = make()
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
