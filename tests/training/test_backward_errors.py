@@ -19,6 +19,7 @@ from group_offload import StateError
 
 from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
+from ..support.inside import engine_of
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
 from ..support.tuning import tune
 
@@ -241,15 +242,22 @@ def test_weights_that_were_given_up_before_backward_are_an_error(change: str, tm
 
 def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
     """Hazard: a backward breaks off, and the next forward finds the module half onloaded."""
-
-    def stop(*args: Any) -> None:
-        raise KeyError("stop")
-
-    model = make()
+    model, reference = make(), make()
+    expected = train(reference, plain)
     with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
-        model.blocks[1].register_full_backward_hook(stop)  # type: ignore[union-attr]
-        with pytest.raises(KeyError):
-            plain(model, put)
+
+        def stop(*args: Any) -> None:
+            raise KeyError("stop")
+
+        for _ in range(2):
+            hook = model.blocks[1].register_full_backward_hook(stop)  # type: ignore[union-attr]
+            with pytest.raises(KeyError):
+                plain(model, put)
+            hook.remove()
+            model.zero_grad()
+            engine = engine_of(handle)
+            assert engine is not None and not engine._passes.is_running
+        assert_same_bits(train(model, plain, put), expected)
         handle.remove()
 
 
