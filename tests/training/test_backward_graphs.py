@@ -20,6 +20,15 @@ from ..support.inside import engine_of
 from ..support.training import DIM, Put, data, plain
 
 
+def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
+    with offloaded(make(1), "cpu", tmp_path) as (model, _, put, _):
+        plain(model, put)
+        node: Any = model.embed(data(0, put).requires_grad_()).grad_fn
+        weight = (node if hasattr(node, "_saved_mat2") else node.next_functions[0][0])._saved_mat2
+        model(data(1, put))
+        assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
+
+
 def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
     """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
 
