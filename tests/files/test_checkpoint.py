@@ -21,8 +21,7 @@ from diffusers import (
     UNet2DConditionModel,
     WanTransformer3DModel,
 )
-from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import T5EncoderModel
 
@@ -31,10 +30,9 @@ from group_offload.stores.checkpoint import FileMap
 from group_offload.stores.files import Checkpoint, FileBlob
 
 from ..support import tiny_models as tiny
-from ..support.asserts import named_tensors, same_bits
+from ..support.asserts import assert_at_rest
 from ..support.models import DIM, Model, RoutedModel, inputs
 from ..support.on_device import from_file
-from ..support.processes import run_python
 from ..support.rigs import LEVELS
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -97,12 +95,6 @@ def aligned(module: nn.Module) -> Any:
     return twin
 
 
-def assert_at_rest(module: nn.Module, resident: nn.Module) -> None:
-    expected = dict(named_tensors(resident))
-    for name, tensor in named_tensors(module):
-        assert same_bits(tensor, expected[name]), name
-
-
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
@@ -119,7 +111,7 @@ def _inputs_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("shards", "level"), [(1, "leaf_level"), (4, "block_level")])
 def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path) -> None:
     """Bit by bit what the resident model gives, from one file or several; the folder stays what it is. Hazard: a second
-    copy of the checkpoint is written, and set-up takes half a minute."""
+    copy of the checkpoint is written, and set-up takes half a minute; the tensors of one group lie in several shards."""
     if name == "wan_kl" and where.device is not None:
         pytest.skip("takes long, and the other VAE is enough there")
     make, make_inputs = tiny.MODELS[name]
@@ -134,6 +126,7 @@ def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path
     handle = offload(model, level)
     wheres = {each for group in handle.groups if group.num_bytes for each in group.where.split(", ")}
     assert wheres & names == names
+    assert shards == 1 or any(", " in group.where for group in handle.groups)
     given = make_inputs()
     expected = Where(None).call(resident, **given)
     for _ in range(3):
@@ -146,38 +139,6 @@ def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path
     handle.remove()
     assert torch.equal(Where(None).call(aligned(model), **given), expected)
     assert tree(tmp_path) == before
-
-
-def test_no_memory_is_taken(tmp_path: Path) -> None:
-    """Hazard: offloading takes as much RAM again as the checkpoint (diffusers #10847, #11106, #7970)."""
-    done = run_python(
-        """
-        import gc
-        from safetensors.torch import load_file, save_file
-        from tests.support.processes import anonymous_bytes
-        from group_offload.base.tuning import tune
-        tune(locked_share=0.0)
-        torch.set_num_threads(1)
-        path = pathlib.Path(sys.argv[1]) / "model.safetensors"
-        save_file({f"{i}.weight": torch.randn(1024, 1024) for i in range(32)}, path)  # 128 MiB
-        with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
-        gc.collect()
-        model.load_state_dict(load_file(path), assign=True)
-        handle = apply_group_offloading(model, "cpu", offload_device="disk")
-        x = torch.randn(1, 1024)
-        before = anonymous_bytes()
-        for _ in range(3):
-            run(model, x)
-        most = anonymous_bytes() - before
-        handle.remove()
-        print(most >> 20, (anonymous_bytes() - before) >> 20)
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    running, removed = map(int, done.stdout.split())
-    assert running < 48 and removed < 48
 
 
 # ---------------------------------------------------------------- files made by hand
@@ -210,8 +171,17 @@ def loaded_by_hand(resident: nn.Module, path: Path, *, shift: int) -> nn.Module:
     return model
 
 
-@every_level
-@pytest.mark.parametrize("shift", [0, 2, 8, 14, 1, 9])
+@pytest.mark.parametrize(
+    ("shift", "level"),
+    [
+        (0, "block_level"),
+        (2, "leaf_level"),
+        (8, "leaf_level"),
+        (14, "block_level"),
+        (1, "block_level"),
+        (9, "leaf_level"),
+    ],
+)
 def test_tensors_that_lie_anywhere(shift: int, level: str, where: Where, tmp_path: Path) -> None:
     """At odd places, where no dtype may lie, a loader may make of them what it likes: the weights stay right. Hazard:
     tensors lie at odd offsets, or in several dtypes."""
@@ -271,51 +241,20 @@ def test_odd_tensors(level: str, where: Where, tmp_path: Path) -> None:
     assert_at_rest(model, resident)
 
 
-def test_tensors_of_a_group_in_several_files(where: Where, tmp_path: Path) -> None:
-    """Hazard: the tensors of one group lie in several shards."""
-    resident = RoutedModel([16] * 3).eval()
-    state = resident.state_dict()
-    model = copy.deepcopy(resident)
-    parts: dict[str, torch.Tensor] = {}
-    for number in range(4):
-        path = tmp_path / f"{number}.safetensors"
-        save_file({name: state[name] for name in [*state][number::4]}, path)
-        parts |= load_file(path)
-    model.load_state_dict(parts, assign=True)
-    handle = offload(model)
-    assert max(len(group.where.split(", ")) for group in handle.groups) > 1
-    x = torch.randn(2, DIM)
-    for number in range(4):
-        if number == 2:
-            for twin in (model, resident):
-                twin.blocks[1].up.weight.data.mul_(2)
-        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
-        assert_at_rest(model, resident)
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
-@every_level
-@pytest.mark.parametrize("with_folder", [False, True], ids=["", "with a folder"])
-def test_a_parameter_that_is_in_no_file(with_folder: bool, level: str, where: Where, tmp_path: Path) -> None:
+def test_a_parameter_that_is_in_no_file(where: Where, tmp_path: Path) -> None:
     resident = RoutedModel([16] * 3).eval()
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     for twin in (model, resident):
         twin.blocks[1].up.weight = nn.Parameter(torch.ones_like(twin.blocks[1].up.weight))
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    if not with_folder:
-        with pytest.raises(ConfigError, match="offload_to_disk_path") as caught:
-            offload(model, level)
-        assert "'blocks.1.up.weight'" in str(caught.value) and "1 is in none" in str(caught.value)
-        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-        assert torch.equal(Where(None).call(model, x := torch.randn(2, DIM)), Where(None).call(resident, x))
-        return
-    folder = tmp_path / "groups"
-    handle = offload(model, level, offload_to_disk_path=folder)
-    assert len([*folder.glob("*.safetensors")]) == 1
+    with pytest.raises(ConfigError, match="offload_to_disk_path") as caught:
+        offload(model)
+    assert "'blocks.1.up.weight'" in str(caught.value) and "1 is in none" in str(caught.value)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    handle = offload(model, offload_to_disk_path=tmp_path / "groups")
+    assert len([*(tmp_path / "groups").glob("*.safetensors")]) == 1
     x = torch.randn(2, DIM)
-    for _ in range(3):
-        assert torch.equal(where.call(model, x), Where(None).call(resident, x))
+    assert torch.equal(where.call(model, x), Where(None).call(resident, x))
     handle.remove()
     assert_at_rest(model, resident)
 
@@ -371,54 +310,6 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, where
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    ("level", "with_folder"), [("block_level", False), ("leaf_level", True)], ids=["", "with a folder"]
-)
-def test_a_lora_that_is_fused(level: str, with_folder: bool, where: Where, tmp_path: Path) -> None:
-    tiny.flux_transformer().save_pretrained(tmp_path)
-    model: Any = FluxTransformer2DModel.from_pretrained(tmp_path).eval()
-    resident = aligned(model)
-    handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k"], init_lora_weights=False)
-    given = tiny.flux_inputs()
-    steps: list[Callable[[Any], Any]] = [
-        lambda model: None,
-        lambda model: (torch.manual_seed(7), model.add_adapter(config)),
-        lambda model: model.fuse_lora(),
-        lambda model: model.unfuse_lora(),
-        lambda model: model.fuse_lora(lora_scale=0.5),
-    ]
-    for number, step in enumerate(steps):
-        for twin in (model, resident):
-            step(twin)
-        expected = Where(None).call(resident, **copy.deepcopy(given))
-        for _ in range(2):
-            assert torch.equal(where.call(model, **copy.deepcopy(given)), expected), number
-    state = resident.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
-def test_what_is_saved(where: Where, tmp_path: Path) -> None:
-    """Also over the checkpoint's own name, which `save_pretrained` writes to."""
-    tiny.flux_transformer().save_pretrained(tmp_path / "model")
-    model: Any = FluxTransformer2DModel.from_pretrained(tmp_path / "model").eval()
-    resident = aligned(model)
-    handle = offload(model)
-    given = tiny.flux_inputs()
-    assert torch.equal(where.call(model, **given), Where(None).call(resident, **given))
-    for twin in (model, resident):
-        twin.proj_out.weight.data.mul_(2)
-    model.save_pretrained(tmp_path / "other")
-    again: Any = FluxTransformer2DModel.from_pretrained(tmp_path / "other").eval()
-    assert_at_rest(again, resident)
-    for _ in range(2):
-        assert torch.equal(where.call(model, **given), Where(None).call(resident, **given))
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
 # ---------------------------------------------------------------- several models, copies
 
 
@@ -455,7 +346,7 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "verifies"), [("block_level", True), ("leaf_level", True), ("block_level", False)])
-@pytest.mark.parametrize("what", ["overwritten", "truncated", "appended to", "touched"])
+@pytest.mark.parametrize("what", ["overwritten", "appended to", "touched"])
 def test_a_checkpoint_that_is_changed_in_place(
     what: str, level: str, verifies: bool, where: Where, tmp_path: Path
 ) -> None:
@@ -469,9 +360,7 @@ def test_a_checkpoint_that_is_changed_in_place(
     x = torch.randn(2, DIM)
     for _ in range(2):
         assert torch.equal(where.call(model, x), Where(None).call(resident, x))
-        if what == "truncated":
-            os.truncate(path, len(content) - 4)
-        elif what == "appended to":
+        if what == "appended to":
             with path.open("ab") as file:
                 file.write(b"x")
         elif what == "touched":
@@ -508,17 +397,16 @@ def test_a_checkpoint_behind_a_link(then: str, where: Where, tmp_path: Path) -> 
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
-    saved = tiny.flux_transformer()
-    saved.save_pretrained(snapshot)
-    (link,) = snapshot.glob("*.safetensors")
-    link.rename(blobs / "0123")
+    link = snapshot / "model.safetensors"
+    resident = RoutedModel([16] * 3).eval()
+    from_file(resident, blobs / "0123")
     link.symlink_to("../../blobs/0123")
-    model: Any = FluxTransformer2DModel.from_pretrained(snapshot).eval()
-    resident = aligned(model)
+    model = copy.deepcopy(resident)
+    model.load_state_dict(load_file(link), assign=True)
     handle = offload(model)
-    given = tiny.flux_inputs()
-    expected = Where(None).call(resident, **given)
-    assert torch.equal(where.call(model, **given), expected)
+    x = torch.randn(2, DIM)
+    expected = Where(None).call(resident, x)
+    assert torch.equal(where.call(model, x), expected)
     if then:
         (blobs / "4567").write_bytes(bytes((blobs / "0123").stat().st_size))
     if then == "link replaced":
@@ -527,7 +415,7 @@ def test_a_checkpoint_behind_a_link(then: str, where: Where, tmp_path: Path) -> 
     elif then == "blob replaced":
         os.replace(blobs / "4567", blobs / "0123")
     for _ in range(2):
-        assert torch.equal(where.call(model, **given), expected)
+        assert torch.equal(where.call(model, x), expected)
     handle.remove()
     assert_at_rest(model, resident)
 

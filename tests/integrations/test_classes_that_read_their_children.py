@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import ModelMixin
 from torch import nn
 from transformers import MambaConfig, MambaModel
 
-from group_offload import ModuleError, apply_group_offloading
+from group_offload import apply_group_offloading
 
 from ..matrix.arms import run_on_cpu
 from ..matrix.case import Case
@@ -79,8 +78,3 @@ def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
     check(model, reference, torch.randn(2, 4))
     run_onloaded(model, torch.randn(2, 4), call=model.blocks[1].mlp)
     handle.remove()
-
-
-def test_other_classes_that_say_no_are_refused(patched: None) -> None:
-    with pytest.raises(ModuleError, match=r"Pass its component name in exclude_modules"):
-        ModelMixin.enable_group_offload(type("Other", (nn.Linear,), {"_supports_group_offloading": False})(2, 2))

@@ -236,27 +236,3 @@ def test_undone_in_both_orders(
         managed.model.to(device)
         assert torch.equal(managed.run(), expected)
     assert traces(managed.model) == before
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@any_order
-def test_a_real_model_makes_room(order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard: under a `ComponentsManager` an offloaded model evicts nobody."""
-    managed = Managed(monkeypatch, device, 1 << 40)
-    other = tiny.kl()
-    managed.manager.add("other", other)
-    expected = [
-        tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs()),
-        tiny.call(tiny.kl().to(device), tiny.kl_inputs()),
-    ]
-    managed.begin(order)
-    for _ in range(2):
-        managed.free = 1 << 40
-        assert torch.equal(tiny.call(other, tiny.kl_inputs()), expected[1])
-        assert other.device == managed.place
-        assert torch.equal(managed.run(), expected[0])
-        assert other.device == managed.place
-        managed.free = -1
-        assert torch.equal(managed.run(), expected[0])
-        assert other.device.type == "cpu"

@@ -95,36 +95,6 @@ def test_a_name_imported_before_patching(options: dict[str, Any], patched: None)
     assert handle.stats().passes > 0
 
 
-def loop_over_components(pipe: Any, device: torch.device) -> None:
-    """As programs that take any pipeline do."""
-    options = {
-        "onload_device": device,
-        "offload_device": CPU,
-        "offload_type": "leaf_level",
-        "use_stream": device != CPU,
-    }
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            if callable(getattr(component, "enable_group_offload", None)):
-                component.enable_group_offload(**options)
-            else:
-                diffusers.hooks.apply_group_offloading(component, **options)
-
-
-def the_denoiser_only(pipe: Any, device: torch.device) -> None:
-    """As programs with a planner of their own do: the rest is small, or moved by them."""
-    diffusers.hooks.apply_group_offloading(
-        pipe.transformer,
-        onload_device=device,
-        offload_type="block_level",
-        num_blocks_per_group=1,
-        use_stream=device != CPU,
-    )
-    for name, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module) and name != "transformer":
-            component.to(device)
-
-
 def by_roles(pipe: Any, device: torch.device) -> None:
     """Another profile for each role, chosen anew before each image."""
     for name, component in pipe.components.items():
@@ -148,15 +118,12 @@ def by_roles(pipe: Any, device: torch.device) -> None:
             )
 
 
-@pytest.mark.parametrize("offloads", [loop_over_components, the_denoiser_only, by_roles])
-def test_calls_of_programs(
-    offloads: Any, device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]
-) -> None:
+def test_calls_of_programs(device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]) -> None:
     """Programs call diffusers' functions, in one thread, and the pipeline in that of a queue of requests."""
     pipe = tiny.flux_pipeline()
     with ThreadPoolExecutor(1) as queue:
         for _ in range(2):
-            offloads(pipe, device)
+            by_roles(pipe, device)
             assert torch.equal(queue.submit(tiny.run, pipe).result(60), resident_outputs["flux"])
     assert handle_of(pipe.transformer).stats().passes > 0
 

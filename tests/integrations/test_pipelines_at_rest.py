@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -78,22 +74,3 @@ def aligned(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@any_case
-def test_a_copy_is_a_resident_model(
-    make_copy: Callable[[Any], Any], tier: str, level: str, device: torch.device, tmp_path: Path
-) -> None:
-    model = tiny.flux_transformer()
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
-    tiny.call(model, tiny.flux_inputs())
-    copied = make_copy(model)
-    assert not stock._is_group_offload_enabled(copied)
-    assert stock._is_group_offload_enabled(nn.ModuleList([copied, model]))
-    assert torch.equal(tiny.call(aligned(copied).to(device), tiny.flux_inputs()), expected)
-    with torch.no_grad():
-        copied.proj_out.weight.zero_()
-    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-    apply_group_offloading(copied, device).remove()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from group_offload import StateError
 
 from ..support.asserts import plain_tensors
 from ..support.backward import OPTIONS, make, offloaded
-from ..support.training import DIM, Put, Step, assert_same_bits, data, doubled, plain, retained, train, two_by_two
+from ..support.training import DIM, Put, assert_same_bits, data, doubled, plain, retained, train, two_by_two
 
 
 class QuantState:
@@ -132,40 +134,6 @@ def packed_model(checkpointed: bool | None = None) -> Model:
     return model
 
 
-@pytest.mark.parametrize("device", ["cpu", "random"])
-@pytest.mark.parametrize("options", ["block", "leaf", "files"])
-@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["no checkpoint", "checkpoint", "reentrant"])
-def test_bits(
-    checkpointed: bool | None,
-    options: str,
-    device: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Backward reads weights and scales on the device, and not where they rest. Hazard: an autograd function keeps
-    scales or packed weights in its context, and reads them offloaded (bitsandbytes)."""
-    expected = train(packed_model(checkpointed), plain)
-    SEEN.clear()
-    with (
-        caplog.at_level(logging.WARNING, "group_offload"),
-        offloaded(packed_model(checkpointed), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get),
-    ):
-        assert_same_bits(train(model, plain, put), expected, get)
-        at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
-        assert SEEN and not at_rest & set(SEEN)
-        handle.remove()
-    assert "are still referenced" not in caplog.text
-
-
-@pytest.mark.parametrize("device", ["cpu", "lazy", "random"])
-@pytest.mark.parametrize("step", [retained, two_by_two])
-def test_graphs_that_are_retained_or_interleaved(step: Step, device: str, tmp_path: Path) -> None:
-    expected = train(packed_model(), step)
-    with offloaded(packed_model(), device, tmp_path) as (model, handle, put, get):
-        assert_same_bits(train(model, step, put), expected, get)
-        handle.remove()
-
-
 class Kept(torch.autograd.Function):
     """Keeps the weight itself, and its state in a list."""
 
@@ -206,16 +174,32 @@ def other_model(product: Any, dtype: torch.dtype = torch.int8) -> Model:
     return model
 
 
+MODELS: dict[str, Callable[[], Model]] = {
+    "no checkpoint": packed_model,
+    "checkpoint": partial(packed_model, False),
+    "reentrant": partial(packed_model, True),
+    "a context with the weight itself": partial(other_model, Kept),
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", "random"])
-@pytest.mark.parametrize("options", ["block", "leaf"])
-def test_a_context_with_the_weight_itself(options: str, device: str, tmp_path: Path) -> None:
-    expected = train(other_model(Kept), plain)
-    SEEN.clear()
-    with offloaded(other_model(Kept), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get):
-        assert_same_bits(train(model, plain, put), expected, get)
-        at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
-        assert SEEN and not at_rest & set(SEEN)
-        handle.remove()
+@pytest.mark.parametrize("options", ["block", "leaf", "files"])
+@pytest.mark.parametrize("model_of", MODELS.values(), ids=MODELS)
+def test_bits(
+    model_of: Callable[[], Model], options: str, device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Backward reads weights and scales on the device, and not where they rest. Hazard: an autograd function keeps
+    scales or packed weights in its context, and reads them offloaded (bitsandbytes)."""
+    caplog.set_level(logging.WARNING, "group_offload")
+    for step in (plain, retained, two_by_two) if options == "block" else (plain,):
+        expected = train(model_of(), step)
+        SEEN.clear()
+        with offloaded(model_of(), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get):
+            assert_same_bits(train(model, step, put), expected, get)
+            at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
+            assert SEEN and not at_rest & set(SEEN)
+            handle.remove()
+    assert "are still referenced" not in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])

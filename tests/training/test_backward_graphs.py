@@ -21,16 +21,12 @@ from ..support.training import DIM, Put, data, plain
 
 
 def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
-    model = make(1)
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+    with offloaded(make(1), "cpu", tmp_path) as (model, _, put, _):
         plain(model, put)
-        output = model.embed(data(0, put).requires_grad_())
-        seen = output.grad_fn.next_functions[0][0] if not hasattr(output.grad_fn, "_saved_mat2") else output.grad_fn
-        weight = getattr(seen, "_saved_mat2", None)
-        if weight is not None:
-            model(data(1, put))
-            assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
-        handle.remove()
+        node: Any = model.embed(data(0, put).requires_grad_()).grad_fn
+        weight = (node if hasattr(node, "_saved_mat2") else node.next_functions[0][0])._saved_mat2
+        model(data(1, put))
+        assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
 
 
 def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -51,26 +50,3 @@ def test_a_file_that_is_cut_off_while_it_is_read(rig: Rig, preadv: Preadv) -> No
     del caught
     preadv.arm(-1, -1)
     rig.check(3)
-
-
-@every_rig
-@pytest.mark.parametrize("what", ["deleted", "replaced", "replaced by a folder", "folder gone"])
-def test_a_file_that_goes_under_a_running_model(what: str, where: str, tier: str, tmp_path: Path) -> None:
-    """What was opened is read on, whatever has its name. Hazard: a file is deleted, replaced or made unreadable while
-    the model runs."""
-    (tmp_path / "weights").mkdir()
-    with Rig(where, tier, tmp_path / "weights") as rig:
-        rig.check()
-        for path in rig.paths():
-            if what == "replaced":
-                other = path.with_name("other")
-                other.write_bytes(bytes(path.stat().st_size))
-                os.replace(other, path)
-            elif what != "folder gone":
-                path.unlink()
-                if what == "replaced by a folder":
-                    path.mkdir()
-        if what == "folder gone":
-            shutil.rmtree(rig.folder)
-        rig.check(3)
-        rig.check_at_rest()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,9 @@ import pytest
 import torch
 
 from group_offload import apply_group_offloading
-from group_offload.runtime.copies import reader
 
-from ...support.on_device import from_file, raise_interrupt
+from ...support.on_device import from_file
 from ...support.reading import Preadv, Rig, Slow, every_device
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_exception_in_the_middle_of_a_forward(error: type[BaseException], rig: Rig, preadv: Preadv) -> None:
-    """While the next blocks are read."""
-
-    @contextmanager
-    def raises(position: int) -> Iterator[None]:
-        if position == 1:
-            raise error
-        yield
-
-    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
-        time.sleep(0.002)
-        count: int = real(fd, buffers, position)
-        return count
-
-    rig.check(2)
-    usual = rig.model.on_block
-    preadv.arm(0, 10**9, slowly)
-    for _ in range(3):
-        rig.model.on_block = raises
-        with pytest.raises(error):
-            rig.forward()
-        rig.model.on_block = usual
-        rig.check()
-    rig.check_at_rest()
 
 
 def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: Preadv) -> None:
@@ -73,20 +44,6 @@ def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: 
             signal.signal(signal.SIGINT, before)
         preadv.arm(-1, -1)
         rig.check(3)
-
-
-@pytest.mark.parametrize(("where", "method"), [("simulated", "submit"), ("cpu", "read_now")])
-def test_an_interrupt_inside_of_the_reader(
-    where: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Rig(where, "checkpoint", tmp_path) as rig:
-        rig.check()
-        for _ in range(2):
-            with monkeypatch.context() as patch:
-                patch.setattr(reader.Reader, method, raise_interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    rig.forward()
-            rig.check(2)
 
 
 @every_device
