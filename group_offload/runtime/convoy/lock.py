@@ -39,8 +39,6 @@ class Traveller:
         self.can_go: Callable[[], bool] | None = None
         """Whether the groups are there that the traveller waits for. None if it needs none to go on."""
         self.is_waiting = False
-        self.leads = False
-        """Whether the traveller got the lock because no other one could go on."""
         self.turn = threading.Condition(lock.mutex)
 
 
@@ -61,8 +59,6 @@ class Convoy:
         self.most = most
         """How many forwards there is room for."""
         self.travellers: list[Traveller] = []
-        self.callers: set[int] = set()
-        """The threads that have called the model, and not been started for a forward."""
         self.size = 0
         """How many forwards began the journey."""
         self.has_departed = False
@@ -217,7 +213,6 @@ class TurnLock:
                 for each in shapes:
                     mine.append(Traveller(self, convoy, each))
                     convoy.travellers.append(mine[-1])
-                convoy.callers.add(me)
                 self._recent[me] = convoy.number
                 mine[0].thread = me
                 _travellers[me] = mine[0]
@@ -263,12 +258,8 @@ class TurnLock:
         traveller = _travellers.get(threading.get_ident())
         return traveller if traveller is not None and traveller.lock is self else None
 
-    def give_way(self, traveller: Traveller, can_go: Callable[[], bool]) -> bool:
-        """Let others go on until this traveller can, or until no other one can.
-
-        Returns:
-            Whether the traveller is the front: no other one could go on.
-        """
+    def give_way(self, traveller: Traveller, can_go: Callable[[], bool]) -> None:
+        """Let others go on until this traveller can, or until no other one can: it is the front then."""
         with self.mutex:
             traveller.can_go = can_go
             try:
@@ -277,7 +268,6 @@ class TurnLock:
                 self._wait_for_turn(traveller)
             finally:
                 traveller.can_go = None
-            return traveller.leads
 
     def regain(self, traveller: Traveller) -> None:
         """Wait for this traveller's turn, unless it is there: an interrupt may have come where it gave way."""
@@ -289,7 +279,7 @@ class TurnLock:
 
     def _wait_for_turn(self, traveller: Traveller) -> None:
         me = threading.get_ident()
-        traveller.leads, traveller.is_waiting = False, True
+        traveller.is_waiting = True
         try:
             self._pass_on()
             while self._owner != me:
@@ -309,9 +299,7 @@ class TurnLock:
         waiting = [each for each in convoy.travellers if each.is_waiting]
         if not waiting or len(waiting) < len(convoy.travellers):
             return
-        chosen = next((each for each in waiting if each.can_go is None or each.can_go()), None)
-        waiting[0].leads = chosen is None
-        chosen = chosen or waiting[0]
+        chosen = next((each for each in waiting if each.can_go is None or each.can_go()), waiting[0])
         self._owner, self._depth = chosen.thread, chosen.depth
         chosen.turn.notify()
 
@@ -341,7 +329,7 @@ class TurnLock:
 
     def _may_depart(self, convoy: Convoy) -> bool:
         now = time.monotonic()
-        missing = self._expected - convoy.callers
+        missing = self._expected - {each.thread for each in convoy.travellers}
         # Those who were there before it formed go first, and those who may come along afterwards.
         goes_first = self._owner and self._owned_since <= convoy.formed_at
         goes_first = goes_first or any(at < convoy.formed_at or each in missing for each, at in self._outsiders.items())
