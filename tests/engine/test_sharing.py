@@ -571,16 +571,19 @@ class Denoiser(nn.Module):
         x = hidden_states * timestep + self.embed(prompt).mean(0)
         for block in self.blocks:
             x = block(x)
-        x = x * self.gain * self.settings["gain"]
-        return (x if options is None else x * options.gain,)
+        return (x * self.gain * self.settings["gain"],)
 
 
 class Pipe:
     """A loop with guidance, over a model that is offloaded, and one that is not."""
 
-    def __init__(self, device: SimulatedDevice | None, num_prompts: int = 2, **options: Any) -> None:
-        self.device = device
-        self.resident = make(Denoiser)
+    def __init__(
+        self, device: SimulatedDevice | None, num_prompts: int = 2, kind: type[Denoiser] = Denoiser, **options: Any
+    ) -> None:
+        self.put: Callable[[torch.Tensor], torch.Tensor] = torch.clone if device is None else device.put
+        self.get: Callable[[torch.Tensor], torch.Tensor] = torch.clone if device is None else device.get
+        self.running: Callable[[], Any] = nullcontext if device is None else device.running
+        self.resident = make(kind)
         self.model = copy.deepcopy(self.resident)
         self.handle = apply_group_offloading(self.model, "cpu", share_passes=True, **options)
         self.prompts = [inputs(number, 4, WIDTH) for number in range(num_prompts)]
@@ -593,13 +596,9 @@ class Pipe:
 
     def run(self, num_steps: int = 6) -> None:
         """Every step is right."""
-        expected = self._loop(self.resident, lambda tensor: tensor.clone(), num_steps)
-        put = self.device.put if self.device is not None else lambda tensor: tensor.clone()
-        if self.device is None:
-            found = self._loop(self.model, put, num_steps)
-        else:
-            with self.device.running():
-                found = [self.device.get(each) for each in self._loop(self.model, put, num_steps)]
+        expected = self._loop(self.resident, torch.clone, num_steps)
+        with self.running():
+            found = [self.get(each) for each in self._loop(self.model, self.put, num_steps)]
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(one, other), f"step {step}"
 
@@ -735,22 +734,10 @@ def test_an_edit_between_the_calls_of_a_step(edit: str, device: SimulatedDevice)
     pipe.close()
 
 
-class Gains(SimpleNamespace):
-    """An object among the inputs. It may have a state of any kind."""
-
-
-@pytest.mark.parametrize(
-    "given", [Gains(gain=2.0), [Gains(gain=2.0)], torch.Generator()], ids=["object", "list", "generator"]
-)
+@pytest.mark.parametrize("given", [[SimpleNamespace(gain=2.0)], torch.Generator()], ids=["list", "generator"])
 def test_a_call_with_another_input_than_tensors_and_plain_values(given: Any, said: Callable[[], list[str]]) -> None:
-    class Takes(Denoiser):
-        def forward(self, *args: Any, options: Any = None, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
+    """An object may have a state of any kind."""
     pipe = Pipe(None)
-    pipe.handle.remove()
-    pipe.model, pipe.resident = make(Takes), make(Takes)
-    pipe.handle = apply_group_offloading(pipe.model, "cpu", share_passes=True)
     pipe.options = given
     pipe.run()
     assert not pipe.handle.stats().passes_predicted
@@ -801,17 +788,12 @@ class Refuses(Denoiser):
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_error_in_one_call_of_a_step(number: int, any_device: SimulatedDevice | None) -> None:
     """It is raised where that call is made."""
-    pipe = Pipe(any_device)
-    pipe.handle.remove()
-    pipe.resident = make(Refuses)
-    pipe.model = copy.deepcopy(pipe.resident)
-    pipe.handle = apply_group_offloading(pipe.model, "cpu", share_passes=True)
+    pipe = Pipe(any_device, kind=Refuses)
     pipe.prompts[number] = inputs(5, 5, WIDTH)
-    put = (lambda tensor: tensor.clone()) if any_device is None else any_device.put
     steps: list[int] = []
     pipe.between = lambda step, model: steps.append(step)
-    with any_device.running() if any_device is not None else nullcontext(), pytest.raises(Stop):
-        pipe._loop(pipe.model, put, 8)
+    with pipe.running(), pytest.raises(Stop):
+        pipe._loop(pipe.model, pipe.put, 8)
     assert len(steps) == 4 + number, "the first call of that step returned"
     pipe.prompts[number] = inputs(5, 4, WIDTH)
     pipe.run(5)

@@ -362,9 +362,7 @@ class SharingPolicy:
             self._judge(keys, None)
             self._keep(steps, results[1:], epoch, caller)
         else:
-            self._judge(
-                keys, "forwards that shared a pass had other bits than those made one after another, or none to compare"
-            )
+            self._judge(keys, "forwards that shared a pass had other bits than those made alone, or none to compare")
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:

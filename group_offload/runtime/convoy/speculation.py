@@ -71,7 +71,10 @@ class Speculation(Result):
 
 
 class _Helper(threading.Thread):
-    """A thread that stays for later steps: cuBLAS makes a handle for each thread, which takes long."""
+    """A thread that stays for later steps: cuBLAS makes a handle for each thread, which takes long.
+
+    There are as many as forwards ever ran ahead at once, and one that an interrupt keeps from its work waits for ever.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="group_offload forward", daemon=True)
