@@ -54,8 +54,7 @@ def is_on_its_way() -> bool:
 class Convoy:
     """The forwards that share a pass."""
 
-    def __init__(self, number: int, most: int) -> None:
-        self.number = number
+    def __init__(self, most: int) -> None:
         self.most = most
         """How many forwards there is room for."""
         self.travellers: list[Traveller] = []
@@ -100,6 +99,7 @@ class TurnLock:
         """Whether a traveller waits for something that a thread of no convoy does under the lock."""
         self._last: Convoy | None = None
         self._number = 0
+        """How many convoys have formed."""
         self._recent: Recent[int, int] = Recent()
         """The number of the convoy that each calling thread came along with last."""
 
@@ -207,18 +207,19 @@ class TurnLock:
             convoy = self._convoy
             if convoy is None:
                 self._number += 1
-                self._last = convoy = Convoy(self._number, most)
+                self._last = convoy = Convoy(most)
             try:
                 convoy.most = min(convoy.most, most)
                 for each in shapes:
                     mine.append(Traveller(self, convoy, each))
                     convoy.travellers.append(mine[-1])
-                self._recent[me] = convoy.number
+                self._recent[me] = self._number
                 mine[0].thread = me
                 _travellers[me] = mine[0]
                 while not convoy.has_departed:
                     if self._may_depart(convoy):
-                        self._depart(convoy)
+                        convoy.size, convoy.has_departed = len(convoy.travellers), True
+                        self._changed.notify_all()
                     else:
                         self._changed.wait(max(0.001, convoy.departs_at - time.monotonic()))
             except BaseException:
@@ -337,11 +338,6 @@ class TurnLock:
             convoy.departs_at = now + tuning().convoy_wait_seconds
             return False
         return len(convoy.travellers) >= convoy.most or not missing or now >= convoy.departs_at
-
-    def _depart(self, convoy: Convoy) -> None:
-        convoy.has_departed = True
-        convoy.size = len(convoy.travellers)
-        self._changed.notify_all()
 
     def _remove(self, traveller: Traveller) -> None:
         convoy = traveller.convoy

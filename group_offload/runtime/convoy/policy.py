@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +194,7 @@ class SharingPolicy:
             return None
         found = steps.ahead[0]
         # The arguments come last: the host may wait for the device there.
-        if found.error is None and steps.is_as_then() and now.are_same(found.arguments):
+        if found.error is None and self._is_as_then(*steps.found_in) and now.are_same(found.arguments):
             del steps.ahead[0]
             return found
         self._discard(steps)
@@ -219,8 +218,7 @@ class SharingPolicy:
     def _keep(self, steps: Steps, results: Sequence[Result], epoch: int, caller: Caller) -> None:
         """Keep results for the calls that are to come."""
         self._passes.counters.predicted += len(results)
-        steps.ahead = [*results]
-        steps.is_as_then = partial(self._is_as_then, epoch, self._passes.edits(), caller)
+        steps.ahead, steps.found_in = [*results], (epoch, self._passes.edits(), caller)
 
     def _discard(self, steps: Steps) -> None:
         """Throw away what was not called for."""
