@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle, apply_group_offloading
+from group_offload import apply_group_offloading
 from group_offload.runtime.convoy.announced import Step, announce, announced, begin_step
 from group_offload.runtime.convoy.arguments import are_equal
 
 from ..support.asserts import assert_same
 from ..support.models import Model
-from ..support.rigs import pair
 from ..support.tiny_models import device
 
 WIDTH = 16
@@ -102,32 +101,29 @@ def test_branches_that_come_again_count_once() -> None:
     assert call[1]["flag"] == 2
 
 
-def branches_of(prompts: list[Any]) -> list[Branch]:
-    begin_step()
+def run(model: nn.Module, latents: torch.Tensor, prompts: list[Any], *, is_cast: bool = False) -> list[Any]:
     branches = [Branch(prompt=prompt) for prompt in prompts]
-    step_of(*branches)
-    return branches
-
-
-def run(model: nn.Module, latents: torch.Tensor, branches: list[Branch], *, is_cast: bool = False) -> list[Any]:
+    begin_step()
+    for at, branch in enumerate(branches):
+        announce(branch, at)
     with torch.no_grad():
         return [model(x=latents.clone() if is_cast else latents, prompt=branch.prompt) for branch in branches]
 
 
-def offloaded(kind: type[Guided] = Guided) -> tuple[Guided, Guided, OffloadHandle]:
-    """A model, its resident twin, and its handle."""
-    model, twin = pair(kind)
-    return model, twin.to(device()), apply_group_offloading(model, device(), share_passes=True)
-
-
 @pytest.mark.parametrize("is_cast", [False, True])
 def test_from_the_second_step_on(is_cast: bool) -> None:
-    model, twin, handle = offloaded()
-    prompts = [draw(10), draw(11, rows=3), draw(12)]
-    for at in range(4):
-        latents = draw(at)
-        found = run(model, latents, branches_of(prompts), is_cast=is_cast)
-        assert_same(found, run(twin, latents, branches_of(prompts)))
+    torch.manual_seed(0)
+    model = Guided().eval()
+    prompts, steps = [draw(10), draw(11, rows=3), draw(12)], [draw(seed) for seed in range(4)]
+    twin = Guided().eval()
+    twin.load_state_dict(model.state_dict())
+    twin.to(device())
+    handle = apply_group_offloading(model, device(), share_passes=True)
+    for at, latents in enumerate(steps):
+        for found, wanted in zip(
+            run(model, latents, prompts, is_cast=is_cast), run(twin, latents, prompts), strict=True
+        ):
+            assert_same(found, wanted)
         assert handle.stats().passes_predicted == 2 * at
     assert not handle.stats().passes_discarded
 
@@ -139,21 +135,34 @@ def test_branches_of_another_form() -> None:
         def forward(self, x: torch.Tensor, prompt: Any, more: Any = None) -> torch.Tensor:
             return super().forward(x, torch.cat(prompt), more)
 
-    model, twin, handle = offloaded(Listed)
+    torch.manual_seed(0)
+    model = Listed().eval()
     prompts: list[Any] = [[draw(10)], [draw(11), draw(12)]]
+    twin = Listed().eval()
+    twin.load_state_dict(model.state_dict())
+    twin.to(device())
+    handle = apply_group_offloading(model, device(), share_passes=True)
     for at in range(3):
         latents = draw(at)
-        assert_same(run(model, latents, branches_of(prompts)), run(twin, latents, branches_of(prompts)))
+        for found, wanted in zip(run(model, latents, prompts), run(twin, latents, prompts), strict=True):
+            assert_same(found, wanted)
     assert handle.stats().passes_predicted == 2
 
 
 def test_nothing_is_kept_if_somebody_keeps_the_branches() -> None:
-    model, _, handle = offloaded()
+    model = Guided().eval()
+    handle = apply_group_offloading(model, device(), share_passes=True)
     prompts, kept, seen = [draw(10), draw(11)], [], []
     for seed in range(4):
         latents = draw(seed)
-        kept.append(branches_of(prompts))
-        run(model, latents, kept[-1])
+        branches = [Branch(prompt=prompt) for prompt in prompts]
+        kept.append(branches)
+        begin_step()
+        for at, branch in enumerate(branches):
+            announce(branch, at)
+        with torch.no_grad():
+            for branch in branches:
+                model(x=latents, prompt=branch.prompt)
         seen.append(weakref.ref(latents))
     del latents
     gc.collect()
@@ -162,32 +171,43 @@ def test_nothing_is_kept_if_somebody_keeps_the_branches() -> None:
 
 
 def test_nothing_is_kept_once_the_branches_are_gone() -> None:
-    model, _, handle = offloaded()
+    model = Guided().eval()
+    handle = apply_group_offloading(model, device(), share_passes=True)
     prompts = [draw(10), draw(11)]
     for seed in range(3):
-        run(model, draw(seed), branches_of(prompts), is_cast=True)
+        run(model, draw(seed), prompts, is_cast=True)
     assert handle.stats().passes_predicted == 2
-    branches, latents = branches_of(prompts), draw(5)
-    run(model, latents, branches[:1])
+    branches = [Branch(prompt=prompt) for prompt in prompts]
+    for at, branch in enumerate(branches):
+        announce(branch, at)
+    latents = draw(5)
+    with torch.no_grad():
+        output = model(x=latents, prompt=prompts[0])
     seen = weakref.ref(latents)
     assert handle.stats().passes_predicted == 3
-    del latents
+    del latents, output
     assert seen() is not None, "kept for the call that is to come"
     branches.clear()
+    del branch
     gc.collect()
     assert seen() is None
-    run(model, draw(6), [Branch(prompt=prompts[1])])
+    with torch.no_grad():
+        model(x=draw(6), prompt=prompts[1])
     assert handle.stats().passes_discarded == 1
 
 
 def test_a_call_that_belongs_to_no_step_begins_its_own() -> None:
-    model, _, handle = offloaded()
+    model = Guided().eval()
+    handle = apply_group_offloading(model, device(), share_passes=True)
     prompts = [draw(10), draw(11)]
     for seed in range(2):
-        run(model, draw(seed), branches_of(prompts))
+        run(model, draw(seed), prompts)
     assert announced() is None
     for seed in range(2, 6):
-        run(model, draw(seed), [Branch(prompt=prompt) for prompt in prompts])
+        latents = draw(seed)
+        with torch.no_grad():
+            for prompt in prompts:
+                model(x=latents, prompt=prompt)
     assert handle.stats().passes_predicted >= 3 and not handle.stats().passes_discarded
 
 

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle
 from group_offload.runtime.convoy import lock
 from group_offload.runtime.convoy.lock import Traveller, TurnLock
+from group_offload.runtime.convoy.policy import SharingPolicy
 
-from .inside import engine_of
 from .models import DIM, RoutedBlock, Stop
 from .on_device import offload, options_for
 from .reads import late_reads, watch_file_reads
@@ -53,28 +52,6 @@ class Travelling(nn.Module):
         return x * self.shift
 
 
-class Rig:
-    """A model on a simulated device whose forwards share passes, without the check of a first one, and its resident twin."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.model = device, Travelling([8] * 4)
-        self._given = torch.randn(2, DIM), (0, 1, 2, 3)
-        self._expected = run(copy.deepcopy(self.model), *self._given)
-        self.handle = offload(self.model, share_passes=True)
-        share_untried(self.handle)
-
-    def call(self, stop_at: int = -1) -> None:
-        """A forward, whose output is right. It raises `Stop` at a block."""
-        x, route = self._given
-        with torch.no_grad(), self.device.running():
-            output = self.model(self.device.put(x), route, stop_at)
-        assert torch.equal(self.device.get(output), self._expected)
-
-    def close(self) -> None:
-        self.handle.remove()
-        assert self.device.allocated_bytes == 0
-
-
 def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 60) -> None:
     """Run each job in a thread of its own. A deadlock is a failure, with the stacks of the threads."""
     errors: list[BaseException] = []
@@ -101,10 +78,12 @@ def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 60) -> Non
     assert not stuck, "threads wait for one another:\n" + "\n\n".join(stuck)
 
 
-def share_untried(handle: OffloadHandle) -> None:
+@contextmanager
+def taken_as_shared() -> Iterator[None]:
     """Let all forwards share passes, without the check of a first one."""
-    sharing: Any = engine_of(handle)._gates.sharing
-    sharing._judgement = lambda key: True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharingPolicy, "_judgement", lambda self, key: True)
+        yield
 
 
 def travel(
@@ -131,10 +110,10 @@ def travel(
         use_simulated_device(device),
         watch_file_reads(device),
         late_reads(rng),
+        taken_as_shared(),
         options_for(options) as options,
     ):
         handle = offload(model, share_passes=True, **options)
-        share_untried(handle)
 
         def job(number: int) -> Callable[[], None]:
             mine = random.Random(seed * 100 + number)
@@ -172,6 +151,11 @@ def travel(
 
 def interrupt_where_it_waits(num_strikes: int, seconds: float = 20) -> None:
     """Ctrl-C strikes a forward where it gives way, or once more where it waits to end that call. The others are right."""
+    device = SimulatedDevice(0, "lazy")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(resident, x, route)
     victims: list[int] = []
     struck: list[int] = []
     wait = TurnLock._wait_for_turn
@@ -183,25 +167,29 @@ def interrupt_where_it_waits(num_strikes: int, seconds: float = 20) -> None:
             raise KeyboardInterrupt
         wait(self, traveller)
 
-    device = SimulatedDevice(0, "lazy")
-    with use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
-        rig = Rig(device)
+    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
+        handle = offload(model, share_passes=True)
 
-        def work() -> None:
-            for _ in range(4):
-                with suppress(KeyboardInterrupt):
-                    rig.call()
+        def job(is_victim: bool) -> Callable[[], None]:
+            def work() -> None:
+                victims.extend([threading.get_ident()] if is_victim else [])
+                for _ in range(4):
+                    try:
+                        with torch.no_grad(), device.running():
+                            output = model(device.put(x), route)
+                    except KeyboardInterrupt:
+                        continue
+                    assert torch.equal(device.get(output), expected)
 
-        def victim() -> None:
-            victims.append(threading.get_ident())
-            work()
+            return work
 
-        in_threads([work])  # a first pass tells how many have room in one
+        in_threads([job(is_victim=False)])  # a first pass tells how many have room in one
         patch.setattr(TurnLock, "_wait_for_turn", strike)
-        in_threads([work, work, victim], seconds)
+        in_threads([job(is_victim=False), job(is_victim=False), job(is_victim=True)], seconds)
         assert struck
-        in_threads([work] * 2, seconds)
-        rig.close()
+        in_threads([job(is_victim=False)] * 2, seconds)
+        handle.remove()
+        assert device.allocated_bytes == 0
 
 
 def interrupt_on_lines(seed: int, num_strikes: int) -> None:
@@ -209,10 +197,19 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
     rng = random.Random(seed)
     folder = str(Path(lock.__file__).parent)
     device = SimulatedDevice(0, "eager")
+    model = Travelling([8] * 4)
+    resident = copy.deepcopy(model)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(resident, x, route)
+
+    def call() -> None:
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), route)
+        assert torch.equal(device.get(output), expected)
 
     def usual() -> None:
         for _ in range(4):
-            rig.call()
+            call()
 
     def struck() -> None:
         left = rng.randrange(1, 900)
@@ -227,15 +224,17 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
 
         sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(folder) and left > 0 else None)
         try:
-            with suppress(KeyboardInterrupt):
-                for _ in range(3):
-                    rig.call()
+            for _ in range(3):
+                call()
+        except KeyboardInterrupt:
+            pass
         finally:
             sys.settrace(None)
-        rig.call()
+        call()
 
-    with use_simulated_device(device):
-        rig = Rig(device)
+    with use_simulated_device(device), taken_as_shared():
+        handle = offload(model, share_passes=True)
         for _ in range(num_strikes):
             in_threads([struck, usual, usual], 30)
-        rig.close()
+        handle.remove()
+        assert device.allocated_bytes == 0
