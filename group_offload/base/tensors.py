@@ -48,3 +48,15 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, e
             object.__setattr__(other, name, new)  # a frozen one as well
         return other
     return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a call returned."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note, enters_dataclasses=True)
+    return found

@@ -13,10 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..base.tensors import map_tensors
+from ..base.tensors import tensors_in
 
 T = TypeVar("T")
 Change = Callable[[Any], Any]
@@ -30,13 +29,7 @@ def nodes_with(part_of: Mapping[int, T], output: Any, first: int) -> Iterator[tu
         part_of: By id of such an object, what is returned for it.
         first: The number of nodes that the thread had made before. Older ones are left out.
     """
-    pending: list[Any] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        pending.append(tensor.grad_fn)
-        return tensor
-
-    map_tensors(output, note, enters_dataclasses=True)
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
     seen: set[Any] = set()
     while pending:
         node = pending.pop()

@@ -18,6 +18,7 @@ code that runs. An export (`torch.export`) runs Python with fake tensors, for wh
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ from ..errors import StateError
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
-from .convoy.contract import Unsigned, is_function
+from .convoy.contract import is_function
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
@@ -59,6 +60,8 @@ from .placer import Placer
 from .repeat import Repeater
 from .skips import own_forward, preceded
 from .tables import GatheredRows
+
+logger = logging.getLogger("group_offload")
 
 HANDLE = "_group_offload_handle"
 """The attribute of an offloaded module that leads to its handle."""
@@ -416,7 +419,7 @@ class Gates:
         self.passes = passes
         self.backward = backward
         self.placer = placer
-        self.sharing: SharingPolicy | Unsigned | None = None
+        self.sharing: SharingPolicy | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
@@ -462,7 +465,11 @@ class Gates:
         if isinstance(passes, SharedPasses):
             self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
         elif self._config.share_passes == "auto":
-            self.sharing = Unsigned(passes.name)
+            logger.info(
+                "Not sharing passes of %s: it's none of diffusers' denoisers as they are. If a forward is a function of its "
+                "inputs and the weights, share_passes=True copies the weights once for all calls of a step.",
+                passes.name,
+            )
 
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:

@@ -34,14 +34,13 @@ from ..base.arena import arena_for
 from ..base.device import Backend, Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
-from .convoy.fingerprint import Fingerprint, examine
+from .convoy.fingerprint import SIMPLE, Fingerprint, examine
 from .passes import Passes
 
 logger = logging.getLogger("group_offload")
 
 _MOST_REPEATS = 16
 """Each time twice as much gives way, so this is more than any device has. Models called inside may bring theirs back."""
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Repeater:
@@ -215,4 +214,4 @@ def _versions(value: Any) -> Iterator[Any]:
         yield id(value)
         yield None if value.is_inference() else value._version
     else:
-        yield value if type(value) in _PLAIN else None
+        yield value if type(value) in SIMPLE else None

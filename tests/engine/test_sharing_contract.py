@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 import random
 import threading
 import time
@@ -253,28 +252,6 @@ def test_random_numbers_beside_a_forward_that_fails(error: type[Exception]) -> N
         return {"other": other, "error": ValueError}
 
     assert check(make).passes_discarded == 1
-
-
-EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "a list": (lambda: [1.0], lambda s: s[0], lambda s: s.__setitem__(0, 2.0)),
-    "an object": (lambda: SimpleNamespace(value=1.0), lambda s: s.value, lambda s: setattr(s, "value", 2.0)),
-    "a tensor in a dict": (lambda: {"scale": torch.ones(1)}, lambda s: s["scale"], lambda s: s["scale"].mul_(2.0)),
-    "the sign of zero": (lambda: [0.0], lambda s: math.copysign(1.5, s[0]), lambda s: s.__setitem__(0, -0.0)),
-}
-"""Attributes that are changed one level deep: a LoRA keeps its scale in a dict."""
-
-
-@pytest.mark.parametrize("what", EDITS)
-def test_an_edit_between_the_calls_of_a_step(what: str) -> None:
-    start, get, edit = EDITS[what]
-
-    def make(model: Model) -> dict[str, Any]:
-        model.state = start()
-        model.use = lambda model, x, other: x * get(model.state)
-        return {"between": lambda step: edit(model.state) if step == 4 else None}
-
-    stats = check(make)
-    assert stats.passes_predicted and stats.passes_discarded
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from group_offload.runtime.convoy.fingerprint import Fingerprint, examine
 class Scaled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.scale, self.options, self.sizes = 1.0, {"one": 1, "several": [1, 2]}, (2, 2)
+        self.scale, self.options, self.sizes = float("1"), {"one": 1, "several": [1, 2]}, (2, 2)
         self.processor = SimpleNamespace(gain=1.0)
+        self.scales, self.zeros = [1.0], {"scale": 0.0, "tensor": torch.ones(1)}
         self.register_buffer("table", torch.zeros(2))
         self.plain = torch.zeros(2)
 
@@ -37,10 +38,23 @@ def _state(model: nn.Module) -> Fingerprint:
     return found
 
 
+def _put_in_its_place(layer: Any) -> None:
+    before = id(layer.scale)
+    for _ in range(100):
+        layer.scale = 0.0
+        layer.scale = 5.0 / (len(layer.sizes) + 1)
+        if id(layer.scale) == before:
+            break
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda model: setattr(model[2], "scale", 2.0),
+    "an attribute whose value lies where the old one was": lambda model: _put_in_its_place(model[2]),
     "a new attribute": lambda model: setattr(model[1], "extra", None),
     "in a dict": lambda model: model[0].options.update(one=2),
+    "in a list": lambda model: model[0].scales.__setitem__(0, 2.0),
+    "the sign of zero": lambda model: model[0].zeros.update(scale=-0.0),
+    "a tensor in a dict": lambda model: model[0].zeros["tensor"].mul_(2),
     "in an object": lambda model: setattr(model[2].processor, "gain", 2.0),
     "a tensor in place": lambda model: model[2].plain.add_(1),
     "a parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),

@@ -12,18 +12,11 @@ The classes below were tried with that by the matrix of tests. For others the us
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from ...base.torch_internals import tree_leaves
 from ...config import OffloadConfig
-
-logger = logging.getLogger("group_offload")
 
 _DENOISERS = """
 AceStepTransformer1DModel AllegroTransformer3DModel AnyFlowFARTransformer3DModel AnyFlowTransformer3DModel
@@ -70,30 +63,3 @@ def _is_whole(root: nn.Module) -> bool:
 
 def shares_passes(config: OffloadConfig, root: nn.Module) -> bool:
     return bool(config.share_passes) and is_function(config, root)
-
-
-class Unsigned:
-    """Says once that forwards of a class that is not listed could share passes."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._last: Callable[[], Any] = lambda: None
-        """The first tensor of the last call, as long as somebody else keeps it."""
-        self._has_said = False
-        self.alone: Callable[..., Any] = lambda *args, **kwargs: None
-
-    def call(self, args: Any, kwargs: Any) -> Any:
-        if not self._has_said and not torch.is_grad_enabled():
-            first = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)), None)
-            if first is not None and first is self._last():
-                self._has_said = True
-                logger.info(
-                    "Calls of %s come in steps with the same first input, as under guidance. If a forward is a function of its "
-                    "inputs and the weights, share_passes=True copies the weights once for all calls of a step.",
-                    self._name,
-                )
-            self._last = (lambda: None) if first is None else weakref.ref(first)
-        return self.alone(*args, **kwargs)
-
-    def close(self) -> None:
-        """Nothing is kept."""

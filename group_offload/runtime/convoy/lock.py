@@ -39,8 +39,6 @@ class Traveller:
         self.can_go: Callable[[], bool] | None = None
         """Whether the groups are there that the traveller waits for. None if it needs none to go on."""
         self.is_waiting = False
-        self.leads = False
-        """Whether the traveller got the lock because no other one could go on."""
         self.turn = threading.Condition(lock.mutex)
 
 
@@ -56,13 +54,10 @@ def is_on_its_way() -> bool:
 class Convoy:
     """The forwards that share a pass."""
 
-    def __init__(self, number: int, most: int) -> None:
-        self.number = number
+    def __init__(self, most: int) -> None:
         self.most = most
         """How many forwards there is room for."""
         self.travellers: list[Traveller] = []
-        self.callers: set[int] = set()
-        """The threads that have called the model, and not been started for a forward."""
         self.size = 0
         """How many forwards began the journey."""
         self.has_departed = False
@@ -104,6 +99,7 @@ class TurnLock:
         """Whether a traveller waits for something that a thread of no convoy does under the lock."""
         self._last: Convoy | None = None
         self._number = 0
+        """How many convoys have formed."""
         self._recent: Recent[int, int] = Recent()
         """The number of the convoy that each calling thread came along with last."""
 
@@ -211,19 +207,19 @@ class TurnLock:
             convoy = self._convoy
             if convoy is None:
                 self._number += 1
-                self._last = convoy = Convoy(self._number, most)
+                self._last = convoy = Convoy(most)
             try:
                 convoy.most = min(convoy.most, most)
                 for each in shapes:
                     mine.append(Traveller(self, convoy, each))
                     convoy.travellers.append(mine[-1])
-                convoy.callers.add(me)
-                self._recent[me] = convoy.number
+                self._recent[me] = self._number
                 mine[0].thread = me
                 _travellers[me] = mine[0]
                 while not convoy.has_departed:
                     if self._may_depart(convoy):
-                        self._depart(convoy)
+                        convoy.size, convoy.has_departed = len(convoy.travellers), True
+                        self._changed.notify_all()
                     else:
                         self._changed.wait(max(0.001, convoy.departs_at - time.monotonic()))
             except BaseException:
@@ -263,12 +259,8 @@ class TurnLock:
         traveller = _travellers.get(threading.get_ident())
         return traveller if traveller is not None and traveller.lock is self else None
 
-    def give_way(self, traveller: Traveller, can_go: Callable[[], bool]) -> bool:
-        """Let others go on until this traveller can, or until no other one can.
-
-        Returns:
-            Whether the traveller is the front: no other one could go on.
-        """
+    def give_way(self, traveller: Traveller, can_go: Callable[[], bool]) -> None:
+        """Let others go on until this traveller can, or until no other one can: it is the front then."""
         with self.mutex:
             traveller.can_go = can_go
             try:
@@ -277,7 +269,6 @@ class TurnLock:
                 self._wait_for_turn(traveller)
             finally:
                 traveller.can_go = None
-            return traveller.leads
 
     def regain(self, traveller: Traveller) -> None:
         """Wait for this traveller's turn, unless it is there: an interrupt may have come where it gave way."""
@@ -289,7 +280,7 @@ class TurnLock:
 
     def _wait_for_turn(self, traveller: Traveller) -> None:
         me = threading.get_ident()
-        traveller.leads, traveller.is_waiting = False, True
+        traveller.is_waiting = True
         try:
             self._pass_on()
             while self._owner != me:
@@ -309,9 +300,7 @@ class TurnLock:
         waiting = [each for each in convoy.travellers if each.is_waiting]
         if not waiting or len(waiting) < len(convoy.travellers):
             return
-        chosen = next((each for each in waiting if each.can_go is None or each.can_go()), None)
-        waiting[0].leads = chosen is None
-        chosen = chosen or waiting[0]
+        chosen = next((each for each in waiting if each.can_go is None or each.can_go()), waiting[0])
         self._owner, self._depth = chosen.thread, chosen.depth
         chosen.turn.notify()
 
@@ -341,7 +330,7 @@ class TurnLock:
 
     def _may_depart(self, convoy: Convoy) -> bool:
         now = time.monotonic()
-        missing = self._expected - convoy.callers
+        missing = self._expected - {each.thread for each in convoy.travellers}
         # Those who were there before it formed go first, and those who may come along afterwards.
         goes_first = self._owner and self._owned_since <= convoy.formed_at
         goes_first = goes_first or any(at < convoy.formed_at or each in missing for each, at in self._outsiders.items())
@@ -349,11 +338,6 @@ class TurnLock:
             convoy.departs_at = now + tuning().convoy_wait_seconds
             return False
         return len(convoy.travellers) >= convoy.most or not missing or now >= convoy.departs_at
-
-    def _depart(self, convoy: Convoy) -> None:
-        convoy.has_departed = True
-        convoy.size = len(convoy.travellers)
-        self._changed.notify_all()
 
     def _remove(self, traveller: Traveller) -> None:
         convoy = traveller.convoy

@@ -48,13 +48,9 @@ class SharedPasses(Passes):
     """The fewest forwards that ran out of device memory in one pass."""
 
     def _new_lock(self) -> Any:
-        self._turns = forked_free(TurnLock(weakly(self._switch)))
-        return self._turns
-
-    @property
-    def turns(self) -> TurnLock | None:
-        """The lock, if the module has it for itself. Models that share weights have one lock, and no convoys."""
-        return self._turns if self.lock is self._turns else None
+        self.turns = forked_free(TurnLock(weakly(self._switch)))
+        """The module's own lock. Models that share weights have another one, in common, and no convoys."""
+        return self.turns
 
     def _switch(self, traveller: Traveller | None) -> None:
         if traveller is None:
@@ -66,7 +62,7 @@ class SharedPasses(Passes):
 
     @property
     def runs_elsewhere(self) -> bool:
-        return self._turns.here is None and super().runs_elsewhere
+        return self.turns.here is None and super().runs_elsewhere
 
     @property
     def counters(self) -> Counters:
@@ -97,7 +93,7 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- a call
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is None:
             super().begin_call(call, args, kwargs)
             if self.at_gate is not None:
@@ -110,17 +106,17 @@ class SharedPasses(Passes):
             self._state = State.FAILED
 
     def end_call(self, call: Call) -> None:
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is not None:
-            self._turns.regain(traveller)
-            assert self._turns._is_owned()
+            self.turns.regain(traveller)
+            assert self.turns._is_owned()
         Passes.end_call(self, call)
 
     def settle(self, module: Any) -> None:
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is None:
             super().settle(module)
-        elif self._turns._is_owned():
+        elif self.turns._is_owned():
             if self._calls and self._calls[-1].module is module:
                 self.forget_interrupted_calls()
             if not self._calls and traveller.convoy.travellers == [traveller] and self._state is not State.CLEAN:
@@ -138,11 +134,13 @@ class SharedPasses(Passes):
                 if group.num_bytes
             )
 
-        assert self._turns._is_owned()
+        assert self.turns._is_owned()
         has_company = len(convoy.travellers) > 1 or convoy.lingering
-        if has_company and not can_go() and self._turns.give_way(traveller, can_go):
-            self._drop_lingering(traveller)
-        assert self._turns._is_owned()
+        if has_company and not can_go():
+            self.turns.give_way(traveller, can_go)
+            if not can_go():  # nor can anybody else
+                self._drop_lingering(traveller)
+        assert self.turns._is_owned()
         if convoy.is_torn:
             self._state = State.UNKNOWN
         if convoy.has_begun and self._state is State.UNKNOWN:
@@ -155,7 +153,7 @@ class SharedPasses(Passes):
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
         self.most_together = max(1, min(self._least_too_many - 1, self._placer.forwards_that_fit(kind)))
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is None:
             super()._begin(call, kind, inputs)
             return
@@ -183,7 +181,7 @@ class SharedPasses(Passes):
         return sum(self._transfer.bytes_sent.values())
 
     def _end(self) -> None:
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is None:
             super()._end()
             return
@@ -199,27 +197,27 @@ class SharedPasses(Passes):
 
     def leave(self, traveller: Traveller) -> None:
         """Take a traveller off the convoy whose forward is over. Mostly it has left by itself."""
-        if self._turns.here is not traveller:
+        if self.turns.here is not traveller:
             return
         try:
             if traveller in traveller.convoy.travellers:
-                with self._turns:
+                with self.turns:
                     if traveller.convoy.has_begun:
                         self._calls.clear()
                         self._end()
         finally:
-            self._turns.disembark(traveller)
+            self.turns.disembark(traveller)
 
     # ---------------------------------------------------------------- a group
 
     def acquire(self, group: Group, *, binds: bool = True) -> None:
         super().acquire(group, binds=binds)
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is not None:
             traveller.convoy.users.setdefault(group, set()).add(traveller)
 
     def release(self, group: Group, stream: Stream) -> None:
-        traveller = self._turns.here
+        traveller = self.turns.here
         if traveller is not None:
             convoy = traveller.convoy
             used = convoy.users.get(group, set())

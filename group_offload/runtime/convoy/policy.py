@@ -22,8 +22,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from torch import nn
 from ...base.device import Backend
 from ...base.pagemap import scans_quickly
 from ...base.recent import Recent
-from ...base.tensors import map_tensors
+from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
 from .arguments import Arguments, are_equal, is_plain
@@ -78,7 +76,7 @@ class SharingPolicy:
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
-        self._passes = passes
+        self._passes, self._turns = passes, passes.turns
         self._backend = backend
         self._is_ours = is_ours
         self._why_not = why_not
@@ -100,10 +98,6 @@ class SharingPolicy:
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
         """A call of the module that shares a pass only if its thread is a traveller's."""
 
-    @property
-    def _turns(self) -> Any:
-        return self._passes._turns
-
     def close(self) -> None:
         """Throw all results away that nobody called for."""
         self._local, self._state = threading.local(), None  # a call in progress goes on with what it has
@@ -124,7 +118,7 @@ class SharingPolicy:
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         steps, now, reason = self._steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
-        if self._passes.turns is None:
+        if self._passes.lock is not self._turns:
             reason = "it shares weights with another offloaded model"
         if now.other is not None:
             reason = f"an input has a {type(now.other).__name__} in it, which is neither a tensor nor a plain value"
@@ -200,7 +194,7 @@ class SharingPolicy:
             return None
         found = steps.ahead[0]
         # The arguments come last: the host may wait for the device there.
-        if found.error is None and steps.is_as_then() and now.are_same(found.arguments):
+        if found.error is None and self._is_as_then(*steps.found_in) and now.are_same(found.arguments):
             del steps.ahead[0]
             return found
         self._discard(steps)
@@ -224,8 +218,7 @@ class SharingPolicy:
     def _keep(self, steps: Steps, results: Sequence[Result], epoch: int, caller: Caller) -> None:
         """Keep results for the calls that are to come."""
         self._passes.counters.predicted += len(results)
-        steps.ahead = [*results]
-        steps.is_as_then = partial(self._is_as_then, epoch, self._passes.edits(), caller)
+        steps.ahead, steps.found_in = [*results], (epoch, self._passes.edits(), caller)
 
     def _discard(self, steps: Steps) -> None:
         """Throw away what was not called for."""
@@ -276,7 +269,7 @@ class SharingPolicy:
             self._keep(steps, ahead, epoch, caller)
             return output
         if finding is not None:
-            self._judge(keys, may_share=False, finding=finding)
+            self._judge(keys, finding)
         self._passes.counters.predicted += len(ahead)
         self._passes.counters.discarded += len(ahead)
         return self.alone(*args, **kwargs) if is_void else output
@@ -339,7 +332,7 @@ class SharingPolicy:
             except Exception:  # it is raised again where the call is made
                 break
             results.append(Result(call, found))
-        outputs, given = [tensors_of(each.output) for each in results], (args, kwargs)
+        outputs, given = [tensors_in(each.output) for each in results], (args, kwargs)
         if self._is_spoiled(keys, outputs, given):
             return self.alone(*args, **kwargs)
         if finding is not None or len(results) < len(calls):
@@ -360,11 +353,14 @@ class SharingPolicy:
         size = boarded[0].convoy.size
         if size == 1 or self._put_back(keys, size, before) or any(each.error is not None for each in ahead):
             return output
-        shared = [tensors_of(found), *(tensors_of(each.output) for each in ahead)]
+        shared = [tensors_in(found), *(tensors_in(each.output) for each in ahead)]
         if self._is_spoiled(keys, [*outputs, *shared], given):
             return self.alone(*args, **kwargs)
-        if self._have_same_bits(keys, shared, outputs):
+        if any(outputs) and all(map(are_equal, shared, outputs)):
+            self._judge(keys, None)
             self._keep(steps, results[1:], epoch, caller)
+        else:
+            self._judge(keys, "forwards that shared a pass had other bits than those made alone, or none to compare")
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
@@ -394,27 +390,15 @@ class SharingPolicy:
             finding = "it changes its inputs"
         return output, finding
 
-    def _have_same_bits(self, keys: list[Hashable], shared: Sequence[Any], outputs: Sequence[Any]) -> bool:
-        """Compare forwards that shared a pass with those made one after another, and judge calls of their kinds."""
-        finding = None
-        if not all(map(is_plain, chain.from_iterable([*shared, *outputs]))):
-            finding = "it returns tensors of a kind that is not compared"
-        elif not all(map(are_equal, shared, outputs)):
-            finding = "forwards that shared a pass had other bits than those made one after another"
-        elif not any(outputs):
-            finding = "it returns no tensors that could be compared"
-        self._judge(keys, may_share=finding is None, finding=finding)
-        return finding is None
-
     def _is_spoiled(self, keys: list[Hashable], outputs: Sequence[Any], given: Any) -> bool:
         """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
-        inputs = {each.untyped_storage().data_ptr() for each in tensors_of(given) if is_plain(each)}
-        memory = [
-            {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)} - inputs for tensors in outputs
-        ]
-        is_spoiled = len(set().union(*memory)) < sum(map(len, memory))
+        inputs, *memory = (
+            {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
+            for tensors in (tensors_in(given), *outputs)
+        )
+        is_spoiled = len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
         if is_spoiled:
-            self._judge(keys, may_share=False, finding="it returns the same memory each time")
+            self._judge(keys, "it returns the same memory each time")
         return is_spoiled
 
     def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
@@ -432,7 +416,7 @@ class SharingPolicy:
         if size != len(keys) or others_may_draw():
             self._note(keys, finding)
             return False
-        self._judge(keys, may_share=False, finding=finding)
+        self._judge(keys, finding)
         before.restore()
         return True
 
@@ -446,11 +430,12 @@ class SharingPolicy:
         for key in {*keys}:
             self._findings[key] = self._findings.get(key, 0) + 1
         if any(self._findings[key] >= _MOST_FINDINGS for key in keys):
-            self._judge(keys, may_share=False, finding=finding)
+            self._judge(keys, finding)
 
-    def _judge(self, keys: list[Hashable], *, may_share: bool, finding: str | None) -> None:
+    def _judge(self, keys: list[Hashable], finding: str | None) -> None:
+        """Note whether calls of these kinds share passes: not if there is a finding."""
         for key in keys:
-            self._may_share[key] = self._epoch if may_share and self._may_share.get(key, -1) is not None else None
+            self._may_share[key] = self._epoch if finding is None and self._may_share.get(key, -1) is not None else None
             self._findings.pop(key, None)
         if finding is not None:
             self._say(finding)
@@ -459,17 +444,6 @@ class SharingPolicy:
         if reason not in self._said:
             self._said[reason] = None
             logger.info("Not sharing passes of %s: %s.", type(self._root).__name__, reason)
-
-
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(output, note, enters_dataclasses=True)
-    return found
 
 
 def _state_of_thread() -> str | None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from .arguments import Arguments
 from .caller import Caller
 from .lock import Traveller
 from .passes import SharedPasses
-
-_IDLE_SECONDS = 10.0
-"""The time after which a helper ends that nobody gives work."""
 
 
 class Result:
@@ -51,19 +47,15 @@ class Speculation(Result):
             _begin(self._run, self._done)
         except RuntimeError as error:  # the system has no more threads
             self.error = error
-            self.withdraw()
+            self._passes.turns.disembark(self._traveller)
             self._done.release()
-
-    def withdraw(self) -> None:
-        """Take the forward off its convoy if no helper has begun it."""
-        self._passes._turns.disembark(self._traveller, if_idle=True)
 
     def join(self) -> None:
         """Wait until the forward, which was started, is over."""
         self._done.acquire()
 
     def _run(self) -> None:
-        if not self._passes._turns.embark(self._traveller):
+        if not self._passes.turns.embark(self._traveller):
             return
         try:
             given = self.arguments.given()
@@ -79,26 +71,18 @@ class Speculation(Result):
 
 
 class _Helper(threading.Thread):
-    """A thread that stays from step to step: cuBLAS makes a handle for each thread, which takes long."""
+    """A thread that stays for later steps: cuBLAS makes a handle for each thread, which takes long.
+
+    There are as many as forwards ever ran ahead at once, and one that an interrupt keeps from its work waits for ever.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="group_offload forward", daemon=True)
         self.works: SimpleQueue[tuple[Callable[[], None], threading.Lock]] = SimpleQueue()
 
     def run(self) -> None:
-        is_taken = False
         while True:
-            try:
-                work, done = self.works.get(timeout=_IDLE_SECONDS)
-            except Empty:
-                with suppress(ValueError):
-                    _idle.remove(self)
-                    return
-                if is_taken:  # whoever took it from the list was interrupted
-                    return
-                is_taken = True
-                continue
-            is_taken = False
+            work, done = self.works.get()
             work()
             del work  # it keeps activations alive
             _idle.append(self)

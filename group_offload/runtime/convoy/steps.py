@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from ...base.recent import Recent
@@ -25,8 +25,8 @@ class Steps:
         """What the rest of this step should be called with, as far as `_most` says."""
         self.ahead: list[Result] = []
         """What these calls would return, as far as they were not made yet."""
-        self.is_as_then: Callable[[], bool] = lambda: False
-        """Whether all is as it was when these forwards ran."""
+        self.found_in: Any = ()
+        """What the modules, the weights and the thread were like when these forwards ran."""
         self._announced: Step | None = None
         """The step in progress, if its calls were announced."""
         self._kinds: Hashable = None
