@@ -44,7 +44,7 @@ ABOUT_LINUX = {
     "files/test_without_page_map.py": "a page map that goes",
     "files/reading/test_reader_processes.py": "processes that fork",
     "engine/test_processes.py": "processes that fork",
-    "integrations/test_modular.py::test_resident_weights_give_way_to_a_whole_model": "residents, whose edits the page map tells",
+    "integrations/test_modular.py::test_resident_weights_give_way_to_a_whole_model": "weights that stay on the device",
     "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
     "integrations/test_quantising.py": "models opened in place, as the page map tells which weights are views of files",
     "files/test_files_of_others.py": "owners and modes of files",
