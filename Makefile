@@ -17,12 +17,12 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 .PHONY: help setup demo cover size test quick portable matrix versions lint type bench pages site docs dist wheel
 
 help:
-	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.5 GB unpacked, 5 GB or more where torch comes with CUDA), minutes"
+	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.4 GB with torch for the CPU; more where torch comes with CUDA)"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files, by diffusers and by this package (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
-	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: two minutes on 2 cores"
-	@echo "make cover   all tests, and the lines that they leave out: thrice the time of make test"
+	@echo "make portable the weights' tests, with what Linux, macOS and Windows all have: one minute on 2 cores"
+	@echo "make cover   all tests, and the lines that they leave out"
 	@echo "make matrix  every model class of diffusers on every tier, and the tables of docs/compatibility.md: fifteen minutes on 2 cores"
 	@echo "make versions other versions of Python, torch and diffusers, one after the other: it fetches 25 GB (ARGS: see tests/versions.py)"
 	@echo "make lint    ruff: rules and format"

@@ -64,9 +64,8 @@ def _sketch(repository: str, inside: PurePosixPath, folder: Path) -> None:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         if _CONFIGS.fullmatch(file.name):
             api.hf_hub_download(repository, str(file), revision=found.sha, local_dir=folder)
-        elif (
-            file.suffix == ".safetensors" and depth == 1 + is_pipeline
-        ):  # what lies beside a pipeline's folders is not loaded
+        # Loaders of pipelines take none that lies beside the folders of their parts.
+        elif file.suffix == ".safetensors" and depth > is_pipeline:
             say_meanwhile(f"Reading the header of {file} ...")
             _write_hole(folder / file, api.parse_safetensors_file_metadata(repository, str(file), revision=found.sha))
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from ..api import handle_of
 from ..base.arena import arenas
+from ..errors import ConfigError
 from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
 from ..runtime.convoy.contract import shares_passes
@@ -52,13 +53,23 @@ class GroupOffloadStrategy:
         memory_reserve_margin: Device memory to leave free for activations: bytes, or a size such as "3GB", as diffusers'
             `AutoOffloadStrategy` takes it.
 
+    Raises:
+        ConfigError: diffusers isn't installed.
+
     Example:
         >>> enable_group_offload(pipe, exclude_modules=["vae"])
         >>> manager.enable_auto_cpu_offload("cuda", offload_strategy=GroupOffloadStrategy())
     """
 
     def __init__(self, memory_reserve_margin: int | str = "3GB") -> None:
-        self._strategy = importlib.import_module(_MANAGER).AutoOffloadStrategy(memory_reserve_margin)
+        try:
+            manager = importlib.import_module(_MANAGER)
+        except ImportError as error:
+            raise ConfigError(
+                "GroupOffloadStrategy is for a ComponentsManager of diffusers, which isn't installed: pip install "
+                "'group-offload[diffusers]'"
+            ) from error
+        self._strategy = manager.AutoOffloadStrategy(memory_reserve_margin)
 
     def __call__(self, hooks: list[Any], model_id: str, model: nn.Module, execution_device: torch.device) -> list[Any]:
         """The hooks of the models that leave the device before `model` comes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ from diffusers import ComponentsManager
 from diffusers.utils import torch_utils
 from torch import nn
 
-from group_offload import GroupOffloadStrategy, apply_group_offloading, disable_group_offload, enable_group_offload
+from group_offload import (
+    ConfigError,
+    GroupOffloadStrategy,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+)
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
+from ..support.allocator import Memory
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
 from ..support.pipelines import any_case, models_of, modular_pipeline, run_modular, tier_options, traces
@@ -200,21 +208,32 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
     """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
     memory."""
     model, resident = make(), make()
-    whole = nn.Linear(8, 8)
+    whole = nn.Linear(16, 16)
     num_bytes = sum(each.nbytes for each in whole.parameters())
-    with use_simulated_device(SimulatedDevice(0, "eager")) as device:
-        handle = offload(model, vram_budget="1GiB")
-        for seed in range(2):
+    card = Memory(8 << 30)
+    with use_simulated_device(SimulatedDevice(0, "eager", card=card)) as device:
+        handle = offload(model, vram_budget="auto")
+        for seed in range(3):
             assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
         kept = handle.stats().resident_bytes
-        tell_of_room(monkeypatch, torch.device("cuda"), lambda: num_bytes)
+        tell_of_room(monkeypatch, torch.device("cuda"), lambda: card.free_bytes)
         strategy = GroupOffloadStrategy(memory_reserve_margin=0)
         assert strategy([], "whole", whole, device.device) == [] and handle.stats().resident_bytes == kept > num_bytes
-        monkeypatch.setattr(device, "free_bytes", lambda: num_bytes // 2)
+        card.other_takes(card.free_bytes)
+        with pytest.raises(torch.OutOfMemoryError):
+            device.empty(num_bytes)
         assert strategy([], "whole", whole, device.device) == []
+        moved = device.empty(num_bytes)  # as the manager does now
         assert 0 < kept - handle.stats().resident_bytes < kept
         assert torch.equal(device.get(forward(device, model, inputs(0))), run(resident, inputs(0)))
+        del moved
         handle.remove()
+
+
+def test_a_strategy_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers.modular_pipelines.components_manager", None)
+    with pytest.raises(ConfigError, match=r"pip install 'group-offload\[diffusers\]'"):
+        GroupOffloadStrategy()
 
 
 @any_order
