@@ -350,3 +350,32 @@ def test_a_device_without_triton(device: SimulatedDevice, monkeypatch: pytest.Mo
     handle = offload(nn.Linear(2, 2), pack="auto")
     assert handle.config.pack is False
     handle.remove()
+
+
+@pytest.mark.parametrize("source", ["ram", "checkpoint"])
+def test_page_locking_that_is_refused_while_weights_are_packed(
+    source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was locked stays packed, the rest stays as it is, and the system is asked for no more of it. Hazard: page-locking is
+    refused half-way."""
+    resident = routed([2400] * 4)
+    model = twin_of(resident, source, tmp_path)
+    asked: list[int] = []
+    pin = SimulatedDevice.pin
+
+    def refuse(self: SimulatedDevice, memory: torch.Tensor, undo: Any, *, read_only: bool = False) -> bool:
+        if (
+            memory.numel() < 40_000 or memory.numel() > 70_000
+        ):  # a block has 82,176 bytes, and the memory around it less
+            return pin(self, memory, undo, read_only=read_only)
+        asked.append(memory.numel())
+        return len(asked) <= 2 and pin(self, memory, undo, read_only=read_only)
+
+    monkeypatch.setattr(SimulatedDevice, "pin", refuse)
+    monkeypatch.setattr(SimulatedDevice, "empty_pinned", lambda self, num_bytes: None)
+    handle = offload(model, pack=True)
+    parts = [part for group in engine_of(handle).groups for part in group.parts]
+    assert [part.packed is not None for part in parts] == [True, True, False, False, False]
+    assert len(asked) == 3
+    check(device, model, resident, 3)
+    end(device, model, resident, handle)
