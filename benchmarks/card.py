@@ -5,7 +5,7 @@ An arm is an engine and what it is told, joined by "+":
     resident                           all weights on the device, with nothing held: the bits of all others are compared with it
     ours                               this package with the least memory
     ours+auto, ours+budget=7GiB        with a `vram_budget`, and with ram=12GiB a `ram_budget`
-    ours+auto+pack, ours+leaf          packed weights, leaf level
+    ours+auto+pack, ours+leaf          packed weights, leaf level; with +share, the calls of guidance share their copies
     diffusers, diffusers+block         diffusers' group offloading with streams: leaf level, or block level
     model, sequential                  diffusers' model offloading, and accelerate's of single layers
 
@@ -46,6 +46,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "pack": {"pack": True},
     "leaf": {"offload_type": "leaf_level"},
     "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
+    "share": {"share_passes": "auto"},
 }
 _BUDGETS = {"budget": "vram_budget", "ram": "ram_budget"}
 _SEGMENTS = {"expand": "True", "noexpand": "False"}

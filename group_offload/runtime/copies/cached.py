@@ -47,7 +47,7 @@ class CachedFiles:
         self._to_lock: dict[SourceFile, list[FileBlob]] = {}
         self.ahead = CacheReads()
         """Reads into the page cache before this module's turn."""
-        self._relieved_at = 0.0
+        self._looked_at = 0.0
         self._has_run = False
 
     def begin(self, blobs: Sequence[FileBlob]) -> None:
@@ -128,13 +128,11 @@ class CachedFiles:
     def _relieve(self, name: str) -> None:
         """If RAM runs short, unlock a part of the blobs, evenly spread. These are read in each pass from then on."""
         now = time.monotonic()
-        if (
-            now - self._relieved_at < tuning().relief_seconds
-            or not locked.num_bytes
-            or available_ram() >= MIN_FREE_RAM_BYTES
-        ):
+        if now - self._looked_at < tuning().relief_seconds or not locked.num_bytes:
             return
-        self._relieved_at = now
+        self._looked_at = now  # the kernel may take 10 ms to tell, so not in each pass
+        if available_ram() >= MIN_FREE_RAM_BYTES:
+            return
         there = [blob for blob in self.blobs if blob.is_locked]
         given_up = set(there[::_RELIEF_PART])
         if not given_up:
