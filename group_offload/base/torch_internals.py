@@ -274,6 +274,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_buffers": "for each pass: `named_buffers()` takes longer",
         "_call_impl": "what a call is without a compiled one",
         "_compiled_call_impl": "see `COMPILED_CALL`",
+        "_backward_hooks": "whether torch would do more than call `forward`",
+        "_backward_pre_hooks": "the same",
         "_forward_hooks": "those of others are called inside of a gate, or around it",
         "_forward_pre_hooks": "the same",
         "_modules": "for each pass: `named_modules()` takes longer",

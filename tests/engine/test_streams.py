@@ -739,11 +739,22 @@ def test_a_model_is_packed_while_its_files_are_read() -> None:
         tune(patch, locked_share=0.5)
         patch.setattr(Budgeter, "has_learnt_to_pack", True)
 
-        def gain(*args: Any) -> float:
-            threading.Timer(0.2, held.open).start()  # not before: a busy machine takes its time to come here
-            return 0.5
+        abandon, place = lookahead.LookAhead.abandon, placer.Placer.place
 
-        patch.setattr(Budgeter, "gain_from_packing", gain)
+        def open_meanwhile(ahead: lookahead.LookAhead) -> None:
+            threading.Timer(0.2, held.open).start()
+            abandon(ahead)
+
+        def open_after(*args: Any, **kwargs: Any) -> None:
+            in_time = threading.Timer(5, held.open)
+            in_time.start()
+            place(*args, **kwargs)
+            in_time.cancel()
+            held.open()
+
+        patch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
+        patch.setattr(lookahead.LookAhead, "abandon", open_meanwhile)
+        patch.setattr(placer.Placer, "place", open_after)
         outputs += [forward(device, model, x) for _ in range(3)]
         assert handle.stats().bytes_unpacked
         for output in outputs:
