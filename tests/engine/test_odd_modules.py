@@ -15,6 +15,7 @@ import diffusers.hooks  # noqa: F401 - so that modules are marked for it
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from group_offload import ModuleError, StateError, apply_group_offloading, remove_group_offloading
 
@@ -131,6 +132,63 @@ def test_a_module_that_is_all_lazy() -> None:
         apply_group_offloading(model, "cpu")
     run(model, inputs())
     apply_group_offloading(model, "cpu")
+
+
+# ---------------------------------------------------------------- hooks
+
+
+class Doubled(nn.Linear):
+    """torch's own steps around `forward` are others here."""
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super()._call_impl(*args, **kwargs)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "before": lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+    "before, with kwargs": lambda layer: layer.register_forward_pre_hook(
+        lambda _, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+    ),
+    "after": lambda layer: layer.register_forward_hook(lambda *args: 2 * args[-1]),
+    "before any": lambda layer: register_module_forward_pre_hook(
+        lambda module, args: (2 * args[0],) if module is layer else None
+    ),
+    "after any": lambda layer: register_module_forward_hook(
+        lambda module, _, output: 2 * output if module is layer else None
+    ),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda *args: (2 * args[1][0],)),
+    "before backward": lambda layer: layer.register_full_backward_pre_hook(lambda *args: (2 * args[-1][0],)),
+}
+
+
+@every_level
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_yours_run_once_and_until_they_are_removed(kind: str, level: str) -> None:
+    """A layer that has none is called without torch's search for hooks."""
+    model, reference = make(Model), make(Model)
+    apply_group_offloading(model, "cpu", offload_type=level)
+
+    def gradient(each: nn.Module) -> torch.Tensor:
+        x = inputs().requires_grad_()
+        (seen,) = torch.autograd.grad(each(x).sum(), x)
+        return torch.cat([run(each, inputs()), seen])
+
+    plain = gradient(reference)
+    assert_same(gradient(model), plain)
+    hooks = [HOOKS[kind](each.proj_in) for each in (model, reference)]
+    assert not torch.equal(gradient(reference), plain)
+    assert_same(gradient(model), gradient(reference))
+    for hook in hooks:
+        hook.remove()
+    assert_same(gradient(model), plain)
+
+
+@every_level
+def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
+    model, reference = (nn.Sequential(make(Model), Doubled(WIDTH, WIDTH)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    apply_group_offloading(model, "cpu", offload_type=level)
+    assert_same(run(model, inputs()), run(reference, inputs()))
 
 
 # ---------------------------------------------------------------- copies of hooks
