@@ -85,44 +85,30 @@ def run(model: nn.Module, latents: torch.Tensor, prompts: list[Any], *, is_cast:
         return [model(x=latents.clone() if is_cast else latents, prompt=branch.prompt) for branch in branches]
 
 
-@pytest.mark.parametrize("is_cast", [False, True])
-def test_from_the_second_step_on(is_cast: bool) -> None:
-    """Inputs may be made anew for each call of a step, as a cast of the latents is."""
-    torch.manual_seed(0)
-    model = Guided().eval()
-    prompts, steps = [draw(10), draw(11, rows=3), draw(12)], [draw(seed) for seed in range(4)]
-    twin = Guided().eval()
-    twin.load_state_dict(model.state_dict())
-    twin.to(device())
-    handle = apply_group_offloading(model, device(), share_passes=True)
-    for at, latents in enumerate(steps):
-        for found, wanted in zip(
-            run(model, latents, prompts, is_cast=is_cast), run(twin, latents, prompts), strict=True
-        ):
-            assert_same(found, wanted)
-        assert handle.stats().passes_predicted == 2 * at
-    assert not handle.stats().passes_discarded
-
-
-def test_branches_of_another_form() -> None:
+class Listed(Guided):
     """One of the inputs is a list, longer in one branch than in the other."""
 
-    class Listed(Guided):
-        def forward(self, x: torch.Tensor, prompt: Any, more: Any = None) -> torch.Tensor:
-            return super().forward(x, torch.cat(prompt), more)
+    def forward(self, x: torch.Tensor, prompt: Any, more: Any = None) -> torch.Tensor:
+        return super().forward(x, torch.cat(prompt), more)
 
+
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize("kind", [Guided, Listed])
+def test_from_the_second_step_on(kind: type[Guided], is_cast: bool) -> None:
+    """Inputs may be made anew for each call of a step, as a cast of the latents is."""
     torch.manual_seed(0)
-    model = Listed().eval()
-    prompts: list[Any] = [[draw(10)], [draw(11), draw(12)]]
-    twin = Listed().eval()
+    model, twin = kind().eval(), kind().eval()
     twin.load_state_dict(model.state_dict())
     twin.to(device())
+    prompts: list[Any] = [draw(10), draw(11, rows=3), draw(12)]
+    if kind is Listed:
+        prompts = [prompts[:1], prompts[:2], prompts[2:]]
     handle = apply_group_offloading(model, device(), share_passes=True)
-    for at in range(3):
-        latents = draw(at)
-        for found, wanted in zip(run(model, latents, prompts), run(twin, latents, prompts), strict=True):
-            assert_same(found, wanted)
-    assert handle.stats().passes_predicted == 2
+    for at in range(4):
+        mine, wanted = run(model, draw(at), prompts, is_cast=is_cast), run(twin, draw(at), prompts)
+        assert_same(mine, wanted)
+        assert handle.stats().passes_predicted == 2 * at
+    assert not handle.stats().passes_discarded
 
 
 def test_nothing_is_kept_once_the_branches_are_gone() -> None:

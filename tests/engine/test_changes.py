@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,139 +13,26 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from group_offload import OffloadHandle, StateError, apply_group_offloading
 from group_offload.runtime.groups import build
 
+from ..support import edits
 from ..support.asserts import assert_at_rest, assert_same
-from ..support.models import WIDTH, Block, Model, inputs, make
+from ..support.faults import raise_at
+from ..support.models import WIDTH, Model, inputs, make
 from ..support.on_device import Twins, from_file
-from ..support.rigs import LEVELS, TIERS, check, offload_to, run, run_onloaded
+from ..support.rigs import LEVELS, TIERS, check, offload_to, pair, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
-
-class Block(Block):
-    """A block that computes with whatever was added to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added = nn.ModuleList()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale * self.down(F.gelu(self.up(x)))
-        for layer in self.added:
-            x = x + layer(x)
-        for buffer in self._buffers.values():
-            x = x + buffer
-        return x / 2
-
-
-class Model(Model):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-
-def values(rng: random.Random, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
-
-
-def any_parameter(model: Any, rng: random.Random) -> nn.Parameter:
-    return rng.choice([*model.parameters()])
-
-
-def edit(model: Any, rng: random.Random) -> None:
-    any_parameter(model, rng).data.mul_(0.5)
-
-
-def edit_half_of_all(model: Any, rng: random.Random) -> None:
-    for parameter in model.parameters():
-        if rng.random() < 0.5:
-            parameter.data.add_(0.125)
-
-
-def replace(model: Any, rng: random.Random) -> None:
-    parameter = any_parameter(model, rng)
-    parameter.data = parameter.data * 0.5
-
-
-def recast(model: Any, rng: random.Random) -> None:
-    model.double()
-    model.float()
-
-
-def swap(model: Any, rng: random.Random) -> None:
-    one, two = rng.choice(model.blocks).up.weight, rng.choice(model.blocks).up.weight
-    one.data, two.data = two.data, one.data
-
-
-def tie(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).up.bias = rng.choice(model.blocks).up.bias
-
-
-def tie_values(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).scale.data = rng.choice(model.blocks).scale.data
-
-
-def new_parameter(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).scale = nn.Parameter(values(rng, WIDTH))
-
-
-def add_buffer(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).register_buffer(f"shift{rng.randrange(3)}", values(rng, WIDTH))
-
-
-def new_layer(rng: random.Random) -> nn.Linear:
-    layer = nn.Linear(WIDTH, WIDTH)
-    for parameter in layer.parameters():
-        parameter.data = values(rng, *parameter.shape)
-    return layer
-
-
-def add_layer(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).added.append(new_layer(rng))
-
-
-def remove_layers(model: Any, rng: random.Random) -> None:
-    rng.choice(model.blocks).added = nn.ModuleList()
-
-
-def add_block(model: Any, rng: random.Random) -> None:
-    block = Block()
-    for parameter in block.parameters():
-        parameter.data = values(rng, *parameter.shape) / 8
-    model.blocks.insert(rng.randrange(len(model.blocks) + 1), block)
-
-
-def move_block(model: Any, rng: random.Random) -> None:
-    model.blocks.append(model.blocks.pop(rng.randrange(len(model.blocks))))
-
-
-def remove_block(model: Any, rng: random.Random) -> None:
-    if len(model.blocks) > 1:
-        model.blocks.pop(rng.randrange(len(model.blocks)))
-
-
-def new_table(model: Any, rng: random.Random) -> None:
-    block = rng.choice(model.blocks)
-    block._parameters = {**block._parameters, "scale": nn.Parameter(values(rng, WIDTH))}
-
-
-def load(model: Any, rng: random.Random) -> None:
-    state = {name: value / 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=rng.random() < 0.5)
-
-
-def share(model: Any, rng: random.Random) -> None:
-    model.share_memory()
-
-
-WEIGHTS = (edit, edit_half_of_all, replace, recast, swap, tie_values, load, share)
-MODULES = (tie, new_parameter, add_buffer, add_layer, remove_layers, add_block, move_block, remove_block, new_table)
-Change = Callable[[Any, random.Random], None]
+IN_MODULES = (
+    edits.add_buffer, edits.add_parameter, edits.append_block, edits.delete_and_add_again, edits.lora, edits.move_block,
+    edits.new_table, edits.remove_block, edits.remove_parameter, edits.replace_parameter, edits.swap_blocks,
+    edits.swap_module, edits.swap_parameters, edits.tie,
+)  # fmt: skip
+IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.half, edits.bfloat16))
 
 
 HOMES: dict[str, dict[str, Any]] = {
@@ -172,13 +59,25 @@ def twins(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Twins]:
         yield twins
 
 
-def change_and_check(twins: Twins, changes: list[list[Change]], *, refreshes: random.Random | None = None) -> None:
+def fits(model: nn.Module, change: Any) -> bool:
+    """Whether the module still has what is to be changed, after the changes before, and computes with that."""
+    tried = copy.deepcopy(model)
+    try:
+        change(tried)
+        run(tried, inputs())
+    except (AttributeError, IndexError, RuntimeError):
+        return False
+    return True
+
+
+def change_and_check(twins: Twins, changes: list[list[Any]], *, refreshes: random.Random | None = None) -> None:
     """After each list of changes a forward is right; they happen alike to a resident twin."""
     twins.step(x=inputs())
     for number, several in enumerate(changes):
-        for index, change in enumerate(several):
-            with torch.no_grad():
-                twins.edit(lambda model, change=change, seed=1000 * number + index: change(model, random.Random(seed)))
+        for change in several:
+            if fits(twins.resident, change):
+                with torch.no_grad():
+                    twins.edit(change)
             if refreshes is not None and refreshes.random() < 0.3:
                 twins.handle.refresh()
         twins.check()
@@ -189,7 +88,10 @@ def change_and_check(twins: Twins, changes: list[list[Change]], *, refreshes: ra
 
 def test_a_swap_an_edit_and_a_new_module(twins: Twins) -> None:
     """Weights would be read where they no longer are."""
-    change_and_check(twins, [[swap, edit_half_of_all, add_layer], [share, edit, add_buffer, swap]])
+    swap, edit_all = edits.swap_data, edits.edit_all
+    change_and_check(
+        twins, [[swap, edit_all, edits.lora], [edits.share_memory, edits.replace_data, edits.add_buffer, swap]]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -197,7 +99,7 @@ def test_random_changes(seed: int, twins: Twins) -> None:
     """Edits and new modules at once, as those who load and fuse a LoRA make them."""
     rng = random.Random(seed)
     changes = [
-        rng.choices(WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*WEIGHTS, *MODULES), k=rng.randint(1, 3))
+        rng.choices(IN_WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*IN_WEIGHTS, *IN_MODULES), k=rng.randint(1, 3))
         for _ in range(6)
     ]
     change_and_check(twins, changes, refreshes=rng if seed % 2 else None)
@@ -207,10 +109,9 @@ def test_edits_of_a_checkpoint_on_the_cpu_within_a_budget(tmp_path: Path) -> Non
     """Edited weights rest in RAM: an edit does not make the budget too small."""
     model, reference = from_file(make(Model), tmp_path / "model.safetensors"), make(Model)
     handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="80%")
-    for number, change in enumerate((edit, edit_half_of_all, add_layer, load, edit_half_of_all)):
+    for change in (edits.edit_through_data, edits.edit_all, edits.lora, edits.load_state_dict, edits.edit_all):
         for each in (model, reference):
-            with torch.no_grad():
-                change(each, random.Random(number))
+            change(each)
         for _ in range(2):
             assert_same(run(model, inputs()), run(reference, inputs()))
             assert_at_rest(model, reference)
@@ -223,21 +124,23 @@ def test_edits_of_a_checkpoint_on_the_cpu_within_a_budget(tmp_path: Path) -> Non
 def test_another_table(is_refreshed: bool, table: str, level: str) -> None:
     """`refresh()`, or a forward that fails: torch finds the new weights on another device. The next one is right."""
 
-    def exchange(model: Any, rng: random.Random) -> None:
+    def exchange(model: Any, number: int) -> None:
         block = model.blocks[1]
         new: dict[str, Any] = {
-            "_parameters": {"scale": nn.Parameter(values(rng, WIDTH))},
-            "_buffers": {"shift": values(rng, WIDTH)},
-            "_modules": {**block._modules, "added": nn.ModuleList([*block.added, new_layer(rng)])},
+            "_parameters": {"scale": nn.Parameter(inputs(number, WIDTH))},
+            "_buffers": {"shift": inputs(number, WIDTH)},
+            "_modules": {**block._modules, "up": make(nn.Linear, WIDTH, 2 * WIDTH, seed=number)},
         }
         setattr(block, table, new[table])
 
     model, reference = make(Model), make(Model)
+    for each in (model, reference):
+        each.blocks[1].register_forward_hook(lambda block, args, output: output + sum(block._buffers.values()))
     handle = apply_group_offloading(model, "cpu", offload_type=level)
     check(model, reference, inputs())
     for number in range(2):
         for each in (model, reference):
-            exchange(each, random.Random(number))
+            exchange(each, number)
         if is_refreshed:
             handle.refresh()
         else:
@@ -257,20 +160,17 @@ def test_somebody_who_goes_on_changing_the_module() -> None:
         def named_modules(self, *args: Any, **options: Any) -> Any:
             yield from super().named_modules(*args, **options)
             if self.is_restless:
-                self.blocks[0].added.append(nn.Linear(WIDTH, WIDTH))
+                self.blocks[0].extra = nn.Linear(WIDTH, WIDTH)
 
-    model = make(Restless)
-    reference = copy.deepcopy(model)
+    model, reference = pair(Restless)
     offload_to(None, model)
     model.is_restless = True
-    edit(model, random.Random(0))
-    edit(reference, random.Random(0))
-    model.blocks[1].register_buffer("shift", torch.ones(WIDTH))
-    reference.blocks[1].register_buffer("shift", torch.ones(WIDTH))
+    for each in (model, reference):
+        edits.edit_through_data(each)
+        edits.add_buffer(each)
     with pytest.raises(StateError, match="changed by another thread"):
         run(model, inputs())
     model.is_restless = False
-    model.blocks[0].added = nn.ModuleList()
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
@@ -327,20 +227,6 @@ def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Pa
 # ---------------------------------------------------------------- edits that cannot be taken up
 
 
-def fail_to_take_memory(patch: pytest.MonkeyPatch, after: int) -> None:
-    """After so many segments there is no RAM for another one."""
-    original, count = build.Segment, 0
-
-    def failing(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > after:
-            raise MemoryError
-        return original(*args, **options)
-
-    patch.setattr(build, "Segment", failing)
-
-
 @pytest.mark.parametrize(("level", "after"), [("block_level", 1), ("leaf_level", 0), ("leaf_level", 2)])
 @pytest.mark.parametrize("then", ["forward", "refresh", "remove", "another failure", "a new module"])
 def test_edits_after_one_that_there_was_no_ram_for(
@@ -360,7 +246,7 @@ def test_edits_after_one_that_there_was_no_ram_for(
     for _ in range(2 if then == "another failure" else 1):
         edit_all()
         with monkeypatch.context() as patch:
-            fail_to_take_memory(patch, after)
+            raise_at(patch, build, "Segment", after + 1, MemoryError(), ever_after=True)
             with pytest.raises(MemoryError):
                 run(model, inputs())
         assert_at_rest(model, reference)

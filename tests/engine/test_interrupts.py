@@ -41,6 +41,7 @@ from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.drivers import LockingDriver
+from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import Twins, from_file
@@ -162,17 +163,6 @@ def test_interrupts_of_page_locking(simulated: bool, monkeypatch: pytest.MonkeyP
         assert not device.pinned_bytes and not driver.locked and not driver.errors, place
 
 
-def raises_once(owner: Any, name: str, patch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
-    """The next call raises before it has done anything."""
-    real = getattr(owner, name)
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        patch.setattr(owner, name, real)
-        raise error or KeyboardInterrupt
-
-    patch.setattr(owner, name, struck)
-
-
 def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive hangs, and somebody presses Ctrl-C; another model of that size runs in between."""
     first, second = make(), make(Model, seed=1)
@@ -259,17 +249,8 @@ def test_a_forward_that_tries_again_computes_with_what_was_read(
     model, reference = make(Retrying), make(Retrying)
     handle = offload_to(tmp_path, model)
     check(model, reference, inputs())
-    real, left = os.preadv, number + 1
-
-    def failing(*args: Any) -> int:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise OSError(5, "Input/output error")
-        return real(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing)
+        raise_at(patch, os, "preadv", number + 1, OSError(5, "Input/output error"))
         try:
             output = run(model, inputs())
         except GroupFileError:
@@ -287,18 +268,9 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
     """The slot was taken, and holds what was there before."""
     for number in range(1, 10):
         with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(Retrying), **options) as twins:
-            copy, left = device.copy, number
-
-            def failing(*args: Any, copy: Callable[..., None] = copy, **kwargs: Any) -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise torch.OutOfMemoryError("no room")
-                copy(*args, **kwargs)
-
             twins.step(x=inputs())
             with monkeypatch.context() as patch, suppress(torch.OutOfMemoryError):
-                patch.setattr(device, "copy", failing)
+                raise_at(patch, device, "copy", number, torch.OutOfMemoryError("no room"))
                 twins.step(x=inputs())
             for _ in range(2):
                 twins.step(x=inputs())
@@ -327,7 +299,7 @@ def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.Monk
                 real()
 
             patch.setattr(memory, "take", take)
-            raises_once(Arena, "take", patch, torch.OutOfMemoryError("no room"))
+            raise_at(patch, Arena, "take", error=torch.OutOfMemoryError("no room"))
             with pytest.raises(torch.OutOfMemoryError):
                 twins.step(x=inputs())
         twins.check()
@@ -411,7 +383,7 @@ def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: p
         both.blocks[2].down.weight.data[30].mul_(0.75)  # in a page that no other weight has bytes in
     before = {part.blob for each in engine_of(handle).groups for part in each.parts}
     with monkeypatch.context() as patch:
-        raises_once(Passes, "set_groups", patch)
+        raise_at(patch, Passes, "set_groups")
         with pytest.raises(KeyboardInterrupt):
             run(model, inputs(0, 3, 64))
     check(model, reference, inputs(0, 3, 64))
@@ -466,7 +438,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
     handle = offload_to(tmp_path, model)
     check(model, reference, inputs())
     with monkeypatch.context() as patch:
-        raises_once(LookAhead, "was_released", patch)
+        raise_at(patch, LookAhead, "was_released")
         with pytest.raises(StateError, match="goes on after it was interrupted"):
             run(model, inputs())
     check(model, reference, inputs())

@@ -241,6 +241,7 @@ def _made_of(values: dict[str, Any]) -> HandsOut:
     return model
 
 
+@every_tier
 @pytest.mark.parametrize("kind", [Model, HandsOut], ids=["plain", "hands out"])
 @pytest.mark.parametrize(
     "make_copy",
@@ -251,12 +252,15 @@ def _made_of(values: dict[str, Any]) -> HandsOut:
     ],
     ids=["deepcopy", "pickle", "of a shallow copy"],
 )
-def test_copies_are_modules_as_any_other(kind: Any, make_copy: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_are_modules_as_any_other(
+    kind: Any, make_copy: Callable[[nn.Module], nn.Module], tier: str, tmp_path: Path
+) -> None:
     model, reference = make(kind), make(kind)
-    apply_group_offloading(model, "cpu")
+    handle = offload_to(put(tier, tmp_path), model)
     copied = make_copy(model)
     model.gain.data.zero_()
     assert_same(run(copied, inputs()), run(reference, inputs()))
+    assert handle.stats().passes == 0
     apply_group_offloading(copied, "cpu")
     check(copied, reference, inputs())
 

@@ -22,13 +22,14 @@ from group_offload import (
 )
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
-from group_offload.packing import codec
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.copies.reader import Reader
+from group_offload.stores import packed
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
+from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.on_device import forward, from_file, offload, packing
 from ..support.packed_models import (
@@ -169,19 +170,6 @@ def test_budgets_of_ram_and_of_the_device(
     assert not device.pinned_bytes and not device.allocated_bytes
 
 
-def test_weights_that_no_code_makes_smaller_stay_plain(device: SimulatedDevice) -> None:
-    """All exponents are equally often there, NaN and infinity among them."""
-    model = routed([600] * 3)
-    for parameter in model.blocks.parameters():
-        bits = torch.randint(-(1 << 15), 1 << 15, parameter.shape, dtype=torch.int16)
-        parameter.data = bits.view(torch.bfloat16)
-    resident = copy.deepcopy(model)
-    handle = offload(model, pack=True)
-    assert not any(group.packed_bytes for group in handle.groups)
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
-
-
 @pytest.mark.parametrize("source", ["ram", "checkpoint"])
 def test_what_does_not_fit_into_ram_stays_plain(
     source: str,
@@ -212,16 +200,7 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
 ) -> None:
     model = routed([600] * 3)
     resident, places = copy.deepcopy(model), [id(parameter) for parameter in model.parameters()]
-    pack, num_calls = codec.pack, 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            raise KeyboardInterrupt
-        return pack(*args)
-
-    monkeypatch.setattr("group_offload.stores.packed.pack", failing)
+    raise_at(monkeypatch, packed, "pack", 2)
     with pytest.raises(KeyboardInterrupt):
         offload(model, pack=True)
     monkeypatch.undo()
@@ -284,22 +263,6 @@ def test_a_model_that_runs_is_packed(
     assert packed.packed_bytes and packed.pinned_bytes < 0.85 * plain.pinned_bytes
     assert device.pinned_bytes <= packed.pinned_bytes + packed.staging_bytes + (1 << 14)  # pages of what stays plain
     end(device, model, resident, handle)
-
-
-def test_a_damaged_packed_file_is_not_used(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is that of a checkpoint that changed since."""
-    resident = routed([2400] * 3)
-    for _ in range(2):
-        model: Any = from_file(resident, tmp_path / "model.safetensors")
-        handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
-        check(device, model, resident, 2)
-        end(device, model, resident, handle)
-        for file in (tmp_path / "groups").glob("group_*.safetensors"):
-            data = bytearray(file.read_bytes())
-            data[-3000] ^= 1
-            file.write_bytes(data)
 
 
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)

@@ -123,19 +123,6 @@ def test_an_edit_while_the_next_pass_is_on_its_way(
         assert twins.handle.stats().rebuilds == 0
 
 
-def test_edits_take_no_memory_for_good(device: SimulatedDevice) -> None:
-    """Every weight edited: until the next pass each page is there twice, and then once again."""
-    with Twins(device, RoutedModel([64] * 8)) as twins:
-        twins.step()
-        assert private_bytes(twins.handle) == 0
-        total = sum(group.num_bytes for group in twins.handle.groups)
-        twins.edit(lambda model: [parameter.data.mul_(2) for parameter in model.parameters()])
-        assert private_bytes(twins.handle) == -(-total // PAGE) * PAGE
-        twins.step()
-        assert private_bytes(twins.handle) == 0
-        assert twins.handle.stats().host_bytes == total
-
-
 # ---------------------------------------------------------------- edits in the middle of a pass
 
 
@@ -534,27 +521,6 @@ def test_free_slots(
             assert device.allocated_bytes == 0
             if number:
                 twins.model.on_block = on_block
-
-
-@pytest.mark.parametrize("goes_with_last_reference", [False, True], ids=["free", "references"])
-@any_mode
-def test_two_models_take_the_memory_of_one(
-    options: dict[str, Any], goes_with_last_reference: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots of other sizes take the place of those of before: never the sum."""
-    if goes_with_last_reference:
-        monkeypatch.setattr(device, "free", lambda memory: None)
-    models = [Twins(device, RoutedModel([width] * 4), **options) for width in (16, 40)]
-    for number in range(6):
-        twins = models[number // 2 % 2]
-        twins.step()
-        twins.check()
-    device.synchronize()
-    assert device.peak_bytes <= max(twins.handle.stats().peak_device_bytes for twins in models)
-    for twins in models:
-        twins.handle.remove()
-    device.synchronize()
-    assert device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("options", [*MODES, {"use_stream": False}], ids=str)

@@ -48,16 +48,6 @@ def block_bytes(pipe: PretendPipeline, name: str) -> int:
     return sum(group.num_bytes for group in pipe.handles[name].groups) - outer_bytes(pipe, name)
 
 
-@pytest.mark.parametrize("names", [IMAGE, WITH_CONTROLNET], ids=["alone", "controlnet"])
-def test_with_room_for_all_models_their_groups_are_sent_once(names: tuple[str, ...], device: SimulatedDevice) -> None:
-    """Models would stream although they fit."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    for passed in settled(pipe, names):
-        assert passed.resident_bytes == block_bytes(pipe, passed.name)
-        assert passed.num_bytes <= 2 * outer_bytes(pipe, passed.name), passed
-    pipe.remove()
-
-
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_models_that_alternate_share_the_room(share: float, device: SimulatedDevice) -> None:
     """They keep what they have there side by side, and a step sends no more than what has no room."""
@@ -142,35 +132,6 @@ def test_an_expert_that_leaves_and_is_called_again(wrong: str, device: Simulated
 
 def _fail(*args: Any) -> None:
     raise ValueError("stop")
-
-
-def test_an_encoder_and_a_decoder_leave_the_denoiser_alone(device: SimulatedDevice) -> None:
-    """With room for the denoiser and their slots it is sent in the first image, and in no later one."""
-    pipe = PretendPipeline(device)
-    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    pipe.offload(vram_budget=peak_without_budget(device) + int(1.2 * one))  # tensors are aligned in groups
-    steps = [passed for passed in settled(pipe, IMAGE) if passed.name == "transformer"]
-    for passed in steps:
-        assert passed.resident_bytes == block_bytes(pipe, "transformer")
-        assert passed.num_bytes <= (outer_bytes(pipe, "transformer") if passed is steps[0] else 0)
-    pipe.remove()
-
-
-def test_a_model_without_a_budget_leaves_nothing_there(device: SimulatedDevice) -> None:
-    """Nobody has said that the device has room for both."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, IMAGE)
-    other, resident = make(Model), make(Model)
-    handle = apply_group_offloading(other, "cpu")
-    x = torch.randn(3, WIDTH)
-    for _ in range(2):
-        assert torch.equal(device.get(forward(device, other, x)), run(resident, x))
-    gc.collect()
-    device.synchronize()
-    assert device.memory.now <= handle.stats().peak_device_bytes
-    handle.remove()
-    pipe.image()
-    pipe.remove()
 
 
 def test_free_slots_frees_what_stays_there(device: SimulatedDevice) -> None:

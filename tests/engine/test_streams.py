@@ -44,6 +44,7 @@ from group_offload.runtime.slots import slot as slots
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
 
+from ..support.faults import raise_at
 from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedBlock, RoutedModel, Stop
 from ..support.on_device import (
@@ -267,25 +268,6 @@ def test_slots_go_to_another_model_after_a_refresh_on_its_stream() -> None:
             outputs.append(forward(device, models[1], x, side))
             for output, wanted in zip(outputs, expected, strict=True):
                 assert torch.equal(device.get(output), wanted)
-        for handle in handles:
-            handle.remove()
-
-
-def test_slots_go_to_another_model_while_copies_to_them_are_on_their_way() -> None:
-    """Two models whose slots are of one size alternate; the first one's next pass is on its way when the other begins."""
-    device = SimulatedDevice(0, "lazy")
-    one, two = RoutedModel([16] * 4), RoutedModel([16] * 4)
-    x = torch.randn(2, DIM)
-    expected = [run(one, x), run(two, x)]
-    with use_simulated_device(device):
-        handles = [offload(one), offload(two)]
-        for _ in range(2):
-            outputs = [forward(device, one, x) for _ in range(2)]  # the second pass knows what the third begins with
-            assert on_their_way(device) > 0
-            outputs += [forward(device, two, x) for _ in range(2)]
-            for output, wanted in zip(outputs, [expected[0]] * 2 + [expected[1]] * 2, strict=True):
-                assert torch.equal(device.get(output), wanted)
-        assert device.memory.peak == max(handle.stats().peak_device_bytes for handle in handles)
         for handle in handles:
             handle.remove()
 
@@ -644,77 +626,6 @@ def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[
         assert device.allocated_bytes == 0
 
 
-@pytest.mark.parametrize("end", ["remove", "change"])
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
-def test_right_after_a_forward(options: dict[str, Any], end: str) -> None:
-    """The output is not computed. Copies are on their way: through staging memory, or for the next pass. Then the model is
-    removed, or its blobs, slots and staging memory get other sizes."""
-    device = SimulatedDevice(0, "lazy")
-    model = RoutedModel([16] * 4)
-    resident = copy.deepcopy(model)
-    with use_simulated_device(device), watch_file_reads(device), many_frames(), options_for(options) as options:
-        handle = offload(model, **options)
-        x = torch.randn(2, DIM)
-        outputs = [(forward(device, model, x), run(resident, x)) for _ in range(3)]
-        wait_until_enqueued(handle)
-        assert on_their_way(device) > 0
-        if end == "change":
-            large = RoutedBlock(40, counts=False)
-            model.blocks[2], resident.blocks[2] = large, copy.deepcopy(large)
-            outputs += [(forward(device, model, x), run(resident, x)) for _ in range(3)]
-            assert handle.stats().rebuilds == 1
-        handle.remove()
-        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
-        with torch.no_grad():
-            model.shift.mul_(2)  # nobody reads it any more
-        for output, expected in outputs:
-            assert torch.equal(device.get(output), expected)
-        model.alive.clear()
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-def test_packed_weights_are_on_their_way(options: dict[str, Any]) -> None:
-    """Another model of the same size takes the slots and the berths; Ctrl-C comes; the module is cut again; it is removed."""
-    device = SimulatedDevice(0, "lazy")
-    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
-    resident, other = copy.deepcopy(one), copy.deepcopy(two)
-    x = torch.randn(2, DIM).bfloat16()
-    with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
-        handles = [offload(model, pack=True, **options) for model in (one, two)]
-        outputs = []
-        for _ in range(2):
-            outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
-            assert on_their_way(device) > 0
-            outputs += [(forward(device, two, x), run(other, x)) for _ in range(2)]
-        for index, name in enumerate(("copy", "transform")):
-            real, num_calls = getattr(device, name), 0
-
-            def interrupted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-                nonlocal num_calls
-                num_calls += 1
-                if num_calls == 3:
-                    raise KeyboardInterrupt
-                return real(*args, **kwargs)
-
-            patch.setattr(device, name, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                forward(device, (one, two)[index], x)
-            patch.setattr(device, name, real)
-            outputs.append((forward(device, two, x), run(other, x)))
-            outputs.append((forward(device, one, x), run(resident, x)))
-        large = RoutedBlock(900, counts=False).bfloat16()
-        one.blocks[2], resident.blocks[2] = large, copy.deepcopy(large)
-        outputs += [(forward(device, one, x), run(resident, x)) for _ in range(2)]
-        for handle in handles:
-            assert handle.stats().bytes_unpacked
-            handle.remove()
-        assert device.pinned_bytes == 0 and device.allocated_bytes == 0
-        for output, expected in outputs:
-            assert torch.equal(device.get(output), expected)
-        one.alive.clear()
-        two.alive.clear()
-
-
 def test_a_model_is_packed_while_its_files_are_read() -> None:
     """With "auto": what the next pass needs first is being read as that pass begins, and everything is packed."""
     device = SimulatedDevice(0, "lazy")
@@ -762,31 +673,6 @@ def test_a_model_is_packed_while_its_files_are_read() -> None:
         model.alive.clear()
         handle.remove()
         assert device.pinned_bytes == 0
-
-
-def test_berths_go_to_another_model_while_they_are_unpacked_from() -> None:
-    """A group is on its way to memory that stays with the first model. The other one takes the slots and the berths."""
-    device = SimulatedDevice(0, "lazy")
-    one, two = (RoutedModel([600] * 4).bfloat16() for _ in range(2))
-    x = torch.randn(2, DIM).bfloat16()
-    expected = run(two, x)
-    with packing(), use_simulated_device(device):
-        handles = [offload(model, pack=True) for model in (one, two)]
-        device.get(forward(device, one, x))
-        engine = engine_of(handles[0])
-        group = next(group for group in engine.groups if group.packed_bytes)
-        memory, ready = device.empty(group.num_bytes), device.new_event()
-        allocated = device.new_event()
-        allocated.record(device.current_stream())
-        berths = engine.memory.berths
-        engine.transfer.send(group.blobs_at(0), write_order.Landing(memory, [allocated], ready, berths))
-        assert torch.equal(device.get(forward(device, two, x)), expected)
-        device.current_stream().wait_event(ready)
-        device.synchronize()
-        for view, weight in zip(group.parts[0].blob.layout.views(memory), group.parts[0].rest, strict=True):
-            assert torch.equal(device.get(view), weight)
-        del memory, view
-        finish(device, [one, two], handles)
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
@@ -928,20 +814,10 @@ def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where
     ):
         handles = [offload(model, **options), offload(other, **options)]
         outputs = [(forward(device, model, x), expected[0]) for _ in range(2)]
-        real = getattr(owner, name)
-        num_calls = 0
-
-        def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == at + 1:
-                raise KeyboardInterrupt
-            return real(self, *args, **kwargs)
-
-        patch.setattr(owner, name, interrupted)
+        raise_at(patch, owner, name, at + 1)
         with pytest.raises(KeyboardInterrupt):
             forward(device, model, x)
-        patch.setattr(owner, name, real)
+        patch.undo()
         outputs.append((forward(device, other, x), expected[1]))
         outputs += [(forward(device, model, x), expected[0]) for _ in range(2)]
         outputs.append((forward(device, other, x), expected[1]))
@@ -1022,20 +898,14 @@ def scenarios() -> Iterator[partial[Any]]:
     for options in (*either, {"in_files": True}):
         for where in INTERRUPTED:
             yield partial(test_an_interrupt_in_the_middle_of_the_engine, options, where)
-    yield partial(test_slots_go_to_another_model_while_copies_to_them_are_on_their_way)
     for options in either:
-        yield partial(test_packed_weights_are_on_their_way, options)
         yield partial(test_packed_weights_stay_on_the_device, 0.8, options)
     yield partial(test_packed_weights_stay_on_the_device, 1.0, {})
-    yield partial(test_berths_go_to_another_model_while_they_are_unpacked_from)
     for options in either:
         yield partial(test_packed_files_are_read, options)
     yield partial(test_the_reading_berth_goes_to_another_model_while_it_is_filled)
     for options in ({"low_cpu_mem_usage": True}, {"in_files": True}):
         yield partial(exercise, 0, "lazy", options)
-    for options in (*either, {"in_files": True}):
-        for end in ("remove", "change"):
-            yield partial(test_right_after_a_forward, options, end)
     for seed in range(2):
         for options in OPTIONS:
             if (seed, options) not in FIRST:

@@ -98,6 +98,11 @@ def run(device: SimulatedDevice, model: nn.Module, x: torch.Tensor) -> torch.Ten
         return device.get(model(device.put(x - 1) + 1))
 
 
+def check(device: SimulatedDevice, model: nn.Module, resident: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        assert torch.equal(run(device, model, x), resident(x))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", [None, Scaled, Centred])
@@ -108,8 +113,7 @@ def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevic
     others = sum(tensor.nbytes for name, tensor in resident.named_parameters() if name != "embed.weight")
     for number in range(4):
         before = device.copied_bytes
-        with torch.no_grad():
-            assert torch.equal(run(device, model, indices(number)), resident(indices(number)))
+        check(device, model, resident, indices(number))
         if kind is not Centred:
             assert device.copied_bytes - before < 2 * others < TABLE_BYTES
         assert torch.equal(run(device, model.embed, indices(number)), resident.embed(indices(number)))  # as trainers do
@@ -138,8 +142,7 @@ def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevic
             edit(each)
         place = model.get_parameter("embed.weight").data_ptr()
         for _ in range(2):
-            with torch.no_grad():
-                assert torch.equal(run(device, model, x), resident(x))
+            check(device, model, resident, x)
         if tier == "folder" and not number:  # it rests in RAM then: pages that were written to would stay there too
             assert model.get_parameter("embed.weight").data_ptr() != place
     handle.remove()
@@ -170,8 +173,7 @@ def test_it_can_be_switched_off(level: str, device: SimulatedDevice, tmp_path: P
     resident = make()
     model, handle = offloaded(resident, "ram", tmp_path, offload_type=level, embeddings_on_cpu=False)
     before = device.copied_bytes
-    with torch.no_grad():
-        assert torch.equal(run(device, model, indices()), resident(indices()))
+    check(device, model, resident, indices())
     assert device.copied_bytes - before > TABLE_BYTES
     assert not any(group.group_id == "embed.weight" for group in handle.groups)
     handle.remove()
@@ -260,8 +262,7 @@ def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: Simulate
     assert any("gathered" in group.where for group in handle.groups) == is_table
     x = indices() % (NUM_ROWS - 1)
     for _ in range(2):
-        with torch.no_grad():
-            assert torch.equal(run(device, model, x), resident(x))
+        check(device, model, resident, x)
     handle.remove()
 
 
@@ -269,8 +270,7 @@ def test_files_that_are_verified_are_read_whole(device: SimulatedDevice, tmp_pat
     resident = make()
     model, handle = offloaded(resident, "folder", tmp_path, verify_files=True)
     assert not any("gathered" in group.where for group in handle.groups)
-    with torch.no_grad():
-        assert torch.equal(run(device, model, indices()), resident(indices()))
+    check(device, model, resident, indices())
     handle.remove()
 
 
@@ -294,8 +294,7 @@ def test_indices_out_of_range(device: SimulatedDevice, tmp_path: Path) -> None:
     model, handle = offloaded(make(), "ram", tmp_path)
     with pytest.raises(IndexError, match="out of range"):
         run(device, model, indices() + NUM_ROWS)
-    with torch.no_grad():
-        assert torch.equal(run(device, model, indices()), make()(indices()))
+    check(device, model, make(), indices())
     handle.remove()
 
 
@@ -307,8 +306,7 @@ def test_a_budget_knows_that_the_table_stays(
     resident = make()
     model, handle = offloaded(resident, "ram", tmp_path, vram_budget=TABLE_BYTES)
     for number in range(6):
-        with torch.no_grad():
-            assert torch.equal(run(device, model, indices(number)), resident(indices(number)))
+        check(device, model, resident, indices(number))
     stats = handle.stats()
     assert stats.resident_bytes > 0 and stats.host_bytes > TABLE_BYTES and stats.pinned_bytes < TABLE_BYTES
     handle.remove()

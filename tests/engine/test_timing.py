@@ -63,6 +63,9 @@ class Flux(nn.Module):
         return x
 
 
+TOTAL = sum(parameter.nbytes for parameter in Flux().parameters())
+
+
 @pytest.fixture(autouse=True)
 def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("max_run_bytes", "resident_bytes", "device_margin_bytes")
@@ -136,8 +139,7 @@ def test_auto_packs_only_where_that_is_faster(
     share: float | None, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first passes measure compute. If it sets the time of a pass, nothing is packed."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    budget = None if share is None else int(total * share)
+    budget = None if share is None else int(TOTAL * share)
     with offloaded(monkeypatch, pack="auto", vram_budget=budget) as (device, model, handle):
         device.scale = factor
         first = steps(device, model, 3)
@@ -146,8 +148,8 @@ def test_auto_packs_only_where_that_is_faster(
         if factor > 1:
             assert not handle.stats().packed_bytes
             return
-        assert handle.stats().packed_bytes > 0.68 * total and later[-1] < 0.85 * first[-1]
-        assert handle.stats().pinned_bytes < 0.72 * total
+        assert handle.stats().packed_bytes > 0.68 * TOTAL and later[-1] < 0.85 * first[-1]
+        assert handle.stats().pinned_bytes < 0.72 * TOTAL
         assert budget is None or device.peak_bytes_in_use() <= budget
 
 
@@ -162,8 +164,7 @@ def test_auto_packs_nothing_where_the_host_would_set_the_time(monkeypatch: pytes
 @pytest.mark.parametrize("percent", [15, 25, 40, 60, 80])
 def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slower than what is sent takes, within the budget, and less is sent than of plain weights."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    budget = total * percent // 100
+    budget = TOTAL * percent // 100
     with offloaded(monkeypatch, vram_budget=budget, pack=True) as (device, model, handle):
         steps(device, model, 8)
         device.reset_peak()
@@ -176,14 +177,13 @@ def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch
         assert device.peak_bytes_in_use() <= budget
         # What the room beside slots and berths does not hold, packed, but for whole groups.
         room = budget - (2 + 2 * 0.7) * DOUBLE - REST
-        assert max(times) <= 1.01 * limit(0.7 * total - room + total // 16, COMPUTE)
+        assert max(times) <= 1.01 * limit(0.7 * TOTAL - room + TOTAL // 16, COMPUTE)
 
 
 @pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100])
 def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    budget = total * percent // 100
+    budget = TOTAL * percent // 100
     with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
         steps(device, model, 8)  # they measure, and then the plan is made again
         device.reset_peak()
@@ -192,16 +192,15 @@ def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch
         sent = (device.copied_bytes - before) / 3
         assert max(times) <= 1.002 * limit(sent, COMPUTE)
         assert device.peak_bytes_in_use() <= budget
-        assert sent <= total - budget + 2 * DOUBLE + REST + total // 32  # what has no slot stays
+        assert sent <= TOTAL - budget + 2 * DOUBLE + REST + TOTAL // 32  # what has no slot stays
         assert handle.plan.details is not None
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.005)
 
 
 def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stalls, copies and compute of a traced step take what the plan's simulation said."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
     for share in (0.1, 0.5, 0.75):
-        with offloaded(monkeypatch, vram_budget=int(total * share)) as (device, model, handle):
+        with offloaded(monkeypatch, vram_budget=int(TOTAL * share)) as (device, model, handle):
             steps(device, model, 8)
             with handle.trace(tmp_path / "trace.json"):
                 (seconds,) = steps(device, model, 1)
@@ -223,8 +222,7 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])
 def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device becomes slower or faster: the 16th and the 32nd pass show that, and then the plan is for it."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
         steps(device, model, 8)
         device.scale = factor
         steps(device, model, 26)
@@ -238,8 +236,7 @@ def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_slow_pass_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
         steps(device, model, 15)
         before = handle.plan.details
         device.scale = 5.0
@@ -267,8 +264,7 @@ def test_the_plan_says_what_passes_took(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
-    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
         seconds = steps(device, model, 8)
         assert seconds[0] > 1.2 * seconds[-1]
         assert handle.plan.step_seconds == pytest.approx(seconds[-1], rel=0.01)
@@ -277,9 +273,8 @@ def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("is_first_larger", [False, True])
 def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of another size compute for another time: what the others took does not count."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
     sizes = (4, 1) if is_first_larger else (1, 4)
-    with offloaded(monkeypatch, vram_budget=total * 6 // 10) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
         for size in sizes:
             device.scale = float(size)
             steps(device, model, 6, torch.zeros(size))
@@ -345,13 +340,12 @@ def test_training_takes_what_the_link_or_compute_takes(
                 sent = device.copied_bytes - before
         # Two slots do not even out that large blocks wait for the link and small ones for compute: each kind takes the
         # longer of both, in forward and in backward (which computes twice as long for a checkpoint).
-        total = sum(parameter.nbytes for parameter in model.parameters())
         least = sum(
             number * max(num_bytes / LINK, factor * slowness * seconds)
             for number, num_bytes, seconds in ((19, DOUBLE, DOUBLE_SECONDS), (38, SINGLE, SINGLE_SECONDS))
             for factor in (1, 2 if is_checkpointing else 1)
         )
-        assert max(times) <= 1.03 * max(least, limit(max(sent, 2 * total), 0.0))
+        assert max(times) <= 1.03 * max(least, limit(max(sent, 2 * TOTAL), 0.0))
         if not options:
             weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
             assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
@@ -438,11 +432,10 @@ def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
 
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
-    total = sum(parameter.nbytes for parameter in Flux().parameters())
     device = TimedDevice(LINK)
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
     monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
-    budget = total * 6 // 10
+    budget = TOTAL * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]
         models = [Flux(), Flux()]
         for model in models:
@@ -458,7 +451,7 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
             assert max(others[1:]) <= 1.01 * steady
             # What is to stay comes in the first pass: that waits no longer than one in which nothing stays. (The link
             # also carries what the other model would have needed next.)
-            assert first - steady <= total / LINK - COMPUTE
+            assert first - steady <= TOTAL / LINK - COMPUTE
         assert device.peak_bytes_in_use() <= budget
         for handle in handles:
             handle.remove()

@@ -135,6 +135,37 @@ def bfloat16(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
+def load_state_dict(model: Any) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def load_state_dict_by_assignment(model: Any) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+def share_memory(model: Any) -> None:
+    """So that they can be sent to other processes: weights at rest move."""
+    model.share_memory()
+
+
+def edit_all(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(0.125)
+
+
+def recast(model: Any) -> None:
+    model.double().float()
+
+
+def add_buffer(model: Any) -> None:
+    model.blocks[1].register_buffer("shift", torch.full((WIDTH,), 0.25))
+    model.blocks[1].register_forward_hook(lambda module, args, output: output - module.shift)
+
+
+def move_block(model: Any) -> None:
+    model.blocks.append(model.blocks.pop(0))
+
+
 def lora(model: Any) -> None:
     """A wrapper around a layer, as peft makes them."""
 
@@ -156,3 +187,9 @@ EDITS = [
     value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and callable(value)
 ]
 any_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+
+
+def new_table(model: Any) -> None:
+    """Not among `EDITS`: the first forward after it may fail, as `test_another_table` shows."""
+    block = model.blocks[1]
+    block._parameters = {**block._parameters, "scale": nn.Parameter(torch.full((WIDTH,), 0.75))}

@@ -55,12 +55,8 @@ ABOUT_LINUX = {
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
     "files/reading/test_other_programs.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
     "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
-    "engine/test_streams.py::test_slots_go_to_another_model_while_copies_to_them_are_on_their_way": "copies across passes",
-    "engine/test_streams.py::test_right_after_a_forward": "copies across passes",
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
-    "engine/test_streams.py::test_packed_weights_are_on_their_way": "packed weights, whose edits the page map tells",
     "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",
-    "engine/test_streams.py::test_berths_go_to_another_model_while_they_are_unpacked_from": "packed weights, as above",
     "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
     "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
 }

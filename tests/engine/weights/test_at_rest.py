@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits
-from ...support.models import WIDTH, Blocks, Model, inputs, make
-from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
+from ...support.models import WIDTH, Blocks, inputs
+from ...support.rigs import Offload, offload_to, pair, run, run_onloaded
 
 
 def test_weights_at_rest_are_true_and_have_memory_of_their_own(offload: Offload) -> None:
@@ -59,44 +57,6 @@ def test_state_dict_taken_before_stays_true_and_apart(offload: Offload) -> None:
     gc.collect()
     for name, expected in reference.state_dict().items():
         assert same_bits(state[name], expected)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict(assign: bool, offload: Offload) -> None:
-    model, _ = pair()
-    reference = make(Model, seed=1)
-    offload(model)
-    for _ in range(2):
-        run(model, inputs())
-        model.load_state_dict(copy.deepcopy(reference.state_dict()), assign=assign)
-        assert_at_rest(model, reference)
-        check(model, reference, inputs())
-        reference = make(Model, seed=2)
-
-
-def saved_and_loaded(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
-def test_a_copy_is_a_resident_model(duplicate: Callable[[Any], Any], offload: Offload) -> None:
-    model, reference = pair()
-    handle = offload(model)
-    run(model, inputs())
-    twin, changed = duplicate(model), copy.deepcopy(reference)
-    assert_at_rest(twin, reference)
-    with torch.no_grad():
-        for each in (twin, changed):
-            each.gain.mul_(2)
-            each.blocks[0].up.weight.mul_(2)
-    onloads = handle.stats().onloads
-    assert_same(run(twin, inputs()), run(changed, inputs()))
-    assert handle.stats().onloads == onloads
-    assert_at_rest(model, reference)
-    check(model, reference, inputs())
 
 
 def test_a_default_device(folder: Path | None) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.edits import any_edit, edit_one_element_through_data
-from ...support.models import inputs
+from ...support.models import WIDTH, inputs, make
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 
 
@@ -56,22 +58,6 @@ def test_edit_in_a_folder_of_ram(level: str) -> None:
             check(model, reference, inputs(), passes=1)
 
 
-def test_edit_breaks_no_tie_and_a_broken_tie_stays_broken(offload: Offload) -> None:
-    """Two parameters over one storage; then one of them gets memory of its own, as `.data = ` does."""
-    model, reference = pair()
-    for twin in (model, reference):
-        twin.blocks[2].up.weight.data = twin.blocks[0].up.weight.data
-    handle = offload(model)
-    for twin in (model, reference):
-        twin.blocks[2].up.weight.data.mul_(2)  # changes both
-    check(model, reference, inputs())
-    for twin in (model, reference):
-        twin.blocks[2].up.weight.data = twin.blocks[2].up.weight.data * 2  # one of them
-    check(model, reference, inputs())
-    handle.remove()
-    assert_at_rest(model, reference)
-
-
 def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
     """`w.data, other = other, w.data`, as averages of weights are tried: neither is lost."""
     model, reference = pair()
@@ -96,21 +82,88 @@ def test_values_that_are_exchanged_are_kept(offload_either: Offload) -> None:
     assert_at_rest(model, reference)
 
 
-@pytest.mark.parametrize("when", ["before the first forward", "later"])
-def test_weights_that_were_moved_to_shared_memory_can_be_edited(when: str, offload_either: Offload) -> None:
-    """`share_memory()`, or a queue of processes, moves weights at rest."""
-    model, reference = pair()
-    handle = offload_either(model)
-    x = inputs()
-    if when == "later":
-        assert_same(run_onloaded(model, x), run(reference, x))
-    model.share_memory()
-    for factor in (2.0, 0.5):
+# ---------------------------------------------------------------- weights that share memory go on sharing it
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; two blocks share one; within a block two layers do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self._tie(self.embed, self.head, how)
+        self._tie(self.blocks[0][0], self.blocks[2][0], how)
+        self._tie(self.blocks[1][0], self.blocks[1][1], how)
+
+    @staticmethod
+    def _tie(one: Any, other: Any, how: str) -> None:
+        if how == "parameter":
+            other.weight = one.weight
+        elif how == "storage":
+            other.weight.data = one.weight.data
+        elif how == "transposed":
+            other.weight.data = one.weight.data.t()
+        elif how == "overlapping":
+            whole = torch.randn(WIDTH + 4, WIDTH)
+            one.weight.data, other.weight.data = whole[:WIDTH], whole[4:]
+        elif how == "side by side":
+            whole = torch.randn(2 * WIDTH, WIDTH)
+            one.weight.data, other.weight.data = whole[:WIDTH], whole[WIDTH:]
+        elif how == "interleaved":
+            whole = torch.randn(WIDTH, 2 * WIDTH)
+            one.weight.data, other.weight.data = whole[:, ::2], whole[:, 1::2]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["parameter", "storage", "transposed", "overlapping", "side by side", "interleaved"])
+def test_tied_weights(how: str, offload: Offload) -> None:
+    """In files, at leaf level, the second group would write memory that the first one has emptied already."""
+    model, reference = make(Tied, how), make(Tied, how)  # a deepcopy would break the ties
+    ids = torch.arange(6).reshape(2, 3)
+    handle = offload(model)
+    check(model, reference, ids)
+    # An edit of one is an edit of the other, as before.
+    for twin in (model, reference):
+        twin.head.weight.data[5].mul_(2)
         with torch.no_grad():
-            for twin in (model, reference):
-                for w in twin.parameters():
-                    w.mul_(factor)
-        assert_same(run_onloaded(model, x), run(reference, x))
-        assert_at_rest(model, reference)
+            twin.blocks[0][0].weight[4:].add_(1)
+    check(model, reference, ids)
+    for twin in (model, reference):
+        twin.head.weight.data = twin.head.weight.data * 2  # a tie that is broken stays broken
+        twin.embed.weight.data.add_(1)
+    check(model, reference, ids)
     handle.remove()
     assert_at_rest(model, reference)
+    for twin in (model, reference):
+        twin.head.weight.data[5].mul_(2)
+        twin.blocks[1][1].weight.data.add_(1)
+    assert_at_rest(model, reference)
+    assert_same(run(model, ids), run(reference, ids))
+
+
+def test_tied_weights_take_memory_once(offload: Offload) -> None:
+    model, _ = pair(Tied, "parameter")
+    stats = offload(model).stats()
+    resting = stats.host_bytes + stats.file_bytes
+    own = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert own <= resting <= own + 256 * (len(list(model.parameters())) + 8)
+
+
+@pytest.mark.parametrize("how", ["parameter", "storage", "overlapping"])
+def test_tied_state_dict_and_deepcopy(how: str, offload_either: Offload) -> None:
+    model, reference = make(Tied, how), make(Tied, how)
+    offload_either(model)
+    twin, expected = copy.deepcopy(model), copy.deepcopy(reference)
+    for one in (twin, expected):
+        one.head.weight.data.mul_(2)
+    assert_at_rest(twin, expected)
+    for one in (model, reference):
+        one.load_state_dict(expected.state_dict())
+    check(model, reference, torch.arange(6))

@@ -1,4 +1,4 @@
-"""Blocks may be called in any order, and parts of a model without the model."""
+"""How a model is called: blocks in any order, parts without the model, inputs that move or stay, forwards that raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from group_offload import StateError
 
-from ...support.asserts import assert_at_rest, assert_same
+from ...support.asserts import assert_at_rest, assert_same, named_tensors
 from ...support.models import WIDTH, Model, inputs
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 
@@ -136,3 +136,110 @@ def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> No
     model, _ = pair(Encoder)
     offload_either(model)
     assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
+
+
+# ---------------------------------------------------------------- inputs
+
+
+class TakesAll(Model):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        return super().forward(x), kwargs
+
+
+def test_inputs_that_are_there_already_keep_identity(offload: Offload) -> None:
+    model, reference = pair(TakesAll)
+    offload(model)
+    values = {"a": [inputs(), 3], "b": {"c": (inputs(),)}, "d": inputs(), "e": None, "f": object()}
+    output, received = run(model, inputs(), **values)
+    assert_same(output, run(reference, inputs())[0])
+    assert received.keys() == values.keys() and all(received[name] is values[name] for name in values)
+
+
+def test_excluded_inputs_are_not_moved(offload: Offload) -> None:
+    model, _ = pair(TakesAll)
+    offload(model, exclude_kwargs=["cache"])
+    elsewhere = [torch.empty(3, device="meta")]
+    assert run(model, inputs(), cache=elsewhere)[1]["cache"] is elsewhere
+    with pytest.raises(NotImplementedError):
+        run(model, inputs(), other=elsewhere)
+
+
+def test_skip_keys_of_the_class_are_not_moved(folder: Path | None) -> None:
+    class Skips(TakesAll):
+        _skip_keys = ["cache"]
+
+    elsewhere = {"k": torch.empty(3, device="meta")}
+    model, _ = pair(Skips)
+    offload_to(folder, model)
+    assert run(model, inputs(), cache=elsewhere)[1]["cache"] is elsewhere
+    model, _ = pair(Skips)
+    offload_to(folder, model, exclude_kwargs=[])
+    with pytest.raises(NotImplementedError):
+        run(model, inputs(), cache=elsewhere)
+
+
+# ---------------------------------------------------------------- forwards that raise
+
+
+class Raising(Model):
+    error: BaseException | None = None
+    where = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj_in(x)
+        for index, block in enumerate(self.blocks):
+            if self.error is not None and index == self.where:
+                raise self.error
+            x = block(x)
+        return self.norm(x) * self.gain
+
+
+def _at_rest_pointers(model: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("where", [0, 2])
+def test_forward_that_raises(error: type[BaseException], where: int, offload_either: Offload) -> None:
+    """Else groups are left on the device."""
+    model, reference = pair(Raising)
+    offload_either(model)
+    run(model, inputs())
+    places = _at_rest_pointers(model)
+    model.error, model.where = error(), where
+    for _ in range(2):
+        with pytest.raises(error):
+            run(model, inputs())
+        assert _at_rest_pointers(model) == places
+        assert_at_rest(model, reference)
+    model.error = None
+    check(model, reference, inputs())
+
+
+def test_forward_that_raises_and_is_caught_inside(offload: Offload) -> None:
+    """A block fails, the model goes on without it."""
+
+    class Catching(Model):
+        def forward(self, x: torch.Tensor, fail: bool = False) -> torch.Tensor:
+            x = self.proj_in(x)
+            for index, block in enumerate(self.blocks):
+                try:
+                    x = block(x if not fail or index != 1 else x[:, :3])
+                except RuntimeError:
+                    x = x + 1
+            return self.norm(x)
+
+    model, reference = pair(Catching)
+    offload(model)
+    for fail in (False, True, True, False):
+        check(model, reference, inputs(), fail=fail, passes=1)
+
+
+def test_remove_in_the_middle_of_a_forward_is_refused(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    hook = model.blocks[1].register_forward_hook(lambda *args: handle.remove())
+    with pytest.raises(StateError, match="remove"):
+        run(model, inputs())
+    hook.remove()
+    check(model, reference, inputs())
