@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .base.arena import arenas
+from .base.text import short
 from .config import ModelOptions, OffloadConfig, takes_options
 from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
@@ -178,7 +179,8 @@ def handle_of(module: nn.Module) -> OffloadHandle | None:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            f"Expected a torch.nn.Module, got {type(module).__name__}. For a pipeline: enable_group_offload, handles_of."
+            f"Expected a torch.nn.Module, got {short(module)}. For a pipeline, use enable_group_offload(), "
+            f"disable_group_offload() or handles_of()."
         )
     handle: OffloadHandle | None = getattr(module, "_orig_mod", module).__dict__.get(HANDLE)
     return handle

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from .base.device import Backend, backend_for, default_device, is_cpu_build
+from .base.device import Backend, backend_for, default_device, is_cpu_build, say_that_the_cpu_computes
 from .base.pagemap import can_detect_writes
 from .base.text import did_you_mean
 from .errors import ConfigError, DeviceError
@@ -104,6 +104,8 @@ def takes_options(
             except TypeError as error:
                 unknown = next((name for name in kwargs if name not in signature.parameters), None)
                 hint = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+                if "model_options" in signature.parameters and unknown in inspect.signature(ModelOptions).parameters:
+                    hint = f" Give it for a single model: model_options={{NAME: {{{unknown!r}: ...}}}}."
                 raise TypeError(f"{function.__name__}() {error}{hint and '.'}{hint}") from None
             make = cast(Callable[..., _Options], kind)
             given = frozenset(bound.arguments) - {target.name}
@@ -264,6 +266,8 @@ class OffloadConfig:
                 raise ConfigError(
                     "block_modules contradicts offload_type='leaf_level'. Drop it, or pass offload_type='block_level'."
                 )
+        if given is None and not backend.has_streams:
+            say_that_the_cpu_computes()
         path, blocks = options.offload_to_disk_path, options.block_modules
         return cls(
             onload_device=backend.device,

@@ -481,6 +481,15 @@ def backend_for(device: torch.device) -> Backend:
     return _backends[device]
 
 
+@cache
+def say_that_the_cpu_computes() -> None:
+    """Say it once: forwards that nobody asked to run there take minutes for seconds."""
+    logger.warning(
+        "No GPU is available to torch %s, so offloaded models compute on the CPU. %s, or pass onload_device='cpu'.",
+        *(torch.__version__, _why_none("cuda")),
+    )
+
+
 def is_cpu_build() -> bool:
     """Whether torch was built for no accelerator."""
     return torch.version.cuda is None and torch.version.hip is None and getattr(torch.version, "xpu", None) is None

@@ -16,6 +16,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def short(value: object) -> str:
+    """What a caller gave in place of something else, for one line of a message: its name where it would take more."""
+    said = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+    return said if len(said) <= 80 and said.isprintable() else type(value).__name__
+
+
 def printable(value: str) -> str:
     """`value` without what a terminal would obey: names and headers may hold anything, escape sequences too."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)

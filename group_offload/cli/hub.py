@@ -37,9 +37,9 @@ def sketched(name: str) -> Iterator[Path]:
         try:
             _sketch(repository, PurePosixPath(*inside), Path(temporary))
         except Exception as error:  # the library's, and those of the one that it speaks HTTP with
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
             raise GroupFileError(
-                f"There is no file or folder {name}, it is not downloaded, and the hub does not give it: {reason} If it needs "
+                f"There is no file or folder {name}, it is not downloaded, and the hub does not give it: {reason}. If it needs "
                 f"a token: hf auth login. Without a network, download it where there is one: hf download {repository}"
             ) from error
         if not folder.is_dir():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -29,10 +30,10 @@ from torch import nn
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.arena import moved
 from ..base.compiled import is_compiled
-from ..base.text import did_you_mean
+from ..base.text import did_you_mean, short
 from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
-from ..errors import ConfigError, GroupOffloadError, ModuleError, StateError
+from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, release, shared_handle
 from ..partition import tables_of
@@ -48,10 +49,6 @@ logger = logging.getLogger("group_offload")
 
 HOOK_NAME = "group_offloading"
 _TEXT_KV_CACHE = "text_kv_cache_transformer"
-_PIPELINE_CLASSES = {
-    "diffusers.pipelines.pipeline_utils": "DiffusionPipeline",
-    "diffusers.modular_pipelines.modular_pipeline": "ModularPipeline",
-}
 FILL = Default("auto")
 """What a pipeline takes of the device by itself."""
 _ASKED = "_group_offload_asked"
@@ -248,6 +245,8 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
         # Options of the last call are for models that are not offloaded yet.
         is_excluded = bool(away) and (handle is None or "exclude_modules" in given)
         planned = PlannedModel(name=(away if is_excluded else mine)[0], model=model, options=_options_for(options, own))
+        if not is_excluded:
+            _check_options(planned, own)
         shared = shared_handle(
             handle,
             planned.options,
@@ -326,10 +325,10 @@ def handles_of(pipeline: Any) -> dict[str, OffloadHandle]:
 def models_of(pipeline: Any) -> dict[str, nn.Module]:
     components = getattr(pipeline, "components", None)
     if not isinstance(components, Mapping):
-        raise ConfigError(
-            f"Expected a diffusers pipeline, got {type(pipeline).__name__}. For a single model, use apply_group_offloading(), "
-            f"remove_group_offloading() or handle_of()."
-        )
+        hint = "For a single model, use apply_group_offloading(), remove_group_offloading() or handle_of()."
+        if isinstance(pipeline, (type, str, os.PathLike)):
+            hint = "Load it first: from_pretrained(CLASS, NAME) of group_offload opens a pipeline offloaded."
+        raise ConfigError(f"Expected a diffusers pipeline, got {short(pipeline)}. {hint}")
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
@@ -343,7 +342,7 @@ def as_excluded(value: Any) -> tuple[str, ...]:
         return ()
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"exclude_modules={value!r:.80}: expected names of models, such as ['vae'].")
+        raise ConfigError(f"exclude_modules={short(value)}: expected names of models, such as ['vae'].")
     return names
 
 
@@ -356,7 +355,7 @@ def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
     given = {} if value is None else value
     if not isinstance(given, Mapping) or not all(isinstance(options, Mapping) for options in given.values()):
         raise ConfigError(
-            f"model_options={value!r:.80}: expected options by the names of models, such as "
+            f"model_options={short(value)}: expected options by the names of models, such as "
             f"{{'vae': {{'offload_type': 'leaf_level'}}}}."
         )
     return {name: dict(options) for name, options in given.items()}
@@ -415,6 +414,20 @@ def _options_for(common: PipelineOptions, own: Mapping[str, Any]) -> ModelOption
     if own.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL):
         options["num_blocks_per_group"] = None
     return ModelOptions(**{**options, **own})
+
+
+def _check_options(planned: PlannedModel, own: Collection[str]) -> None:
+    """Refuse options before any model is touched, and name the model that they are for.
+
+    Args:
+        own: The options that `model_options` give for this model.
+    """
+    try:
+        OffloadConfig.from_options(planned.options)
+    except (ConfigError, DeviceError) as error:
+        if not any(option in str(error) for option in own):
+            raise
+        raise type(error)(f"model_options[{planned.name!r}]: {error}") from error
 
 
 _RUN_HERE = frozenset(
@@ -556,7 +569,7 @@ def _new_registry() -> Any:
 
 class _Moving(threading.local):
     gives_up = False
-    """Whether `pipe.to("meta")` runs: diffusers moves no model that it takes for offloaded."""
+    """Whether `to("meta")` of diffusers runs, which moves no model that it takes for offloaded."""
 
 
 _moving = _Moving()
@@ -641,14 +654,14 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 
 
 def _install_seams() -> None:
-    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines, once for the process.
+    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines and models, once for the process.
 
-    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so, and `pipe.to("meta")` gives them up.
+    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so, and `to("meta")` gives them up.
     """
-    for module_name, class_name in _PIPELINE_CLASSES.items():
-        pipelines = getattr(sys.modules.get(module_name), class_name, None)
-        if pipelines is not None and not hasattr(pipelines.to, "group_offload_before"):
-            pipelines.to = _moves_and_tells(pipelines.to)
+    for (module_name, class_name), wrap in _WITH_TO.items():
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if kind is not None and not hasattr(kind.to, "group_offload_before"):
+            kind.to = wrap(kind.to)
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
     find, before = offloading._get_top_level_group_offload_hook, offloading._apply_group_offloading
     if hasattr(find, "group_offload_before"):
@@ -679,16 +692,30 @@ def _install_seams() -> None:
     offloading._apply_group_offloading = apply
 
 
+def _gives_up_on_meta(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`to` of diffusers' pipelines and models, which moves what is offloaded too if it is told to give it up."""
+
+    @wraps(to)
+    def moves(target: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _moving.gives_up
+        devices = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, (str, torch.device))]
+        _moving.gives_up = before or any(each.startswith("meta") for each in devices)
+        try:
+            return to(target, *args, **kwargs)
+        finally:
+            _moving.gives_up = before
+
+    moves.group_offload_before = to  # type: ignore[attr-defined]
+    return moves
+
+
 def _moves_and_tells(to: Callable[..., Any]) -> Callable[..., Any]:
+    moves = _gives_up_on_meta(to)
+
     @wraps(to)
     def tells(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        _moving.gives_up = any(str(each).startswith("meta") for each in given)
-        try:
-            result = to(pipeline, *args, **kwargs)
-        finally:
-            _moving.gives_up = False
-        dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
+        result = moves(pipeline, *args, **kwargs)
+        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
         models = {name: handle.module for name, handle in handles_of(pipeline).items() if dtype is not None}
         kept = [name for name, model in models.items() if _dtype_of(model) not in (None, dtype)]
         if kept:
@@ -702,6 +729,14 @@ def _moves_and_tells(to: Callable[..., Any]) -> Callable[..., Any]:
 
     tells.group_offload_before = to  # type: ignore[attr-defined]
     return tells
+
+
+_WITH_TO = {
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline"): _moves_and_tells,
+    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline"): _moves_and_tells,
+    ("diffusers.models.modeling_utils", "ModelMixin"): _gives_up_on_meta,
+}
+"""Classes of diffusers whose `to` leaves what is offloaded where it is, and what stands around it."""
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..api import handle_of, offload
 from ..base.system import forked_free
+from ..base.text import short
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError, GroupFileError, GroupOffloadError
 from ..owners import add_owner
@@ -339,7 +340,7 @@ def _report(loaded: Any) -> None:
 def _check_class(model_class: Any) -> None:
     if not isinstance(model_class, type):
         hint = " Pass its class, or call apply_group_offloading." if isinstance(model_class, nn.Module) else ""
-        raise ConfigError(f"Expected a class with from_pretrained, got {model_class!r:.80}.{hint}")
+        raise ConfigError(f"Expected a class with from_pretrained, got {short(model_class)}.{hint}")
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise ConfigError(
             f"{model_class.__name__} has no from_pretrained. Pass a model or pipeline class of diffusers or transformers; for "

@@ -155,6 +155,20 @@ def test_a_component_that_a_pipeline_gives_up(name: str, is_called: bool) -> Non
         assert all(map(operator.le, given_up(True), given_up(False)))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["a model", "the pipeline"])
+def test_a_component_that_is_given_up_on_the_meta_device(whole: bool) -> None:
+    """diffusers' `to` would leave its own models where they are, as they are offloaded."""
+    from ..support import tiny_models
+
+    pipe = tiny_models.flux_pipeline()
+    handles = enable_group_offload(pipe, onload_device="cpu")
+    with counted():
+        old = [weakref.ref(each) for name in handles for each in getattr(pipe, name).parameters()]
+        for target in [pipe] if whole else [getattr(pipe, name) for name in handles]:
+            target.to("meta" if whole else torch.device("meta"))
+        assert not any(alive(*old)) and not any(handle.stats().host_bytes for handle in handles.values())
+
+
 @pytest.mark.parametrize("keeps_handles", [False, True])
 def test_a_pipeline_that_is_dropped(keeps_handles: bool) -> None:
     from ..support import tiny_models

@@ -27,6 +27,7 @@ from group_offload import (
     from_pretrained,
     remove_group_offloading,
 )
+from group_offload.base.device import say_that_the_cpu_computes
 
 from ..support.asserts import assert_at_rest, assert_same, named_tensors
 from ..support.models import WIDTH, Block, Model, inputs, make
@@ -123,6 +124,18 @@ def test_device_that_is_not_there(device: Any, monkeypatch: pytest.MonkeyPatch) 
         ):
             apply_group_offloading(model, device)
     assert snapshot(model) == before
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_a_cpu_that_nobody_asked_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Hazard: torch sees no GPU, and forwards take minutes on the CPU without a word."""
+    say_that_the_cpu_computes.cache_clear()
+    apply_group_offloading(make(Model), "cpu")
+    assert not caplog.messages
+    for _ in range(2):
+        apply_group_offloading(make(Model))
+    (said,) = caplog.messages
+    assert said.startswith("No GPU is available to torch") and said.endswith("or pass onload_device='cpu'.")
 
 
 @pytest.mark.parametrize("module", [None, "model", [nn.Linear(2, 2)], nn.Linear])

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
@@ -19,6 +20,7 @@ from group_offload import (
     disable_group_offload,
     enable_group_offload,
     handle_of,
+    remove_group_offloading,
 )
 
 from ..support import tiny_models as tiny
@@ -128,15 +130,23 @@ def test_excluded_modules_stay_whole(
             for given in (3, True, [3], nn.Linear(2, 2))
         ),
         ({"model_options": {"vae": {}}, "exclude_modules": "vae"}, "vae"),
+        ({"exclude_modules": tiny.clip()}, "exclude_modules=CLIPTextModel: expected names"),
+        (
+            {"model_options": {"transformer": {"ram_budget": 8}}},
+            r"^model_options\['transformer'\]: ram_budget=8: .*'8GiB'",
+        ),
+        ({"model_options": {"vae": {"offload_type": "leaf_level"}}, "offload_device": "x"}, r"^offload_device must be"),
         ({"offload_type": "layer"}, "layer"),
         ({"num_blocks_per_group": 0}, "num_blocks_per_group"),
     ],
 )
 def test_wrong_names_and_values(options: dict[str, Any], named: str, device: torch.device) -> None:
+    """What is said names the option, and the model if it is an option of one, in one line."""
     pipe = tiny.flux_pipeline()
     before = {name: traces(model) for name, model in models_of(pipe).items()}
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         enable_group_offload(pipe, onload_device=device, **options)
+    assert "\n" not in str(caught.value)
     for name, model in models_of(pipe).items():
         assert traces(model) == before[name], name
 
@@ -151,9 +161,33 @@ def test_an_unknown_name_among_the_excluded_is_only_said(
     assert "'transfomer'" in caplog.text and "Did you mean 'transformer'" in caplog.text
 
 
-def test_something_else_than_a_pipeline(device: torch.device) -> None:
-    with pytest.raises(ConfigError, match="apply_group_offloading"):
-        enable_group_offload(nn.Linear(2, 2), onload_device=device)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (nn.Linear(2, 2), "got Linear.*use apply_group_offloading"),
+        (tiny.kl(), "got AutoencoderKL. For a single model, use apply_group_offloading"),
+        (None, "got None"),
+        (diffusers.FluxPipeline, r"got the class FluxPipeline\. Load it first: from_pretrained"),
+        ("owner/model", r"got 'owner/model'\. Load it first: from_pretrained"),
+    ],
+    ids=["layer", "model", "None", "class", "name"],
+)
+def test_something_else_than_a_pipeline(given: Any, said: str, device: torch.device) -> None:
+    for call in (enable_group_offload, disable_group_offload):
+        with pytest.raises(ConfigError, match=rf"^Expected a diffusers pipeline, {said}") as caught:
+            call(given)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_pipeline_in_place_of_a_module() -> None:
+    for call in (apply_group_offloading, remove_group_offloading):
+        with pytest.raises(ConfigError, match=r"got FluxPipeline\. For a pipeline, use .*, disable_group_offload\(\)"):
+            call(tiny.flux_pipeline())
+
+
+def test_an_option_of_single_models() -> None:
+    with pytest.raises(TypeError, match=r"'block_modules'\. .* model_options=\{NAME: \{'block_modules': \.\.\.\}\}"):
+        enable_group_offload(tiny.flux_pipeline(), block_modules=["transformer_blocks"])  # type: ignore[call-arg]
 
 
 def test_model_options(device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]) -> None:
