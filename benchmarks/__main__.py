@@ -15,7 +15,6 @@ NAMES = {
     "weights": "one model: resident, under diffusers' group offloading, under accelerate, under this package",
     "pipeline": "a whole pipeline: time of an image or a video, and the device's peak",
     "card": "whole pipelines on a device whose memory another process holds, but for some GiB",
-    "opening": "RAM and time that it takes to open a checkpoint",
     "training": "a LoRA over frozen weights that are offloaded",
     "activations": "training steps with activations on the device, recomputed, and offloaded",
     "hooks": "the host's work for one group",
@@ -23,6 +22,16 @@ NAMES = {
     "shared": "forwards that share passes: guidance, and requests of several threads",
     "several": "one model on several GPUs of a host: alone, replicated, and with each bringing a share of every group",
     "packing": "packed weights: how many bytes are left, and how fast they are packed and unpacked",
+}
+
+
+ALIASES = {
+    # In RAM neither engine moves any bytes on the CPU: what is beyond the resident step is hooks'.
+    "hooks": (
+        *("weights", "--model", "tiny-layers", "--device", "cpu", "--no-profile"),
+        *("--arms", "resident", "ours block", "ours leaf", "diffusers block+stream", "diffusers leaf+stream"),
+        *("diffusers block, no stream", "diffusers leaf, no stream"),
+    ),
 }
 
 
@@ -37,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", choices=NAMES)
     name = parser.parse_args(arguments[:1]).name
     put_python_path_first()
-    run(name, arguments[1:])
+    name, *more = ALIASES.get(name, (name,))
+    run(name, [*more, *arguments[1:]])
 
 
 def run(name: str, arguments: Sequence[str]) -> None:
@@ -46,9 +56,10 @@ def run(name: str, arguments: Sequence[str]) -> None:
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
     options = parse(name, benchmark, arguments)
     if options.child:
+        from .pipelines import preload
         from .processes import serve
 
-        benchmark.preload()
+        preload(pipelines=name in ("card", "pipeline"))
         serve(benchmark.work)
     elif options.table:
         print(benchmark.render(json.loads(options.table.read_text())))

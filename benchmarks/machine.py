@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -13,7 +12,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 BANDWIDTH_BYTES = 1 << 30
 PROFILED_STEPS = 3
 GIB = 1 << 30
+QUIET = {"GROUP_OFFLOAD_PROGRESS_BAR": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""The environment of processes."""
 SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
 """The host waits for the device."""
 ALLOCATION = re.compile(
@@ -41,7 +43,6 @@ QUANTISERS = ("torchao", "bitsandbytes", "optimum-quanto", "gguf", "sdnq")
 def measure_machine(device: torch.device) -> dict[str, Any]:
     """The machine that the arms run on, and what its link to the device can do."""
     is_cpu = device.type == "cpu"
-    back = None if is_cpu else CopiesBeside(BANDWIDTH_BYTES, device, BANDWIDTH_BYTES).back
     return {
         "device": "CPU" if is_cpu else str(getattr(torch, device.type).get_device_name(device)),
         "cpu_count": os.cpu_count(),
@@ -50,7 +51,7 @@ def measure_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *QUANTISERS)},
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
-        "pinned_h2d_bytes_per_s": None if back is None else bandwidth(back, device, repeats=8),
+        "pinned_h2d_bytes_per_s": None if is_cpu else link_speed(device),
     }
 
 
@@ -64,16 +65,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def bandwidth(copy: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Bytes a second if `copy` copies BANDWIDTH_BYTES: the median of all times but the first."""
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        copy()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return BANDWIDTH_BYTES / statistics.median(times[1:])
+def link_speed(device: torch.device) -> float:
+    """Bytes a second from page-locked RAM to the device: the median of all times but the first."""
+    host = torch.empty(BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True)
+    copy = partial(torch.empty_like(host, device=device).copy_, host, non_blocking=True)
+    return BANDWIDTH_BYTES / statistics.median([timed(copy, device)[0] for _ in range(8)][1:])
+
+
+def timed(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) -> tuple[float, Any]:
+    """Seconds of one of so many calls, between which nobody waits, until the device is done; and what the last one returns."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(in_a_row):
+        output = call()
+    synchronize(device)
+    return (time.perf_counter() - start) / in_a_row, output
 
 
 def default_device() -> str:
@@ -115,14 +121,6 @@ def say(text: str, elapsed: float | None = None) -> None:
     print(f"{when} {text}\n", end="", file=sys.stderr, flush=True)  # one write: several processes may say something
 
 
-@contextlib.contextmanager
-def said(what: str) -> Iterator[None]:
-    """Say how long the block took."""
-    start = time.perf_counter()
-    yield
-    say(f"{what}: {time.perf_counter() - start:.1f} s")
-
-
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -147,7 +145,7 @@ def forget_device_peak(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)
+    reset_peak(device)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -155,45 +153,30 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def device_peak(device: torch.device) -> int | None:
-    """The most that torch's allocator counted as allocated."""
-    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+PEAK, RESERVED = "allocated_bytes.all.peak", "reserved_bytes.all.peak"
+"""The most that torch's allocator counted as allocated, and had taken from the device."""
 
 
-def device_reserved(device: torch.device) -> int | None:
-    """The most that torch's allocator had taken from the device."""
-    return None if device.type == "cpu" else torch.accelerator.max_memory_reserved(device)
-
-
-def allocated(device: torch.device) -> int | None:
-    """What torch's allocator counts as allocated now."""
-    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-
-
-def alloc_retries(device: torch.device) -> int:
-    """How often torch's allocator has had to give back what it kept, because the device had no more. Each time takes long."""
-    return 0 if device.type == "cpu" else int(torch.accelerator.memory_stats(device)["num_alloc_retries"])
+def allocator(device: torch.device, key: str) -> int | None:
+    """A number of torch's allocator; None on the CPU."""
+    return None if device.type == "cpu" else int(torch.accelerator.memory_stats(device).get(key, 0))
 
 
 class PeakWatch:
     """The most device memory since `with`, though somebody else resets torch's counters: budgets measure single passes."""
 
-    def __init__(self, device: torch.device, *, forgets: bool = True) -> None:
-        """
-        Args:
-            forgets: whether the device gets back what the allocator keeps, before.
-        """
-        self._device, self._forget = device, forget_device_peak if forgets else reset_peak
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.allocated: int | None = None
-        """As `device_peak`. Known after `with`."""
+        """`PEAK`. Known after `with`."""
         self.reserved: int | None = None
-        """As `device_reserved`."""
+        """`RESERVED`."""
 
     def __enter__(self) -> PeakWatch:
-        self._forget(self._device)
         if self._device.type != "cpu":
             runtime = getattr(torch, self._device.type)
             self._reset = runtime.reset_peak_memory_stats
+            self._reset(self._device)
             runtime.reset_peak_memory_stats = self._note_and_reset
         return self
 
@@ -203,18 +186,12 @@ class PeakWatch:
             getattr(torch, self._device.type).reset_peak_memory_stats = self._reset
 
     def _note(self) -> None:
-        self.allocated = max(self.allocated or 0, torch.accelerator.max_memory_allocated(self._device))
-        self.reserved = max(self.reserved or 0, torch.accelerator.max_memory_reserved(self._device))
+        self.allocated = max(self.allocated or 0, allocator(self._device, PEAK) or 0)
+        self.reserved = max(self.reserved or 0, allocator(self._device, RESERVED) or 0)
 
     def _note_and_reset(self, *args: Any, **kwargs: Any) -> None:
         self._note()
         self._reset(*args, **kwargs)
-
-
-def used_ram() -> int:
-    """RAM that is neither free nor reclaimable, page-locked RAM included. The page cache is not in it."""
-    memory = psutil.virtual_memory()
-    return int(memory.total - memory.available)
 
 
 def process_memory() -> dict[str, int | None]:
@@ -229,41 +206,10 @@ def process_memory() -> dict[str, int | None]:
     }
 
 
-def anonymous_bytes(pid: int | str = "self") -> int:
-    """Memory of a process that is in no file: RssAnon, and RssShmem, in which page-locked memory of torch is counted."""
-    with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-        status = file.read(1 << 12)
-    found = (status.partition(name)[2].split(maxsplit=1)[:1] for name in (b"RssAnon:", b"RssShmem:"))
-    return sum(int(value[0]) << 10 for value in found if value)
-
-
 def share_of_anonymous_bytes() -> int:
-    """The same for this process, where memory that N processes have mapped counts 1/N in each."""
+    """Memory of this process that is in no file, where memory that N processes have mapped counts 1/N in each."""
     rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
-
-
-class CopiesBeside:
-    """Copies bytes for nothing, on streams of their own: out to page-locked RAM, or back to the device."""
-
-    def __init__(self, num_bytes: int, device: torch.device, buffer_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        size = min(num_bytes, buffer_bytes)
-        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        self._device = torch.empty_like(self._host, device=device)
-        self._streams = [torch.Stream(device=device) if device.type != "cpu" else None for _ in range(2)]
-
-    def out(self) -> None:
-        self._copy(self._streams[0], self._host, self._device)
-
-    def back(self) -> None:
-        self._copy(self._streams[1], self._device, self._host)
-
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        with stream or contextlib.nullcontext():
-            for start in range(0, self._num_bytes, max(1, target.numel())):
-                size = min(target.numel(), self._num_bytes - start)
-                target[:size].copy_(source[:size], non_blocking=True)
 
 
 # ------------------------------------------------------------------------------------------------ calls to the driver

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from . import models
-from .arms import parse_size
 from .machine import default_device
 from .report import RESULTS
 
@@ -22,16 +21,13 @@ _SHARED: dict[str, dict[str, Any]] = {
     "small": {"action": "store_true", "help": "a tiny model of the same kind: does it run?"},
     "steps": {"type": int, "help": "timed steps (default {default})"},
     "device": {"default": default_device(), "help": "default: the accelerator, else cpu"},
-    "disk": {
-        "type": Path,
-        "help": "folder for group files and checkpoints, deleted afterwards (default: the temporary one)",
-    },
+    "disk": {"type": Path, "help": "folder for files that are deleted afterwards (default: the temporary one)"},
     "checkpoint": {
         "type": Path,
         "metavar": "FOLDER",
         "help": "the checkpoint: used if it is there, else written and kept",
     },
-    "shard_size": {"type": parse_size, "metavar": "SIZE", "help": "of the checkpoint's files"},
+    "ram": {"default": "12GiB", "metavar": "SIZE", "help": "of arms that read files (default {default})"},
     "min_bytes": {"type": int, "help": "activations that are smaller stay (default: 1 MiB)"},
     "timeout": {"type": float, "help": "seconds for each process (default {default})"},
     "budget": {
@@ -48,7 +44,11 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 def parse(name: str, benchmark: Any, arguments: Sequence[str]) -> argparse.Namespace:
     """The options of one benchmark: its `add_options` says which ones it has."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=benchmark.__doc__)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     benchmark.add_options(parser)
     add(parser, "output", "label", "table", "child")
     options = parser.parse_args(arguments)

@@ -1,360 +1,344 @@
-"""A whole pipeline: time of an image, and is the device's peak the need of its largest model, or the sum of all of them?
+"""A whole pipeline: how long each part of each image takes, what moves for it, its bits, and the device's peak.
 
-With `--from-files` the time from files to the first image: files are in the page cache or not, with much RAM and with little.
+With `--from-files` weights are files, and behind an arm may stand ", cold" (nothing of the files is in the page cache),
+", 4 steps", and " @12GiB", so much RAM for the process, what it has in the page cache included:
+"ours+checkpoint, cold, 4 steps @12GiB". An arm that is warm makes two images.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import checkpoints
+import torch
+
+from . import disk, machine
 from . import report as reports
-from .arms import Arm, choose, parse_size
-from .disk import drive_speed, drop_page_cache, files_in, size_of, warm
-from .images import Card, make_images, pipeline_of
-from .machine import GIB, say
+from .arms import apply_to_pipeline, choose
 from .options import add
-from .processes import Job, Relay
-from .report import is_equal, machine_facts, span, verdict
+from .pipelines import PIPELINES, Pipeline
+from .processes import Job, Relay, ask, tell
 
-SETTLING_IMAGES = 3
-"""With a budget: the first passes measure, and fill what is to stay."""
-MODEL_CPU_OFFLOAD = "diffusers model_cpu_offload"
-ARMS = (
-    "resident",
-    "diffusers block+stream",
-    *(f"diffusers leaf+stream{recorded}" for recorded in ("", "+record_stream")),
-    *(f"ours block{recorded}" for recorded in ("", "+record_stream")),
-    "ours leaf",
-    MODEL_CPU_OFFLOAD,
-    "diffusers block, no stream",
-)
-_PEERS = (MODEL_CPU_OFFLOAD, "diffusers block+stream")
-DEFAULTS: dict[str, tuple[str, ...]] = {
-    "flux": ARMS,
-    # The most telling ones first: a run that is cut short has them.
-    "flux-whole": ("resident", "ours block", *_PEERS),
-    "flux-control": ("resident", "ours block", "ours block vram=16GiB", "ours block vram=40GiB", *_PEERS),
-    "wan": (
-        "resident",
-        "ours block",
-        *(f"ours block vram={size}" for size in ("25%", "6GiB", "8GiB", "16GiB")),
-        *_PEERS,
-    ),
-}
-SHARD_BYTES = 2 << 30
-NUM_THREADS = 8
-DRIVE_BYTES = 4 << 30
-"""How much of the files is read, at least, to tell the drive's speed."""
-NOTHING_CHANGES = {"sizes": [], "lora_after": None, "free_bytes": None, "breathes_bytes": 0, "is_warmed_up": True}
-
-
-_ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "resident": ("resident", {}),
-    "ours": ("ours", {"offload_device": "disk"}),
-    "model offload": ("model", {}),
-    "group offload": ("diffusers", {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": True}),
-}
+LORA_RANK = 16
+# The most telling ones first: a run that is cut short has them.
+ARMS = ("resident", "ours", "ours+leaf", "ours+auto", "diffusers", "diffusers+block", "model")
 CASES = (
     # The files are in the page cache once they are written, so those come first that find them there.
-    *(f"{engine}, warm, 4 steps" for engine in _ENGINES),
-    "ours, cold, 4 steps",
-    "ours, cold, 4 steps @12GiB",
-    "ours, warm, 28 steps",
-    "resident, warm, 28 steps",
-    "ours, cold, 28 steps",
-    "model offload, cold, 4 steps",
-    "group offload, cold, 4 steps",
+    *(f"{arm}, 4 steps" for arm in ("resident", "ours+checkpoint", "model", "diffusers+block")),
+    *(f"ours+checkpoint, {how}" for how in ("cold, 4 steps", "cold, 4 steps @12GiB", "28 steps", "cold, 28 steps")),
+    *("resident, 28 steps", "model, cold, 4 steps", "diffusers+block, cold, 4 steps"),
 )
-
-
-def case_of(name: str) -> dict[str, Any]:
-    """What a case from files is, by its name: "ours, cold, 4 steps @12GiB". The first part is the engine, see `_ENGINES`.
-
-    "is_cold": nothing of the files is in the page cache. "ram_limit_bytes": the process gets so much RAM, what it has in the
-    page cache included.
-
-    Raises:
-        ValueError: it says none.
-    """
-    whole, _, ram = name.partition(" @")
-    engine, *rest = whole.split(", ")
-    steps = [part.removesuffix(" steps") for part in rest if part.endswith(" steps")]
-    if engine not in _ENGINES or len(steps) != 1 or set(rest) - {f"{steps[0]} steps", "cold", "warm"}:
-        raise ValueError(f"no case {name!r}. One is 'ours, cold, 4 steps @12GiB'; engines: {', '.join(_ENGINES)}")
-    limit = parse_size(ram) if ram else None
-    is_cold = "cold" in rest or limit is not None
-    return {"engine": engine, "num_steps": int(steps[0]), "is_cold": is_cold, "ram_limit_bytes": limit}
 
 
 # ------------------------------------------------------------------------------------------------ the child
 
 
-def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
-    """What a child process does with its job."""
-    if "arm" in job:
-        arm, whole = Arm(**job["arm"]), pipeline_of(job)
-        job["engine"] = "model" if arm.name == MODEL_CPU_OFFLOAD else arm.engine
-        job["num_images"] = 1 + (SETTLING_IMAGES if arm.has_budget else 1)
-        job["options"] = {**arm.options, **arm.budgets(_weight_bytes(whole) if "%" in arm.vram else 0)}
-    result = make_images(job, begin, Card())
-    for image in result["images"]:
-        if "error" in image:
-            return {**result, "error": f"{image['error']['type']}: {image['error']['message']}"}
-        if not image["is_finite"]:
-            raise RuntimeError("The image is not finite: its hash would show nothing.")
-    return result if job["folder"] is not None else {**result, **_measured(result, job["options"])}
+class Card:
+    """The device. If it `is_full`, another process leaves some of its memory; then it is made before the device is used."""
+
+    def __init__(self, device: torch.device, *, is_full: bool = False) -> None:
+        self._device, self._is_full, self._taken = device, is_full, 0
+        self._free = self._left = ask(0)["free_bytes"] if is_full else 0
+
+    def leave(self, num_bytes: int | None) -> None:
+        """Let this process have so much of it, its context included. None: all."""
+        if self._is_full:
+            self._left = self._free - ask(0 if num_bytes is None else max(0, self._free - num_bytes))["held_bytes"]
+
+    def look(self) -> None:
+        """Note what this process has taken of it, as the driver sees it. Called after each step."""
+        if self._is_full:
+            self._taken = max(self._taken, self._left - torch.cuda.mem_get_info(self._device)[0])
+
+    def facts(self) -> dict[str, Any]:
+        """What is left of it for this process, and the most that was taken since the last time."""
+        taken, self._taken = self._taken, 0
+        return {"left_bytes": self._left, "taken_bytes": taken}
 
 
-def _weight_bytes(whole: Any) -> int:
-    import torch
+class Stages:
+    """How long each part of an image takes, waits for its weights included: the prompt, each step, the decoding."""
 
-    with torch.device("meta"):
-        weights = [weight for model in whole.models.values() for weight in model.build().parameters()]
-    return sum(weight.numel() for weight in weights) * 2  # all but a few of them have 16 bits
+    def __init__(self, pipe: Any, device: torch.device, handles: Mapping[str, Any], card: Card) -> None:
+        self._device, self._handles, self._card = device, handles, card
+        for owner, name in ((pipe, "encode_prompt"), (pipe.vae, "decode")):
+            setattr(owner, name, partial(self._timed, name, getattr(owner, name)))
+        # Hooks of a model run when its first weights are on their way already. The loop begins with its progress bar.
+        self._progress_bar, pipe.progress_bar = pipe.progress_bar, self._begin_steps
+        self.begin()
+
+    def begin(self) -> None:
+        """Of an image."""
+        self._seconds: dict[str, float] = {}
+        self._steps: list[float] = []
+        self._sent_bytes: list[int] = []
+        self.outputs: dict[str, torch.Tensor] = {}
+        self._start = 0.0
+        self._sent, self._drive = self._sent_so_far(), disk.transferred().get("read_bytes", 0)
+
+    def end(self) -> dict[str, Any]:
+        """ "sent_bytes" go to the device: by each step and, last, by the decoding. The first step's are the encoders', too."""
+        self._look()
+        drive_bytes = disk.transferred().get("read_bytes", 0) - self._drive
+        return {**self._seconds, "steps": self._steps, "sent_bytes": self._sent_bytes, "drive_bytes": drive_bytes}
+
+    def end_step(self, pipe: Any, number: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The pipeline's `callback_on_step_end`."""
+        self._steps.append(self._now() - self._start)
+        self.outputs["latents"] = tensors["latents"]
+        self._look()
+        self._start = self._now()
+        return tensors
+
+    def _begin_steps(self, *args: Any, **kwargs: Any) -> Any:
+        bar = self._progress_bar(*args, **kwargs)
+        self._start = self._now()
+        return bar
+
+    def _timed(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = self._now()
+        result = call(*args, **kwargs)
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        if name == "decode":
+            self.outputs["image"] = result[0]  # what comes of it has few bits: random weights make a grey image
+        return result
+
+    def _now(self) -> float:
+        machine.wait_for_output(self._device)
+        return time.perf_counter()
+
+    def _look(self) -> None:
+        before, self._sent = self._sent, self._sent_so_far()
+        self._sent_bytes.append(self._sent - before)
+        self._card.look()
+
+    def _sent_so_far(self) -> int:
+        return sum(sum(handle.stats().bytes_onloaded.values()) for handle in self._handles.values())
 
 
-def _measured(result: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps of the last image, by denoiser, and whether the budget was kept."""
-    by_denoiser: dict[str, list[dict[str, Any]]] = {}
-    for step in result["steps"]:
-        by_denoiser.setdefault(step["model"], []).append(step)
-    vram = options.get("vram_budget")
-    if isinstance(vram, str) and vram.endswith("iB"):
-        vram = parse_size(vram)
-    peaks = [peak for peak in (result["device_peak_setup_bytes"], result["device_peak_bytes"]) if peak is not None]
+def make_images(job: Mapping[str, Any], begin: Callable[[], None], card: Card) -> dict[str, Any]:
+    """Times are seconds, sizes are bytes. What fails is in the image's "error": the next one may come out all the same.
+
+    Args:
+        job: "pipeline", "small", "layers": the pipeline; "folder": that of its models, or None; "engine", "options": how it
+            is placed; "num_steps", "num_images"; "sizes", "lora_after", "free_bytes", "breathes_bytes": what changes between
+            images, if anything does; "is_warmed_up": whether kernels are loaded before.
+    """
+    nothing: dict[str, Any] = {"sizes": [], "lora_after": None, "free_bytes": None, "breathes_bytes": 0, "layers": 1.0}
+    job = {**nothing, **job}
+    device, whole = torch.device(job["device"]), Pipeline(job["pipeline"], small=job["small"], layers=job["layers"])
+    machine.start_device(device)
+    if job["is_warmed_up"]:
+        # One block of each kind runs the same kernels, which are loaded when they are first used.
+        thin = Pipeline(job["pipeline"], small=job["small"], layers=0)
+        thin.call(thin.make(device, None).to(device), 1, lambda pipe, number, timestep, tensors: tensors)
+        machine.forget_device_peak(device)
+    folder = None if job["folder"] is None else Path(job["folder"])
+    pipe = whole.make(device, None) if folder is None else None
+    machine.forget_device_peak(device)
+    begin()
+    card.leave(job["free_bytes"])
+    with machine.PeakWatch(device) as setting_up:
+        start = time.perf_counter()
+        pipe = pipe or whole.make(device, folder)
+        handles = apply_to_pipeline(job["engine"], pipe, device, job["options"])
+        machine.synchronize(device)
+        result: dict[str, Any] = {"setup_s": time.perf_counter() - start, **card.facts(), "images": []}
+    machine.say(f"set up in {result['setup_s']:.1f} s")
+    stages = Stages(pipe, device, handles, card)
+    if job["is_warmed_up"] and folder is None:
+        # From files, and on a full card, nothing comes between the set-up and a user's first image.
+        machine.forget_device_peak(device)
+    with machine.PeakWatch(device) as running:
+        for number in range(job["num_images"]):
+            if job["breathes_bytes"] and number in (2, 4):
+                card.leave(job["free_bytes"] + (job["breathes_bytes"] if number == 2 else 0))
+            if job["sizes"]:
+                whole.ask_for(job["sizes"][number % len(job["sizes"])])
+            image = _make_image(pipe, whole, stages, job["num_steps"], number == job["lora_after"], device)
+            # How often an allocation failed counts those that somebody caught, as cuDNN does.
+            counts = {name: machine.allocator(device, name) or 0 for name in ("num_ooms", "num_alloc_retries")}
+            image |= {**card.facts(), **counts}
+            image["resident_bytes"] = {name: handle.stats().resident_bytes for name, handle in handles.items()}
+            result["images"].append(image)
+            machine.say(f"{image['s']:.2f} s{' ' * ('error' in image)}{image.get('error', {}).get('message', '')}")
+            tell("so far", {**result, **machine.process_memory()})
+    peaks = [peak for peak in (setting_up.allocated, running.allocated) if peak is not None]
+    card.leave(None)  # whoever measures the machine then needs buffers
     return {
-        **_times([step["s"] for each in by_denoiser.values() for step in each[1:]]),
-        "denoisers": {name: {**_summary(each), **result["plans"].get(name, {})} for name, each in by_denoiser.items()},
-        "vram_budget": vram,
-        "ram_budget": options.get("ram_budget"),
-        "is_budget_held": max(peaks) <= vram if isinstance(vram, int) and peaks else None,
+        **result,
+        "device_peak_bytes": max(peaks, default=None),
+        "device_reserved_bytes": running.reserved,
+        **machine.process_memory(),
     }
 
 
-def _times(steps: Sequence[float]) -> dict[str, float]:
-    return {"step_s": statistics.median(steps), "step_min_s": min(steps), "step_max_s": max(steps)}
+def _make_image(
+    pipe: Any, whole: Pipeline, stages: Stages, num_steps: int, has_new_lora: bool, device: torch.device
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    stages.begin()
+    start = time.perf_counter()
+    try:
+        if has_new_lora:
+            pipe.load_lora_weights(_make_lora(pipe, whole.denoiser), adapter_name="one")
+            found["lora_s"] = time.perf_counter() - start
+            start = time.perf_counter()
+        whole.call(pipe, num_steps, stages.end_step)
+        machine.synchronize(device)
+        found["s"] = time.perf_counter() - start
+        found |= stages.end()
+        outputs = {name: output.cpu() for name, output in stages.outputs.items()}
+        found |= {f"{name}_sha256": machine.sha256(output) for name, output in outputs.items()}
+        found |= {"is_finite": bool(outputs["image"].isfinite().all()), "shape": list(outputs["image"].shape)}
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[-14:]
+        found["error"] = {
+            "type": type(error).__name__,
+            "message": " ".join(str(error).split())[:400],
+            "where": [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames],
+            **{
+                f"{name}_bytes": machine.allocator(device, f"{name}_bytes.all.current") or 0
+                for name in ("allocated", "reserved", "inactive_split")
+            },
+        }
+        found = {"s": time.perf_counter() - start, **found, **stages.end()}
+    stages.outputs.clear()
+    return found
 
 
-def _summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A denoiser's steps: the first one, which finds another model's weights on the device, against the later ones."""
-    first, *later = steps
-    times = _times([step["s"] for step in later])
-    summary = {**times, "first_step_s": first["s"], "excess_s": first["s"] - times["step_s"]}
-    for key in ("stalls", "stalled_s", "sent_bytes"):
-        if key in first:
-            summary |= {f"first_{key}": first[key], key: statistics.median([step[key] for step in later])}
-    return summary
-
-
-def preload() -> None:
-    import diffusers
-    import transformers
-    from diffusers import FluxPipeline, WanPipeline  # noqa: F401
-
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+def _make_lora(pipe: Any, denoiser: str) -> dict[str, torch.Tensor]:
+    """A random LoRA of the attention's projections, as `load_lora_weights` takes it."""
+    generator = torch.Generator().manual_seed(1)
+    lora: dict[str, torch.Tensor] = {}
+    for name, layer in getattr(pipe, denoiser).named_modules():
+        if name.endswith(("to_q", "to_k", "to_v")):
+            for side, shape in (("A", (LORA_RANK, layer.in_features)), ("B", (layer.out_features, LORA_RANK))):
+                values = torch.randn(shape, generator=generator) / 20
+                lora[f"{denoiser}.{name}.lora_{side}.weight"] = values.to(torch.bfloat16)
+    return lora
 
 
 # ------------------------------------------------------------------------------------------------ the parent
 
 
+def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """What a child process does with its job."""
+    return make_images(job, begin, Card(torch.device(job["device"])))
+
+
 def run(options: argparse.Namespace) -> Path | None:
     """Run the arms. Returns the file with the results, if there are any."""
-    if options.from_files:
-        return _run_from_files(options)
-    job = {"pipeline": options.pipeline, "small": options.small, "num_steps": options.steps, "folder": None}
-    pipeline = pipeline_of(job)
-    if options.steps < pipeline.min_steps:
-        raise SystemExit(f"--steps: at least {pipeline.min_steps}: each transformer's first step is not timed.")
-    report = reports.new(
-        "pipeline",
-        options,
-        model={"name": f"small-{options.pipeline}" if options.small else options.pipeline},
-        product=pipeline.product,
-        num_steps=options.steps,
-        models={name: model.facts() for name, model in pipeline.models.items()},
-    )
-    arms = choose(options.arms or DEFAULTS[options.pipeline], ARMS)
-    if options.device == "cpu":
-        arms = [arm for arm in arms if not (arm.needs_streams or arm.vram or arm.name == MODEL_CPU_OFFLOAD)]
-    jobs = [Job(name=arm.name, task={**job, **NOTHING_CHANGES, "arm": asdict(arm)}) for arm in arms]
-    return Relay(report, options, jobs).run()
-
-
-def _run_from_files(options: argparse.Namespace) -> Path | None:
-    try:
-        cases = {name: case_of(name) for name in options.arms or CASES}
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if options.device == "cpu":
-        cases = {name: case for name, case in cases.items() if case["engine"] in ("resident", "ours")}
-    job = {"pipeline": "flux-whole", "small": options.small, **NOTHING_CHANGES}
-    models = pipeline_of(job).models
-    report = reports.new(
-        "pipeline",
-        options,
-        model={"name": "small-first-image" if options.small else "flux-first-image"},
-        models={name: model.facts() for name, model in models.items()},
-        drive=[],
-        from_files=True,
-    )
+    arms = choose(options.arms or (CASES if options.from_files else ARMS), options.device)
+    models = Pipeline(options.pipeline, small=options.small).models
+    parts = ("small" * options.small, options.pipeline, "first-image" * options.from_files)
+    facts = {name: model.facts() for name, model in models.items()}
+    report = reports.new("pipeline", options, model={"name": "-".join(filter(None, parts))}, models=facts, drive=[])
+    task = {"pipeline": options.pipeline, "small": options.small, "folder": None, "is_warmed_up": True}
     with ExitStack() as stack:
-        folder = stack.enter_context(checkpoints.folder_of(options))
-        checkpoints.make_sure({folder / name: model for name, model in models.items()}, options.device, SHARD_BYTES)
-        files = [file for name in models for file in files_in(folder / name)]
-        report["file_bytes"] = size_of(files)
+        files = []
+        if options.from_files:
+            folder = stack.enter_context(disk.checkpoint_folder(options))
+            task["folder"] = str(folder)
+            disk.make_checkpoints({folder / name: model for name, model in models.items()}, options.device)
+            files = [file for name in models for file in disk.files_in(folder / name)]
         jobs = []
-        for name, case in cases.items():
-            engine, how = _ENGINES[case["engine"]]
-            is_cold, limit = case["is_cold"], case["ram_limit_bytes"]
+        for arm in arms:
+            facts = {**asdict(arm), "num_steps": arm.num_steps or options.steps}
+            job = Job(name=arm.name, task={**task, **facts}, facts=facts, ram_limit_bytes=arm.ram_limit_bytes)
             # A second image finds the page cache as the first one has left it, which says most where RAM is scarce.
-            num_images = 1 if is_cold and limit is None else 2
-            task = {**job, "folder": str(folder), "engine": engine, "options": how, "num_images": num_images}
-            task["num_steps"] = case["num_steps"]
-            each = Job(name=name, task=task, facts={"name": name, **case}, ram_limit_bytes=limit)
-            each.before = partial(warm, files)
-            if is_cold:
-                each.before = partial(drop_page_cache, files, may_drop_all=not options.small)
-                each.prepare = partial(_measure_drive, files, report, at_most=1)
-            jobs.append(each)
+            job.task["num_images"] = 1 if arm.is_cold and arm.ram_limit_bytes is None else 2
+            job.environment, job.before = arm.environment, partial(disk.warm, files)
+            if arm.is_cold:
+                job.prepare = partial(disk.measure_drive, files, report["drive"], at_most=1)
+                job.before = partial(disk.drop_page_cache, files, may_drop_all=not options.small)
+            jobs.append(job)
         relay = Relay(report, options, jobs)
-        for each, _ in relay:
-            if each is jobs[-1] and any(case["is_cold"] for case in cases.values()):
-                _measure_drive(files, report)
+        for job, result in relay:
+            residents = [arm for arm in report["arms"].values() if arm["engine"] == "resident"]
+            compare(result, next((arm for arm in residents if arm["num_steps"] == result["num_steps"]), {}))
+            if job is jobs[-1] and report["drive"]:
+                disk.measure_drive(files, report["drive"])
     return relay.path
 
 
-def _measure_drive(files: Sequence[Path], report: dict[str, Any], at_most: int = 2) -> None:
-    """What a plain reader gets of the drive, of the largest files, if that was not measured `at_most` times."""
-    if len(report["drive"]) >= at_most:
-        return
-    largest = sorted(files, key=lambda file: file.stat().st_size, reverse=True)
-    speed = drive_speed(largest, NUM_THREADS, DRIVE_BYTES)
-    if speed is None:
-        say("the drive's speed is not known: no direct reads here")
-    else:
-        report["drive"].append(speed)
-        say(f"plain reader, {NUM_THREADS} threads: {speed / 1e9:.2f} GB/s")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pipeline", choices=PIPELINES, default="flux", help="default flux")
+    parser.add_argument("--from-files", action="store_true", help="time to the first image, weights in files")
+    add(parser, "device", "arms", "list", "small", "budget", "disk", "checkpoint", steps=10, timeout=150)
 
 
-# ------------------------------------------------------------------------------------------------ the tables
+# ------------------------------------------------------------------------------------------------ the table
+
+
+COLUMNS = (
+    *("setup_s", "images, s", "prompt_and_first_step_s", "later_s", "decoding_s", "bits", "errors", "OOMs, retries"),
+    *("device_peak_bytes", "device_reserved_bytes", "taken_bytes", "stays_bytes", "sent_a_step_bytes"),
+    *("from_the_drive_bytes", "rss_bytes", "rss_peak_bytes"),
+)
+
+
+def compare(arm: Mapping[str, Any], resident: Mapping[str, Any]) -> None:
+    """Say of each image, and of the latents that it was decoded from, whether it has the resident one's bits."""
+    for image, reference in zip(arm.get("images", ()), resident.get("images", ()), strict=False):
+        for what in ("latents", "image"):
+            if f"{what}_sha256" in image and f"{what}_sha256" in reference:
+                image[f"is_{what}_equal"] = image[f"{what}_sha256"] == reference[f"{what}_sha256"]
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A report as Markdown: the arms, then their denoisers and tiles; from files the cases, then their images."""
-    models = "; ".join(f"{name}: {model['what']}, {model['goes_in']}" for name, model in report["models"].items())
-    where = machine_facts(report, "diffusers", "transformers")
-    if report.get("from_files"):
-        drive = max(report["drive"], default=None)
-        speed = "" if drive is None else f" A plain reader got {drive / 1e9:.2f} GB/s of the drive."
-        head = f"{models}; {report['file_bytes'] / GIB:.2f} GiB of files; {where}.{speed}"
-        tables = [_case_table(report["arms"], drive), _image_table(report["arms"])]
-    else:
-        product = report.get("product", "image")
-        head = f"{models}; {report['num_steps']} steps {'an' if product == 'image' else 'a'} {product}; {where}."
-        tables = [_arm_table(report, product), _denoiser_table(report), _tiles_table(report)]
-    return "\n\n".join(filter(None, [head, *tables]))
+    rows = {name: row_of(arm) for name, arm in report["arms"].items()}
+    return reports.render(report, COLUMNS, rows, "images")
 
 
-MEMORY = ("device_peak_bytes", "device_reserved_bytes", "rss_bytes", "rss_peak_bytes", "bit_equal")
-DENOISER = ("step_s", "(min to max)", "predicted_s", "predicted / step", "sent_bytes", "stalled_s", "first_step_s")
-DENOISER += ("first_sent_bytes", "first_stalled_s", "excess_s", "x_streamed_pass")
-TILES = ("s", "pixels", "passes", "onloads", "sent_bytes", "bit_equal")
-IMAGE = ("encode_prompt_s", "first_step_s", "later_s", "first / later", "decode_s")
-
-
-def _arm_table(report: Mapping[str, Any], product: str) -> str:
-    reference, rows, first = report["arms"].get("resident", {}).get("output_sha256"), {}, f"first_{product}_s"
-    for name, arm in report["arms"].items():
-        rows[name] = row = dict(arm)
-        if "step_s" in arm:
-            row |= {"(min to max)": span(arm), first: arm["images_s"][0], "last_s": arm["images_s"][-1]}
-            row |= {"budget_bytes": arm.get("vram_budget"), "held": arm.get("is_budget_held")}
-            row["bit_equal"] = verdict(is_equal(arm, reference, "is_same_every_image"))
-    columns = ("step_s", "(min to max)", first, "last_s", "setup_s", "budget_bytes", "held", *MEMORY)
-    return reports.table(rows, columns, "step_s")
-
-
-def _denoiser_table(report: Mapping[str, Any]) -> str:
-    """One row for each arm and denoiser."""
-    bandwidth, rows = report["machine"]["pinned_h2d_bytes_per_s"], {}
-    for name, arm in report["arms"].items():
-        for denoiser, found in arm.get("denoisers", {}).items():
-            rows[f"{name}: {denoiser}"] = row = {**found, "(min to max)": span(found)}
-            if "predicted_s" in found:
-                row["predicted / step"] = found["predicted_s"] / found["step_s"]
-            if bandwidth:  # over the time of copying all of its weights from page-locked RAM to the device
-                row["x_streamed_pass"] = found["excess_s"] * bandwidth / arm["weight_bytes"][denoiser]
-    return reports.table(rows, DENOISER, "step_s") if rows else ""
-
-
-def _tiles_table(report: Mapping[str, Any]) -> str:
-    """One row for each arm that decoded an image tile by tile."""
-    tiled = {name: dict(arm["tiled"]) for name, arm in report["arms"].items() if "tiled" in arm}
-    reference = tiled.get("resident", {}).get("output_sha256")
-    for found in tiled.values():
-        found["bit_equal"] = verdict(None if reference is None else found["output_sha256"] == reference)
-    return reports.table(tiled, TILES, "s", head="tiled decoding") if tiled else ""
-
-
-def _case_table(arms: Mapping[str, Mapping[str, Any]], drive: float | None) -> str:
-    resident = {
-        arm["num_steps"]: arm for arm in arms.values() if arm["engine"] == "resident" and "output_sha256" in arm
+def row_of(arm: reports.Arm) -> dict[str, Any]:
+    """An arm that made images; its times are those of the last one that was made."""
+    if "images" not in arm:
+        return dict(arm)
+    images = arm["images"]
+    made = [image for image in images if "error" not in image]
+    last, failed = made[-1] if made else {}, [image["error"] for image in images if "error" in image]
+    texts = [f"{error['message'][:80]} ({error['where'][-1]})" for error in failed[:1]]
+    row = {
+        **arm,
+        "images, s": " ".join(
+            f"{image['s']:.2f}" if "error" not in image else image["error"]["type"] for image in images
+        ),
+        "decoding_s": last.get("decode"),
+        "bits": _bits(arm),
+        "errors": "; ".join([*([str(len(failed))] if failed else []), *texts, *filter(None, [arm.get("error")])]),
+        "taken_bytes": arm.get("device_taken_bytes") or None,
+        "from_the_drive_bytes": images[0].get("drive_bytes") or None if images else None,
     }
-    rows = {}
-    for name, arm in arms.items():
-        rows[name] = row = dict(arm)
-        if "output_sha256" not in arm:
-            continue
-        first, *later = arm["images"]
-        row |= {"first_image_s": first["s"], "with_set-up_s": arm["setup_s"] + first["s"]}
-        row |= {"second_s": later[0]["s"] if later else None, "from_the_drive_bytes": first["drive_bytes"] or None}
-        whole = resident.get(arm["num_steps"])
-        if whole is not None:
-            # The longer of all compute in a row and all bytes that came from the drive.
-            row["limit_s"] = max(whole["images"][-1]["s"], first["drive_bytes"] / drive if drive else 0)
-            row["first / limit"] = first["s"] / row["limit_s"]
-        row["bit_equal"] = verdict(is_equal(arm, (whole or {}).get("output_sha256"), "is_same_every_image"))
-    columns = (
-        "setup_s",
-        "first_image_s",
-        "with_set-up_s",
-        "second_s",
-        "from_the_drive_bytes",
-        "limit_s",
-        "first / limit",
-    )
-    return reports.table(rows, (*columns, "bit_equal"), "output_sha256")
+    if last.get("steps"):
+        first, *later = last["steps"]
+        row["prompt_and_first_step_s"] = last["encode_prompt"] + first
+        row["later_s"] = statistics.median(later) if later else None
+        # By a later step. The last number is that of the decoding.
+        sent = last.get("sent_bytes", [])[1:-1]
+        row["sent_a_step_bytes"] = round(statistics.median(sent)) or None if sent else None
+    if images:
+        row["stays_bytes"] = sum(images[-1].get("resident_bytes", {}).values()) or None
+        if "num_ooms" in images[-1] and arm.get("device_peak_bytes"):
+            row["OOMs, retries"] = "{num_ooms}, {num_alloc_retries}".format_map(images[-1])
+    return row
 
 
-def _image_table(arms: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = {}
-    for name, arm in arms.items():
-        for at, image in enumerate(arm.get("images", ()), 1):
-            if "decode" in image:
-                first, later = image["steps"][0], statistics.median(image["steps"][1:] or image["steps"])
-                times = {"encode_prompt_s": image["encode_prompt"], "decode_s": image["decode"]}
-                rows[f"{name}, image {at}"] = {
-                    **times,
-                    "first_step_s": first,
-                    "later_s": later,
-                    "first / later": first / later,
-                }
-    return reports.table(rows, IMAGE, "decode_s") if rows else ""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pipeline", choices=DEFAULTS, default="flux", help="default flux")
-    parser.add_argument(
-        "--from-files", action="store_true", help="time to the first image, with files in the page cache and not"
-    )
-    add(parser, "device", "arms", "list", "small", "budget", "disk", "checkpoint", steps=10, timeout=150)
+def _bits(arm: reports.Arm) -> str:
+    """Which images differ, and whether their latents do."""
+    if not any("is_image_equal" in image for image in arm["images"]):
+        return reports.verdict(None)
+    differ = [
+        f"**{'image' if image['is_latents_equal'] else 'latents'} {at}**"
+        for at, image in enumerate(arm["images"], 1)
+        if not image.get("is_image_equal", True)
+    ]
+    return ", ".join(differ) or reports.verdict(True)

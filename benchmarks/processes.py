@@ -14,11 +14,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,14 @@ from typing import Any
 import torch
 
 from . import report as reports
-from .limits import MemoryGroup, limit_ram
-from .machine import anonymous_bytes, fix_algorithms, measure_machine, say
+from .machine import QUIET, fix_algorithms, measure_machine, say
 
 Work = Callable[[dict[str, Any], Callable[[], None]], dict[str, Any]]
 """What a child process does with a job; the function that it is given is to be called before anything is measured."""
 MIN_SECONDS = 15
 """Less time than this is not enough to start an arm."""
-SAMPLE_SECONDS = 0.02
-QUIET = {"GROUP_OFFLOAD_PROGRESS_BAR": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+GRACE_SECONDS = 5
+"""How long other ranks have, once one of them has failed."""
 
 
 # ------------------------------------------------------------------------------------------------ the child
@@ -75,18 +76,11 @@ def serve(work: Work) -> None:
 
 
 def tell(state: str, facts: Any = None) -> None:
-    """Say that this process has come to a state that the parent waits for."""
+    """Say that this process has come to a state that the parent waits for.
+
+    "so far" has what is known already, which is not lost if this process is stopped.
+    """
     print(json.dumps({"state": state, "facts": facts}), flush=True)
-
-
-def tell_so_far(result: dict[str, Any]) -> None:
-    """What is known already: it is not lost if this process is stopped."""
-    tell("so far", result)
-
-
-def tell_measured() -> None:
-    """All that counts is done; checks follow. The most anonymous memory is that between `begin` and here."""
-    tell("measured")
 
 
 def ask(question: Any) -> Any:
@@ -112,7 +106,7 @@ class Child:
         self.group = group
         self.answer: Callable[[Any], Any] = lambda question: None
         """What it gets for an `ask`."""
-        self.so_far: dict[str, Any] = {}
+        self._so_far: dict[str, Any] = {}
         arguments = ["-m", "benchmarks", name, "--child"]
         self._process = subprocess.Popen(
             [sys.executable, *arguments] if group is None else group.command(arguments),
@@ -133,17 +127,17 @@ class Child:
             if line.startswith('{"state"'):
                 message: dict[str, Any] = json.loads(line)
                 if message["state"] == "so far":
-                    self.so_far |= message["facts"]
+                    self._so_far |= message["facts"]
                 if message["state"] == "asks":
-                    self.send(json.dumps(self.answer(message["facts"])))
+                    self.send(self.answer(message["facts"]))
                 if message["state"] in (state, "done"):
                     return message
         raise EOFError(f"the process ended with status {self._process.wait()} and no result")
 
-    def send(self, line: str) -> None:
+    def send(self, message: Any) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `wait_for` says so
-            self._process.stdin.write(line + "\n")
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def run(
@@ -151,7 +145,7 @@ class Child:
         job: Mapping[str, Any],
         limit: float,
         next_child: Child | None = None,
-        before: Callable[[], object] | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
         """The result of `job`, or {"error": ...} and what was known; stopped after `limit` seconds.
 
@@ -161,74 +155,184 @@ class Child:
         started = time.monotonic()
         timer = threading.Timer(limit, self.kill)
         timer.start()
-        found: dict[str, Any] = {}
         try:
-            self.send(json.dumps(job))
+            self.send(job)
             message = self.wait_for("made")
             if message["state"] == "made":
                 if next_child is not None:
                     with suppress(EOFError):  # it is told when its turn comes
                         next_child.wait_for("imported")
-                if before is not None:
-                    before()
-                with self._watched(found):
-                    self.send("go")
-                    message = self.wait_for("measured")
-                if message["state"] == "measured":
-                    message = self.wait_for("done")
+                before()
+                self.send("go")
+                message = self.wait_for("done")
             result: dict[str, Any] = message["facts"]
         except EOFError as error:
             text = f"stopped after {limit:.0f} s" if time.monotonic() - started >= limit else str(error)
-            return {**self.so_far, **found, "error": text}
+            result = {"error": text}
         finally:
             timer.cancel()
-        return {**(self.so_far if "error" in result else {}), **found, **result}
-
-    @contextmanager
-    def _watched(self, found: dict[str, Any]) -> Iterator[None]:
-        """Look at its anonymous memory, from outside: that takes none of its time. `found` gets the peak."""
-        is_over, peak = threading.Event(), [0]
-
-        def look() -> None:
-            with suppress(OSError):  # it has ended
-                while not is_over.wait(SAMPLE_SECONDS):
-                    peak[0] = max(peak[0], anonymous_bytes(self._process.pid))
-
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
-            found["anonymous_peak_bytes"] = peak[0] or None
-            if self.group is not None:
-                found |= self.group.usage()
+        usage = {} if self.group is None else self.group.usage()
+        return {**(self._so_far if "error" in result else {}), **usage, **result}
 
     def kill(self) -> None:
         self._process.kill()
 
     def end(self) -> None:
-        """Wait until it is gone, with its memory."""
+        """Wait until it is gone, with its memory and what limits it."""
         self._process.communicate()
+        if self.group is not None:
+            self.group.remove()
 
 
-class Budget:
-    """The time that all arms share. An arm begins only if there is some left."""
+class Team:
+    """Several processes that do one job together, each with its rank. Once one of them fails, all end."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._started = time.monotonic()
+    def __init__(self, ranks: Sequence[Child]) -> None:
+        self._ranks = ranks
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._started
+    def wait_for(self, state: str) -> None:
+        for each in self._ranks:
+            each.wait_for(state)
 
-    def refusal(self, needed: float = 0) -> dict[str, Any] | None:
-        """The result of an arm that cannot begin, because less time is left than it needs."""
-        if self.seconds - self.elapsed >= max(needed, 1e-9):
-            return None
-        return {"error": f"not run: the {self.seconds:.0f} s for all arms were over"}
+    def run(self, job: Mapping[str, Any], limit: float, *rest: Any) -> dict[str, Any]:
+        """The "arms" of the job, each with the "ranks" that measured it, or with an "error"."""
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            # The others meet the first one, which begins when nothing else runs, and measures the machine at the end.
+            # The first one begins when nothing else runs, and measures the machine at the end: the others meet it.
+            first, *others = self._ranks
+            begun = [pool.submit(first.run, {**job, "rank": 0}, limit, *rest)]
+            job = {**job, "measures_machine": False}
+            begun += [pool.submit(each.run, {**job, "rank": rank}, limit) for rank, each in enumerate(others, 1)]
+            open_: set[Any] = set(begun)
+            while open_:
+                done, open_ = wait(open_, return_when=FIRST_COMPLETED)
+                if open_ and any("error" in each.result() for each in done):
+                    wait(
+                        open_, GRACE_SECONDS
+                    )  # the others would wait for the one that failed; they may say what they saw
+                    for rank in self._ranks:
+                        rank.kill()
+            results = [each.result() for each in begun]
+        errors = dict.fromkeys(result["error"] for result in results if "error" in result)
+        arms = {}
+        for name, facts in job["arms"].items():
+            ranks = [result["arms"][name] for result in results if name in result.get("arms", ())]
+            is_whole = len(ranks) == facts["num_measured"]
+            arms[name] = {**facts, **({"ranks": ranks} if is_whole else {"error": "; ".join(errors)})}
+        kept = {key: value for key, value in results[0].items() if key == "machine" or key.startswith("group")}
+        return {**kept, "arms": arms}
+
+    def end(self) -> None:
+        for each in self._ranks:
+            each.kill()
+        for each in self._ranks:
+            each.end()
+
+
+# ------------------------------------------------------------------------------------------------ their RAM
+
+
+_ENTER = (
+    "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+)
+
+
+def limit_ram(num_bytes: int, facts: dict[str, Any]) -> MemoryGroup | None:
+    """What limits the RAM of processes, until it is removed. None if no limit can be set here: `facts` says why."""
+    try:
+        return MemoryGroup(num_bytes)
+    except OSError as error:
+        facts["group_error"] = str(error)
+        say(f"no limit of RAM: {error}")
+        return None
+
+
+class MemoryGroup:
+    """A control group (version 2). It is below that of this process, where that can be."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        """
+        Raises:
+            OSError: none can be made here. It says what was tried.
+        """
+        self.limit_bytes = limit_bytes
+        reasons: list[str] = []
+        for parent in _parents():
+            try:
+                self._make(parent)
+            except OSError as error:
+                reasons.append(f"{parent}: {error}")
+            else:
+                return
+        raise OSError("; ".join(reasons) or "no control groups of version 2 are mounted")
+
+    def _make(self, parent: Path) -> None:
+        if "memory" not in (parent / "cgroup.controllers").read_text().split():
+            raise OSError("it has no controller of memory")
+        enabled = parent / "cgroup.subtree_control"
+        if "memory" not in enabled.read_text().split():
+            enabled.write_text("+memory")  # refused if processes are in a group that is not the first
+        self.folder = Path(tempfile.mkdtemp(prefix="group-offload-", dir=parent))
+        try:
+            (self.folder / "memory.max").write_text(str(self.limit_bytes))
+            with suppress(OSError):  # most machines have no swap
+                (self.folder / "memory.swap.max").write_text("0")
+            done = subprocess.run(self.command(["-S", "-c", ""]), capture_output=True, text=True, timeout=20)
+            if done.returncode:
+                raise OSError(f"no process gets in: {done.stderr.strip().splitlines()[-1:]}")
+        except BaseException:
+            self.remove()
+            raise
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """What runs Python with these arguments, in the group from its beginning."""
+        return [sys.executable, "-S", "-c", _ENTER, str(self.folder / "cgroup.procs"), *arguments]
+
+    def usage(self) -> dict[str, Any]:
+        """Bytes: the most that was charged to the group, and what is now. None is what this kernel does not tell."""
+        stat = self._numbers("memory.stat")
+        return {
+            "group_limit_bytes": self.limit_bytes,
+            "group_peak_bytes": self._numbers("memory.peak").get(""),
+            "group_anonymous_bytes": stat.get("anon"),
+            "group_cache_bytes": stat.get("file"),
+            "group_oom_kills": self._numbers("memory.events").get("oom_kill"),
+        }
+
+    def remove(self) -> None:
+        """Its process has ended: a few moments later the group can go."""
+        for _ in range(50):
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
+            else:
+                return
+
+    def _numbers(self, name: str) -> dict[str, int]:
+        """The numbers in a file, by the word before each; {} if there is no such file."""
+        try:
+            lines = (self.folder / name).read_text().splitlines()
+        except OSError:
+            return {}
+        return {key: int(value) for key, _, value in (line.rpartition(" ") for line in lines) if value.isdecimal()}
+
+
+def _parents() -> list[Path]:
+    """This process's own group, and the root of all."""
+    with suppress(OSError):
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        own = "".join(name.lstrip("/") for _, controllers, name in groups if not controllers)
+        roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup2"]
+        return list(dict.fromkeys(parent for root in roots for parent in (root / own, root)))
+    return []
+
+
+# ------------------------------------------------------------------------------------------------ one after another
 
 
 @dataclass(kw_only=True)
@@ -236,14 +340,14 @@ class Job:
     """What one process is to do."""
 
     name: str
-    task: Mapping[str, Any]
+    task: dict[str, Any]
     """What it is sent."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What else the report says of this job."""
-    into: str = "arms"
-    """The part of the report that has its result."""
+    num_ranks: int = 0
+    """So many processes do it together, see `Team`."""
     ram_limit_bytes: int | None = None
-    """The process gets so much RAM, if that can be limited here; else `facts` says why not."""
+    """They get so much RAM, if that can be limited here; else `facts` says why not."""
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], object] = lambda: None
     """Called before the process gets its task."""
@@ -259,7 +363,7 @@ class Relay:
         report: dict[str, Any],
         options: argparse.Namespace,
         jobs: Sequence[Job],
-        answer: Callable[[Any], Any] | None = None,
+        answer: Callable[[Any], Any] = lambda question: None,
     ) -> None:
         """
         Args:
@@ -268,36 +372,43 @@ class Relay:
         self.path: Path | None = None
         """The file with the report, once there is a result."""
         self._report, self._options, self._jobs, self._answer = report, options, list(jobs), answer
-        self._budget = Budget(options.budget)
 
-    def run(self) -> Path | None:
-        """Run all jobs. Returns the file with the report, if there is any result."""
+    def run(self, judge: Callable[[dict[str, Any]], object] = lambda report: None) -> Path | None:
+        """Run all jobs, and let `judge` compare after each. Returns the file with the report, if there is any result."""
         for _ in self:
-            pass
+            judge(self._report)
         return self.path
 
     def __iter__(self) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Each job and its result, or {"error": ...}, once it stands in the report, which is written after each one."""
-        waiting = self._start(self._jobs[0]) if self._jobs else None
+        """Each job and its result, or {"error": ...}, once it stands in the report, which is written after each one.
+
+        A result may have several "arms". The rest of it then stands among the report's "kinds", by the job's name.
+        """
+        started, waiting = time.monotonic(), self._start(self._jobs[0]) if self._jobs else None
         try:
             for number, job in enumerate(self._jobs, 1):
                 assert waiting is not None
-                say(f"{number}/{len(self._jobs)} {job.name}", self._budget.elapsed)
-                result = self._budget.refusal(MIN_SECONDS)
-                if result is None:
+                elapsed = time.monotonic() - started
+                say(f"{number}/{len(self._jobs)} {job.name}", elapsed)
+                result = {"error": f"not run: the {self._options.budget:.0f} s for all arms were over"}
+                if self._options.budget - elapsed >= MIN_SECONDS:
                     job.prepare()
                     child, waiting = waiting, None
                     if number < len(self._jobs):
                         waiting = self._start(self._jobs[number])
-                    task = {"device": self._options.device, **job.task}
-                    task["measures_machine"] = self._report["machine"] is None
-                    left = self._budget.seconds - self._budget.elapsed
-                    result = child.run(task, min(self._options.timeout, left), waiting, job.before)
+                    measures_machine = self._report["machine"] is None
+                    task = {"device": self._options.device, "measures_machine": measures_machine, **job.task}
+                    limit = min(self._options.timeout, self._options.budget - elapsed)
+                    result = child.run(task, limit, waiting, job.before)
                     child.end()
-                    if child.group is not None:
-                        child.group.remove()
                 self._report["machine"] = result.pop("machine", None) or self._report["machine"]
-                self._report[job.into][job.name] = result = {**job.facts, **result}
+                arms = result.pop("arms", None)
+                result = {**job.facts, **result}
+                if arms is None:
+                    self._report["arms"][job.name] = result
+                else:
+                    self._report["arms"] |= arms
+                    self._report.setdefault("kinds", {})[job.name] = result
                 if "error" in result:
                     say(result["error"])
                 yield job, result
@@ -306,13 +417,12 @@ class Relay:
         finally:
             if waiting is not None:
                 waiting.end()
-                if waiting.group is not None:
-                    waiting.group.remove()
-        say("done", self._budget.elapsed)
+        say("done", time.monotonic() - started)
 
-    def _start(self, job: Job) -> Child:
+    def _start(self, job: Job) -> Any:
         group = None if job.ram_limit_bytes is None else limit_ram(job.ram_limit_bytes, job.facts)
-        child = Child(self._report["benchmark"], group, job.environment)
-        if self._answer is not None:
-            child.answer = self._answer
-        return child
+        children = [Child(self._report["benchmark"], group, job.environment) for _ in range(job.num_ranks or 1)]
+        if job.num_ranks:
+            return Team(children)
+        children[0].answer = self._answer
+        return children[0]

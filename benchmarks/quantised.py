@@ -7,33 +7,20 @@ diffusers has no way back: its arms make the same model anew.
 from __future__ import annotations
 
 import argparse
-import signal
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import models
+from . import machine, models
 from . import report as reports
-from .arms import apply_function
-from .machine import (
-    QUANTISERS,
-    device_peak,
-    fix_algorithms,
-    forget_device_peak,
-    measure_machine,
-    say,
-    sha256,
-    synchronize,
-    wait_for_output,
-)
-from .options import add, model_of
-from .report import first_line
+from .arms import apply
+from .options import add, model_of, sizes_of
+from .processes import Job, Relay, tell
 
 
 def _torchao(name: str, **options: Any) -> Callable[[nn.Module], None]:
@@ -60,17 +47,13 @@ def _bitsandbytes(name: str, **options: Any) -> Callable[[nn.Module], None]:
         from bitsandbytes import nn as bnb
 
         with torch.device("meta"):
-            found: Any = getattr(bnb, name)(*_shape(layer), **options)
+            found: Any = getattr(bnb, name)(layer.in_features, layer.out_features, layer.bias is not None, **options)
         weight = found.weight  # as diffusers makes it, on the device
         weight = type(weight)(layer.weight.data, requires_grad=False, **weight.__dict__)
         found.weight, found.bias = weight._quantize(layer.weight.device), layer.bias
         return found  # type: ignore[no-any-return]
 
     return lambda model: _replace(model, make)
-
-
-def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
-    return layer.in_features, layer.out_features, layer.bias is not None
 
 
 def _quanto(name: str) -> Callable[[nn.Module], None]:
@@ -102,7 +85,7 @@ def _gguf(name: str) -> Callable[[nn.Module], None]:
         scales = packed[..., : 4 if name.endswith("_K") else 2].view(torch.float16)
         scales.fill_(1e-4)
         with torch.device("meta"):
-            found = GGUFLinear(*_shape(layer), compute_dtype=torch.bfloat16)
+            found = GGUFLinear(columns, rows, layer.bias is not None, compute_dtype=torch.bfloat16)
         found.weight, found.bias = GGUFParameter(packed.flatten(1), quant_type=kind), layer.bias
         return found  # type: ignore[no-any-return]
 
@@ -153,92 +136,60 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """What a child process does with its job: all arms of a kind."""
+    warnings.simplefilter("ignore")  # of the packages, about each other
+    device, model, kind = torch.device(job["device"]), models.find(**job["model"]), job["kind"]
+    inputs = models.make_inputs(model, device)
+    begin()
+    arms: dict[str, Any] = {}
+    module = reference = None
+    for name, (engine, choice) in ARMS.items():
+        machine.say(f"{kind}, {name}")
+        try:
+            if module is None or engine == "diffusers":
+                module = None
+                machine.forget_device_peak(device)
+                module = models.make_model(model, device, resident=True).requires_grad_(False)
+                KINDS[kind](module)
+            handle = apply(engine, module, device, choice)
+            for _ in range(2):
+                model.call(module, inputs)
+            machine.synchronize(device)
+            machine.forget_device_peak(device)
+            took, output = machine.timed(partial(model.call, module, inputs), device, job["num_steps"])
+            arm = {
+                "step_s": took,
+                "peak_bytes": machine.allocator(device, machine.PEAK),
+                "sha256": machine.sha256(output),
+            }
+            reference = reference or arm["sha256"]
+            arm |= {"is_equal": arm["sha256"] == reference, "is_finite": bool(output.isfinite().all())}
+            if handle is not None:
+                arm["host_bytes"] = handle.stats().host_bytes
+                handle.remove()
+        except Exception as error:
+            arm, module = {"error": f"{type(error).__name__}: {error}"[:160]}, None
+        arms[f"{kind}, {name}"] = arm
+        tell("so far", {"arms": arms})  # some kinds are taken apart in Python, weight by weight, and are stopped
+        if reference is None:
+            break  # the kind does not run here
+    return {"arms": arms}
+
+
 def run(options: argparse.Namespace) -> Path | None:
     """Measure each arm of each kind. Returns the file with the results."""
-    warnings.simplefilter("ignore")  # of the packages, about each other
-    fix_algorithms()
-    device, model = torch.device(options.device), model_of(options)
-    report = reports.new("quantised", options, model={**model.facts(), "what": f"{model.what}, {model.goes_in}"})
-    report["machine"] = measure_machine(device)
-    begun, path = time.monotonic(), None
-    inputs = models.make_inputs(model, device)
-    for kind in options.kinds:
-        if time.monotonic() - begun > options.budget:
-            say(f"{kind}: no time left")
-            break
-        module, reference = None, None
-        for name, (engine, choice) in ARMS.items():
-            say(f"{kind}, {name}", time.monotonic() - begun)
-            try:
-                if module is None or engine == "diffusers":
-                    module = None
-                    forget_device_peak(device)
-                    module = _make(model, kind, device)
-                with _limited(options.arm_budget):
-                    handle = apply_function(engine)(module, device, choice)
-                    arm = _measure(model, module, inputs, device, options.steps)
-                reference = reference or arm["sha256"]
-                arm["is_equal"] = arm["sha256"] == reference
-                if handle is not None and hasattr(handle, "remove"):
-                    arm["host_bytes"] = handle.stats().host_bytes
-                    handle.remove()
-            except Exception as error:
-                arm, module = {"error": first_line(error)}, None
-            report["arms"][f"{kind}, {name}"] = arm
-            path = reports.write(report, options.output)  # at once: a run that is cut short leaves what it has
-            if reference is None:
-                break  # the kind does not run here
-        del module
-    return path
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise in the middle of what takes longer: some kinds are taken apart in Python, weight by weight."""
-
-    def stop(*args: object) -> None:
-        raise TimeoutError(f"not done after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _make(model: models.Model, kind: str, device: torch.device) -> nn.Module:
-    module = models.make_model(model, device, resident=True).requires_grad_(False)
-    KINDS[kind](module)
-    return module
-
-
-@torch.no_grad()
-def _measure(
-    model: models.Model, module: nn.Module, inputs: dict[str, torch.Tensor], device: torch.device, steps: int
-) -> dict[str, Any]:
-    for _ in range(2):
-        model.call(module, inputs)
-    synchronize(device)
-    forget_device_peak(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        output = model.call(module, inputs)
-    wait_for_output(device)
-    seconds = (time.perf_counter() - start) / steps
-    facts = {"is_finite": bool(output.isfinite().all()), "sha256": sha256(output)}
-    return {"step_s": seconds, "peak_bytes": device_peak(device), **facts}
+    model = model_of(options)
+    report = reports.new("quantised", options, model=model.facts())
+    task = {"model": sizes_of(options), "num_steps": options.steps}
+    return Relay(report, options, [Job(name=kind, task={**task, "kind": kind}) for kind in options.kinds]).run()
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A report of this benchmark as Markdown: a row for each arm of each kind. A step is one of several in a row."""
-    facts = f"{report['model']['what']}; {reports.machine_facts(report, 'diffusers', *QUANTISERS)}."
-    columns = ("step_s", "peak_bytes", "is_equal", "is_finite")
-    return "\n".join([facts, "", reports.table(report["arms"], columns, "step_s")])
+    """A row for each arm of each kind. A step is one of several in a row."""
+    return reports.render(report, ("step_s", "peak_bytes", "is_equal", "is_finite"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="only these, in this order")
-    parser.add_argument("--arm-budget", type=float, default=60, help="seconds for one arm (default 60)")
-    add(parser, "model", "blocks", "tokens", "small", "device", steps=4, budget=400)
+    add(parser, "model", "blocks", "tokens", "small", "device", "budget", steps=4, timeout=300)

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .machine import GIB
+from .machine import GIB, QUANTISERS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MAX_WIDTH = 48
@@ -49,17 +47,16 @@ def write(report: Mapping[str, Any], folder: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def table(arms: Mapping[str, Arm], columns: Sequence[str], done: str, head: str = "") -> str:
+def table(arms: Mapping[str, Arm], columns: Sequence[str], done: str) -> str:
     """One row for each arm; an arm that failed says why. Columns that are empty in all rows are left out.
 
     Args:
         columns: the keys of what is shown.
         done: the key that an arm has which did not fail.
-        head: the title of the arms' names.
     """
     cells = {name: [shown(key, arm.get(key)) if done in arm else "" for key in columns] for name, arm in arms.items()}
     kept = [at for at in range(len(columns)) if any(row[at] for row in cells.values())] or [0]
-    rows = [(head, *(_title(key) for at, key in enumerate(columns) if at in kept))]
+    rows = [("", *(_title(key) for at, key in enumerate(columns) if at in kept))]
     for name, row in cells.items():
         texts = [row[at] for at in kept]
         rows.append((name, *(texts if done in arms[name] else [arms[name]["error"], *texts[1:]])))
@@ -87,16 +84,16 @@ def shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return verdict(value)
     if key == "s" or key.endswith("_s"):
-        return seconds(value)
+        return f"{value:.3f} s" if value >= 0.1 else f"{value:.4f} s"
     if key.endswith("_bytes"):
-        return gib(value)
+        return f"{value / GIB:.2f} GiB"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def figure(arm: Arm, key: str) -> str:
     """A figure of a result, as tables show it. "images.-1.s" is that of the last image, "ranks.max.step_s" of the slowest rank.
 
-    An arm that failed, as a whole or in one of its images, says so; one that was not run to its end has a dash.
+    An arm that failed, as a whole or in one of its images, says so; one that was not run to its end, or has none, has a dash.
     """
     errors = [arm.get("error"), *(image.get("error") for image in arm.get("images", ()))]
     for error in map(str, filter(None, errors)):
@@ -109,7 +106,10 @@ def figure(arm: Arm, key: str) -> str:
         if part == "max":
             value = max(each[path[at + 1]] for each in value)
             break
-        value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        try:
+            value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        except LookupError:
+            return "-"
     return shown(path[-1] if path[-1].isidentifier() else path[-2], value)
 
 
@@ -123,46 +123,30 @@ def markdown(rows: Sequence[Sequence[str]], max_width: int = MAX_WIDTH) -> str:
     return "\n".join(lines)
 
 
-def machine_facts(report: Mapping[str, Any], *packages: str) -> str:
-    """The device, the packages that were used, and the date."""
-    machine = report["machine"]
-    found = [f"{name} {machine[name]}" for name in ("torch", *packages) if machine.get(name)]
-    return ", ".join([f"one {machine['device']}", *found, *([report["date"]] if report.get("date") else [])])
+def render(
+    report: Mapping[str, Any], columns: Sequence[str], rows: Mapping[str, Arm] | None = None, done: str = "step_s"
+) -> str:
+    """A report as Markdown: what was measured where, then one row for each arm.
+
+    Args:
+        rows: the arms, and what follows from them and is shown, too; default: the arms.
+        done: see `table`.
+    """
+    model, machine = report["model"], report["machine"]
+    facts = [model[key] for key in ("name", "what", "inputs", "goes_in") if key in model]
+    found = [f"{name} {machine[name]}" for name in ("torch", "diffusers", *QUANTISERS) if machine.get(name)]
+    facts.append(", ".join([f"one {machine['device']}", *found, *([report["date"]] if report.get("date") else [])]))
+    if report.get("drive"):
+        facts.append(f"a plain reader got {max(report['drive']) / 1e9:.2f} GB/s of the drive")
+    processes = [*report["arms"].values(), *report.get("kinds", {}).values(), *report.get("ram", {}).values()]
+    refusals = {each["group_error"] for each in processes if "group_error" in each}
+    facts += [f"RAM was not restricted: {refusal}" for refusal in sorted(refusals)]
+    return f"{'; '.join(facts)}.\n\n{table(rows or report['arms'], columns, done)}"
 
 
 # ------------------------------------------------------------------------------------------------ cells
 
 
-def seconds(value: float | None) -> str:
-    """ "0.171 s"; times below a tenth of a second have a digit more."""
-    return "" if value is None else f"{value:.3f} s" if value >= 0.1 else f"{value:.4f} s"
-
-
-def span(arm: Arm) -> str:
-    """The fastest and the slowest step."""
-    return f"{seconds(arm['step_min_s']).removesuffix(' s')} to {seconds(arm['step_max_s']).removesuffix(' s')}"
-
-
-def gib(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"
-
-
 def verdict(is_equal: bool | None) -> str:
     """Whether an output has the bits of the reference; None: there is none."""
     return "not compared" if is_equal is None else "yes" if is_equal else "**no**"
-
-
-def is_equal(arm: Arm, reference: str | None, repeats: str) -> bool | None:
-    """Whether an arm's output has the hash of the reference, each time.
-
-    Args:
-        repeats: the key that says whether the arm repeats itself.
-    """
-    return None if reference is None else arm["output_sha256"] == reference and arm[repeats]
-
-
-def first_line(error: Exception) -> str:
-    """What was wrong, in a row of a table."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"

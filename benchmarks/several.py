@@ -11,10 +11,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,103 +23,63 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import checkpoints, processes, report, training, weights
-from .arms import parse_size
-from .disk import drop_page_cache, files_in, transferred
-from .limits import MemoryGroup, limit_ram
-from .machine import (
-    default_device,
-    fix_training_algorithms,
-    measure_machine,
-    said,
-    say,
-    sha256,
-    share_of_anonymous_bytes,
-    synchronize,
-)
+from . import disk, machine, processes, report, training
+from .arms import apply, parse_size
 from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
-from .report import gib
 
-BAR = 0.6
-"""At most so much of one GPU's time an arm that shares is to take."""
-TRACED = "shared"
 SHARD_BYTES = 5 << 30
 SLOW_STEPS = 2
 """Timed steps of arms that read a drive."""
-TRACED_STEPS = 2
 LORA_RANK = 16
-GRACE_SECONDS = 5
-"""How long the other ranks have, once one of them has failed, to say what they saw."""
+SHARES = {"one GPU": None, "each alone": False, "shared": True, "resident": False, "FSDP2": False}
+"""How an arm ends, and whether its ranks share. None: one GPU runs, and the others wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    kind: str = "RAM"
+    kind: str
     """What runs in the same processes: "RAM", "files" (with little RAM) or "training"."""
-    share: bool | None = None
-    """None: one GPU runs, and the others wait."""
-    form: tuple[str, ...] = ()
-    """What is made of the module before: "context parallel", "compiled", "LoRA", "FSDP2", "resident". The module cannot be used
-    for another form afterwards."""
-    reference: str = "one GPU"
+    share: bool | None
+    engine: str
+    form: tuple[str, ...]
+    """What is made of the module before: "context parallel", "compiled", "LoRA"; and engines that leave it changed. The module
+    cannot be used for another form afterwards."""
+    reference: str
     """The arm whose time this one's is compared with."""
-    same_as: str = "one GPU"
+    same_as: str
     """The arm with the same arithmetic, whose bits this one is to have."""
-    bar: float | None = None
-    packs: bool = False
-    """Whether weights are packed, into files of a folder."""
-
-
-SHARES: dict[str, bool | None] = {
-    "one GPU": None,
-    "each alone": False,
-    "shared": True,
-    "resident": False,
-    "FSDP2": False,
-}
 
 
 def arm_of(name: str) -> Arm:
     """The arm that a name says: "compiled, context parallel, shared"."""
     *parts, how = name.split(", ")
-    share, prefix = SHARES[how], ", ".join(parts)
-    words = [word for part in parts for word in part.split(" and ")]
-    form = tuple(word for word in words if word in ("context parallel", "compiled", "LoRA"))
-    form += (how,) if how in ("resident", "FSDP2") else ()
-    reference = same_as = f"{prefix}, one GPU" if prefix and "context parallel" not in words else "one GPU"
-    if "context parallel" in words:
-        reference = "compiled, one GPU" if "compiled" in words else "one GPU"
-        same_as = f"{prefix}, each alone"
-    elif words in (["compiled"], ["compiled", "packed"]):
-        same_as = "compiled, each alone" if share else "compiled, one GPU"  # each process compiles for itself
-    elif words == ["packed"]:
-        same_as = "one GPU"
-    elif words == ["LoRA"] and share is not None:
+    share = SHARES[how]
+    reference = same_as = ", ".join([*(part for part in parts if part != "context parallel"), "one GPU"])
+    if "context parallel" in parts:
+        same_as = ", ".join([*parts, "each alone"])
+    elif parts == ["compiled"] and share:
+        same_as = "compiled, each alone"  # each process compiles for itself
+    elif parts == ["LoRA"] and share is not None:
         same_as = "LoRA, each alone"  # a batch is other arithmetic
-    kind = {"files": "files", "LoRA": "training"}.get(prefix, "RAM")
-    has_bar = bool(share and parts and (words != ["context parallel"]))
+    engine = {"resident": "resident", "FSDP2": "fsdp2"}.get(how, "ours")
     return Arm(
-        kind=kind,
+        kind={"files": "files", "LoRA": "training"}.get(parts[0], "RAM") if parts else "RAM",
         share=share,
-        form=form,
+        engine=engine,
+        form=(*(part for part in parts if part != "files"), *([] if engine == "ours" else [engine])),
         reference=reference,
         same_as=same_as,
-        bar=BAR if has_bar else None,
-        packs="packed" in words,
     )
 
 
 DEFAULT = ("one GPU", "each alone", "shared", "context parallel, each alone", "context parallel, shared")
-_PREFIXES = ("compiled", "packed", "compiled and packed", "files", "LoRA")
 ARMS = {
     name: arm_of(name)
     for name in (
         *DEFAULT,
-        "resident",
-        "context parallel, resident",
-        "FSDP2",
-        *(f"{prefix}, {how}" for prefix in _PREFIXES for how in ("one GPU", "each alone", "shared")),
+        *("resident", "context parallel, resident", "FSDP2"),
+        *(f"{part}, {how}" for part in ("compiled", "files", "LoRA") for how in ("one GPU", "each alone", "shared")),
         *(f"compiled, context parallel, {how}" for how in ("each alone", "shared", "resident")),
         *(f"LoRA, {how}" for how in ("FSDP2", "resident")),
     )
@@ -127,126 +87,63 @@ ARMS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add(parser, "model", "blocks", "tokens", "small", "arms", "list", "disk", "checkpoint")
-    add(parser, steps=10, device=default_device())
+    add(parser, "model", "blocks", "tokens", "small", "arms", "list", "disk", "checkpoint", "device", "ram")
+    add(parser, steps=10, budget=600, timeout=600)
     parser.set_defaults(arms=[*DEFAULT])
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[2],
-        metavar="N",
-        help="processes, each with a device of its own (default 2); all arms run with each of these numbers",
-    )
-    parser.add_argument("--limit", type=float, default=600, help="seconds for all of them (default 600)")
-    parser.add_argument("--ram", default="12GiB", metavar="SIZE", help="of all ranks, from files (default 12GiB)")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help=f"the timeline of {TRACED_STEPS} more steps of the arm {TRACED!r}, with the first number of ranks",
-    )
+    many = "processes, each with a device of its own (default 2); all arms run with each of these numbers"
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help=many)
 
 
 def run(options: argparse.Namespace) -> Path | None:
-    model, device, until = model_of(options), torch.device(options.device), time.monotonic() + options.limit
-    unknown = [name for name in options.arms if name not in ARMS]
-    if unknown:
+    model, jobs = model_of(options), []
+    if unknown := [name for name in options.arms if name not in ARMS]:
         raise SystemExit(f"No such arm: {unknown[0]!r}. There are {[*ARMS]}.")
-    if options.trace is not None and TRACED not in options.arms:
-        raise SystemExit(f"--trace: the arm {TRACED!r} is not among those that run.")
-    teams: dict[tuple[str, int], list[str]] = {}
-    for kind, num_ranks in product(dict.fromkeys(ARMS[name].kind for name in options.arms), options.ranks):
-        names = [name for name in options.arms if ARMS[name].kind == kind]
-        teams[kind, num_ranks] = [name for name in names if num_ranks == options.ranks[0] or _differs(ARMS[name])]
-    found = report.new("several", options, model=model.facts(), num_steps=options.steps, ram={})
-    path = None
+    found = report.new("several", options, model=model.facts(), num_steps=options.steps)
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(checkpoints.folder_of(options))
+        checkpoint = stack.enter_context(disk.checkpoint_folder(options))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # All of them import at the same time, while the checkpoint is made.
-        every = {team: _team(*team, options, stack, found["ram"]) for team in teams}
-        found["machine"] = measure_machine(device)
-        checkpoints.make_sure({checkpoint: model}, options.device, SHARD_BYTES)
-        for (kind, num_ranks), names in teams.items():
-            ranks, group = every[kind, num_ranks]
-            team = f"{kind}, {_gpus(num_ranks)}"
-            if kind == "files":
-                drop_page_cache(files_in(checkpoint), may_drop_all=not options.small)
-            (folder / team).mkdir()
-            job = {
+        disk.make_checkpoints({checkpoint: model}, options.device, SHARD_BYTES)
+        for kind, num_ranks in product(dict.fromkeys(ARMS[name].kind for name in options.arms), options.ranks):
+            arms = {}
+            for name in options.arms:
+                arm = ARMS[name]
+                # One GPU trains with the samples of all.
+                differs = arm.share is not None or arm.kind == "training"
+                if arm.kind == kind and (differs or num_ranks == options.ranks[0]):
+                    title = _titled(name, num_ranks) if differs and len(options.ranks) > 1 else name
+                    num_measured = 1 if arm.share is None else num_ranks
+                    arms[title] = {"arm": name, "num_ranks": num_ranks, "num_measured": num_measured}
+            job = processes.Job(name=_titled(kind, num_ranks), task={"kind": kind, "arms": arms}, num_ranks=num_ranks)
+            # As torchrun does it: else the threads of all ranks, as many as the host has cores in each, wait for each other.
+            job.environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            job.task |= {
                 "model": sizes_of(options),
-                "kind": kind,
-                "arms": names,
                 "checkpoint": str(checkpoint),
-                "folder": str(folder / team),
-                "device": device.type,
+                "folder": str(folder / job.name),
                 "num_ranks": num_ranks,
-                "num_steps": min(options.steps, SLOW_STEPS) if kind == "files" else options.steps,
-                "trace": str(options.trace.absolute()) if options.trace and num_ranks == options.ranks[0] else None,
+                "num_steps": options.steps,
             }
-            with said(f"all arms of {team}"):
-                results = _work(ranks, job, until - time.monotonic())
-            error = "; ".join(dict.fromkeys(result["error"] for result in results if "error" in result))
-            if group is not None:
-                found["ram"][team] = group.usage()
-            for name in names:
-                done = [result[name] for result in results if name in result]
-                is_whole = len(done) == (1 if ARMS[name].share is None else num_ranks)
-                title = name if len(options.ranks) == 1 or not _differs(ARMS[name]) else _title(name, num_ranks)
-                facts = {"arm": name, "num_ranks": num_ranks}
-                found["arms"][title] = {**facts, **({"ranks": done} if is_whole else {"error": error})}
-            path = report.write(found, options.output)
-    return path
+            (folder / job.name).mkdir()
+            if kind == "files":
+                job.task["num_steps"] = min(options.steps, SLOW_STEPS)
+                job.ram_limit_bytes = parse_size(options.ram)
+                files = disk.files_in(checkpoint)
+                job.prepare = partial(disk.drop_page_cache, files, may_drop_all=not options.small)
+            jobs.append(job)
+        return processes.Relay(found, options, jobs).run()
 
 
-def _differs(arm: Arm) -> bool:
-    """Whether an arm is another one with other numbers of processes: one GPU trains with the samples of all."""
-    return arm.share is not None or arm.kind == "training"
-
-
-def _gpus(num_ranks: int) -> str:
-    return "1 GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
-
-
-def _title(name: str, num_ranks: int) -> str:
-    return f"{name} ({_gpus(num_ranks)})"
-
-
-def _team(
-    kind: str, num_ranks: int, options: argparse.Namespace, stack: ExitStack, limits: dict[str, Any]
-) -> tuple[list[processes.Child], MemoryGroup | None]:
-    """The processes of one kind, and what limits their RAM. They wait for their job."""
-    group: MemoryGroup | None = None
-    if kind == "files":
-        group = limit_ram(parse_size(options.ram), limits.setdefault(f"{kind}, {_gpus(num_ranks)}", {}))
-        if group is not None:
-            stack.callback(group.remove)
-    # As torchrun does it: else the threads of all ranks, as many as the host has cores in each, wait for each other.
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    ranks = []
-    for _ in range(num_ranks):
-        ranks.append(processes.Child("several", group, environment))
-        stack.callback(ranks[-1].end)
-        stack.callback(ranks[-1].kill)
-    return ranks, group
-
-
-def _work(ranks: Sequence[processes.Child], job: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-    """Let the ranks do their job. Returns what each of them has measured, and what went wrong."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        begun = [pool.submit(each.run, {**job, "rank": rank}, limit) for rank, each in enumerate(ranks)]
-        open_: set[Any] = set(begun)
-        while open_:
-            done, open_ = wait(open_, return_when=FIRST_COMPLETED)
-            if open_ and any("error" in each.result() for each in done):
-                wait(open_, GRACE_SECONDS)  # they would wait for the one that failed
-                for each in ranks:
-                    each.kill()
-        return [each.result() for each in begun]
+def _titled(name: str, num_ranks: int) -> str:
+    return f"{name} ({num_ranks} GPU{'s' * (num_ranks > 1)})"
 
 
 # ------------------------------------------------------------------------------------------------ the table
+
+
+COLUMNS = (
+    *("setup_s", "step_s", "forward_s", "backward_s", "predicted_s", "in_a_row_s", "host_s", "of_one"),
+    *("is_equal", "gathered_bytes", "drive_bytes", "missed", "anonymous_bytes"),
+)
 
 
 def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -262,22 +159,21 @@ def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         ranks, facts = arm["ranks"], ARMS[arm["arm"]]
         reference, same_as = (
-            other if other in outputs else _title(other, arm["num_ranks"]) for other in (facts.reference, facts.same_as)
+            other if other in outputs else _titled(other, arm["num_ranks"])
+            for other in (facts.reference, facts.same_as)
         )
         row: dict[str, Any] = {
             key: max(each[key] for each in ranks)
-            for key in ("setup_s", "step_s", "in_a_row_s", "host_s", "forward_s", "backward_s", "predicted_s")
-            if ranks[0].get(key) is not None
+            for key in COLUMNS
+            if key.endswith("_s") and ranks[0].get(key) is not None
         }
         for key in ("missed", "anonymous_bytes", "drive_bytes"):
             row[key] = sum(each.get(key) or 0 for each in ranks)
         row["gathered_bytes"] = int(ranks[0]["gathered_bytes"])
         compared = rows.get(reference, row if name == reference else {})
         if "step_s" in compared:
-            row["of_one"] = _time(row) / _time(compared)
-            row["bar"] = (
-                "" if facts.bar is None else f"{facts.bar}: {'met' if row['of_one'] <= facts.bar else 'MISSED'}"
-            )
+            took, other = (float(each.get("in_a_row_s") or each["step_s"]) for each in (row, compared))
+            row["of_one"] = took / other
         expected = outputs.get(same_as, [])
         if expected and name != same_as:
             row["is_equal"] = all(output == expected[rank % len(expected)] for rank, output in enumerate(outputs[name]))
@@ -285,56 +181,33 @@ def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _time(row: Mapping[str, Any]) -> float:
-    return float(row.get("in_a_row_s") or row["step_s"])
-
-
-COLUMNS = ("setup_s", "step_s", "forward_s", "backward_s", "predicted_s", "in_a_row_s", "host_s", "of_one", "bar")
-COLUMNS += ("is_equal", "gathered_bytes", "drive_bytes", "missed", "anonymous_bytes")
-
-
 def render(found: Mapping[str, Any]) -> str:
-    model = found["model"]
-    counts = " and ".join(str(each) for each in dict.fromkeys(arm["num_ranks"] for arm in found["arms"].values()))
-    head = f"{model['name']}: {model['what']}, {model['goes_in']}, {counts} processes. "
-    plans = [
-        f"- {name}: {arm['ranks'][0]['plan']}"
-        for name, arm in found["arms"].items()
-        if "ranks" in arm and arm["ranks"][0]["plan"]
-    ]
-    for kind, limit in found.get("ram", {}).items():
-        refusal = limit.get("group_error")
-        text = f"RAM was not restricted: {refusal}" if refusal else f"{gib(limit['group_limit_bytes'])} of RAM"
-        plans.append(f"- {kind}, all ranks: {text}")
-    return "\n".join(
-        [head + report.machine_facts(found), "", report.table(judge(found), COLUMNS, "step_s"), "", *plans]
-    )
+    return report.render(found, COLUMNS, judge(found))
 
 
 # ------------------------------------------------------------------------------------------------ one rank
 
-preload = weights.preload
-
 
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What one rank does: all arms of a kind, one after another."""
-    rank = job["rank"]
+    rank, is_training = job["rank"], job["kind"] == "training"
     device = torch.device("cpu" if job["device"] == "cpu" else f"{job['device']}:{rank}")
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
-    if job["kind"] == "training":
-        fix_training_algorithms()
+    if is_training:
+        machine.fix_training_algorithms()
     dist.init_process_group(
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
         init_method=f"file://{job['folder']}/meeting",
         rank=rank,
         world_size=job["num_ranks"],
     )
+    begin()
     result: dict[str, Any] = {}
     module: nn.Module | None = None
     form: tuple[str, ...] = ()
-    for name in job["arms"]:
-        arm, start = ARMS[name], time.perf_counter()
+    for title, facts in job["arms"].items():
+        arm, start = ARMS[facts["arm"]], time.perf_counter()
         if module is None or form != arm.form:
             module, form = None, arm.form
             gc.collect()
@@ -342,19 +215,21 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
         loaded = time.perf_counter() - start
         dist.barrier()
         if rank == 0 or arm.share is not None:
-            with torch.set_grad_enabled(job["kind"] == "training"):
-                measure = train if job["kind"] == "training" else infer
-                result[name] = {"load_s": loaded, **measure(name, module, job, device)}
-            say(f"{name}, rank {rank}, {time.perf_counter() - start:.1f} s: {result[name]}")
-            processes.tell_so_far(result)
+            sharing = {"process_group": dist.group.WORLD, "share": arm.share}
+            sharing = sharing if arm.share is not None and arm.engine == "ours" else {}
+            with torch.set_grad_enabled(is_training):
+                measured = (train if is_training else infer)(arm, module, job, device, sharing)
+            result[title] = {"load_s": loaded, "anonymous_bytes": machine.share_of_anonymous_bytes(), **measured}
+            machine.say(f"{title}, rank {rank}, {time.perf_counter() - start:.1f} s: {result[title]}")
+            processes.tell("so far", {"arms": result})
         dist.barrier()
     dist.destroy_process_group()
-    return result
+    return {"arms": result}
 
 
 def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
     """The module, loaded from the checkpoint, in the form that an arm needs."""
-    module: Any = weights.load(find(**job["model"]), Path(job["checkpoint"]))
+    module: Any = disk.load(find(**job["model"]), Path(job["checkpoint"]))
     if "context parallel" in arm.form:
         from diffusers import ContextParallelConfig
 
@@ -366,72 +241,49 @@ def make(arm: Arm, job: Mapping[str, Any]) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def sharing_of(arm: Arm) -> dict[str, Any]:
-    return {} if arm.share is None else {"process_group": dist.group.WORLD, "share": arm.share}
-
-
-def infer(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    from group_offload import apply_group_offloading
-
-    model, arm = find(**job["model"]), ARMS[name]
+def infer(
+    arm: Arm, module: nn.Module, job: Mapping[str, Any], device: torch.device, sharing: dict[str, Any]
+) -> dict[str, Any]:
+    model, num_steps = find(**job["model"]), job["num_steps"]
     inputs = make_inputs(model, device)
     meet = (lambda: None) if arm.share is None else dist.barrier
-    meet()
-    start = time.perf_counter()
     handle: Any = None
-    if "FSDP2" in arm.form:
-        training.shard(module, device)
-    elif "resident" in arm.form:
-        module.to(device)
-    else:
-        where = "disk" if arm.kind == "files" else "cpu"
-        packs = {"pack": True, "offload_to_disk_path": f"{job['folder']}/packed"} if arm.packs else {}
-        handle = apply_group_offloading(module, device, where, **packs, **sharing_of(arm))
-    setup = time.perf_counter() - start
-    times = []
-    for _ in range(1 + job["num_steps"]):
-        meet()
-        start = time.perf_counter()
-        output = model.call(module, inputs)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    before, drive = _counts(handle), transferred()
     meet()
     start = time.perf_counter()
-    for _ in range(job["num_steps"]):
-        output = model.call(module, inputs)
+    if arm.engine == "fsdp2":
+        training.shard(module, device)
+    else:
+        where = {"offload_device": "disk" if arm.kind == "files" else "cpu"} if arm.engine == "ours" else {}
+        handle = apply(arm.engine, module, device, {**where, **sharing})
+    setup = time.perf_counter() - start
+
+    def step() -> torch.Tensor:
+        return model.call(module, inputs)
+
+    times = []
+    for _ in range(1 + num_steps):
+        meet()
+        times.append(machine.timed(step, device)[0])
+    before, drive = _counts(handle), disk.transferred().get("read_bytes", 0)
+    meet()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        output = step()
     launched = time.perf_counter() - start
-    synchronize(device)
+    machine.synchronize(device)
     took = time.perf_counter() - start
-    later = transferred()
-    counts = {key: (value - before[key]) / job["num_steps"] for key, value in _counts(handle).items()}
     found = {
         "setup_s": setup,
         "first_step_s": times[0],
         "step_s": statistics.median(times[1:]),
-        "in_a_row_s": took / job["num_steps"],
-        "host_s": launched / job["num_steps"],
-        "output": sha256(output),
-        **counts,
-        "missed": 0 if handle is None else handle.stats().gathers_missed,
-        "drive_bytes": (later["read_bytes"] - drive["read_bytes"]) / job["num_steps"] if drive else None,
-        "anonymous_bytes": share_of_anonymous_bytes(),
-        "plan": "" if handle is None else handle.plan.gpus,
+        "in_a_row_s": took / num_steps,
+        "host_s": launched / num_steps,
+        "output": machine.sha256(output),
+        **{key: (value - before[key]) / num_steps for key, value in _counts(handle).items()},
+        "drive_bytes": (disk.transferred().get("read_bytes", 0) - drive) / num_steps,
+        **_plan_of(handle),
     }
-    if job["trace"] is not None and name == TRACED:
-        path = Path(job["trace"])
-        path = path if job["rank"] == 0 else path.with_stem(f"{path.stem}-rank{job['rank']}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        meet()
-        with handle.trace(path):
-            start = time.perf_counter()
-            for _ in range(TRACED_STEPS):
-                model.call(module, inputs)
-            synchronize(device)
-            found["traced_step_s"] = (time.perf_counter() - start) / TRACED_STEPS
     if handle is not None:
-        details = handle.plan.details
-        found["predicted_s"] = None if details is None else details.prediction.step_seconds
         handle.remove()
     return found
 
@@ -444,17 +296,24 @@ def _counts(handle: Any) -> dict[str, float]:
     return {"gathered_bytes": stats.bytes_gathered, "stalls": stats.stalls, "stalled_s": stats.stalled_seconds}
 
 
-def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _plan_of(handle: Any) -> dict[str, Any]:
+    if handle is None:
+        return {"missed": 0, "plan": ""}
+    details = handle.plan.details
+    predicted = None if details is None else details.prediction.step_seconds
+    return {"missed": handle.stats().gathers_missed, "plan": handle.plan.gpus, "predicted_s": predicted}
+
+
+def train(
+    arm: Arm, module: nn.Module, job: Mapping[str, Any], device: torch.device, sharing: dict[str, Any]
+) -> dict[str, Any]:
     """A LoRA's steps, each with one sample for each rank: in one batch, or under DDP."""
-    arm, model = ARMS[name], find(**job["model"])
+    model = find(**job["model"])
     inputs = samples(model, device, job["num_ranks"], None if arm.share is None else job["rank"])
-    way = "fsdp2" if "FSDP2" in arm.form else "resident" if "resident" in arm.form else "ours block"
-    if way == "resident":
-        module.to(device)
-    options = argparse.Namespace(device=str(device), steps=job["num_steps"], min_bytes=0)
-    training_run = training.Run(f"{way} + checkpointing", model, module, options)
+    where = "ours block" if arm.engine == "ours" else arm.engine
+    training_run = training.Run(f"{where} + checkpointing", model, module, device)
     start = time.perf_counter()
-    training_run.open(Path(job["folder"]), **sharing_of(arm))
+    training_run.open(Path(job["folder"]), **sharing)
     setup = time.perf_counter() - start
     handle = training_run.handle
     try:
@@ -463,24 +322,17 @@ def train(name: str, module: nn.Module, job: Mapping[str, Any], device: torch.de
                 module(**inputs)  # brings what is trained to the device: DDP wants to find it there
             training_run.called = _in_parallel(module)
         before = _counts(handle)["gathered_bytes"]
-        found = training_run.measure(inputs)
-        return {
-            "setup_s": setup,
-            **found,
-            "output": found["bits"],
-            "gathered_bytes": (_counts(handle)["gathered_bytes"] - before) / len(found["steps_s"]),
-            "missed": 0 if handle is None else handle.stats().gathers_missed,
-            "anonymous_bytes": share_of_anonymous_bytes(),
-            "plan": "" if handle is None else handle.plan.gpus,
-        }
+        found = training_run.measure(inputs, job["num_steps"])
+        gathered = (_counts(handle)["gathered_bytes"] - before) / len(found["steps_s"])
+        return {"setup_s": setup, **found, "output": found["bits"], "gathered_bytes": gathered, **_plan_of(handle)}
     finally:
         training_run.close()
 
 
 def samples(model: Model, device: torch.device, num_samples: int, which: int | None) -> dict[str, torch.Tensor]:
     """One of several samples; None: all of them as one batch."""
-    draw = Draw(device, model.dtype)
-    drawn = [model.inputs(draw) for _ in range(num_samples)]
+    draw = Draw(model, device)
+    drawn = [draw.all() for _ in range(num_samples)]
     if which is not None:
         return drawn[which]
     # Positions have no dimension of samples.

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,21 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    activations,
-    card,
-    checkpoints,
-    machine,
-    models,
-    packing,
-    pipeline,
-    processes,
-    quantised,
-    several,
-    training,
-)
+from benchmarks import arms, card, disk, machine, models, packing, pipeline, processes, training
 from benchmarks.__main__ import NAMES, main
-from benchmarks.arms import choose
 from group_offload import apply_group_offloading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,18 +45,11 @@ class Here:
     """In the place of `processes.Child`: to import the libraries takes longer than what arms do."""
 
     def __init__(self, name: str, group: object = None, environment: object = None) -> None:
-        self.group: Any = group
         self.work = importlib.import_module(f"benchmarks.{name}").work
 
     def run(self, job: Any, limit: float, next_child: object, before: Callable[[], object]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-
-        def begin() -> None:
-            found["anonymous_peak_bytes"] = machine.anonymous_bytes()
-            before()
-
-        result = processes.do(self.work, json.loads(json.dumps(job)), begin)
-        return found | json.loads(json.dumps(result))
+        result: dict[str, Any] = json.loads(json.dumps(processes.do(self.work, json.loads(json.dumps(job)), before)))
+        return result
 
     def end(self) -> None:
         gc.collect()
@@ -88,11 +67,7 @@ def benchmark_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             main([name, *map(str, arguments)])
         return capsys.readouterr().out
 
-    def here(work: Callable[..., None], *arguments: Any) -> bool:
-        work(*arguments)
-        return True
-
-    monkeypatch.setattr(checkpoints, "apart", here)
+    monkeypatch.setattr(disk, "apart", lambda work, *arguments: work(*arguments))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training sets it for good
     return call
 
@@ -108,9 +83,7 @@ def folders(tmp_path: Path) -> tuple[str | Path, ...]:
     return "--output", tmp_path, "--disk", tmp_path
 
 
-@pytest.mark.parametrize(
-    "name", ["flux", "wan14b", "qwen-image", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl", "wan-vae-decode"]
-)
+@pytest.mark.parametrize("name", ["flux", "wan14b", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl"])
 def test_every_model_is_built_and_runs(name: str) -> None:
     model, device = models.find(name, small=True), torch.device("cpu")
     module, inputs = models.make_model(model, device, resident=False), models.make_inputs(model, device)
@@ -124,34 +97,26 @@ def test_every_model_is_built_and_runs(name: str) -> None:
 
 def test_arms_of_weights(tmp_path: Path, benchmark_here: Run) -> None:
     arms = ("resident", "diffusers block, no stream", "accelerate cpu_offload", "ours block, disk")
-    arms += ("ours block, from_pretrained", "ours block, from the device", "ours block, no PAGEMAP_SCAN")
-    options = (*CPU, "--steps", "2", "--slow-steps", "1", *folders(tmp_path))
+    arms += ("ours block, checkpoint", "ours block, 512 MiB locked")
+    options = (*CPU, "--steps", "2", *folders(tmp_path))
     assert benchmark_here("weights", *options, "--arms", *arms).count("| yes") == len(arms)
     found = result_of(tmp_path, "weights")["arms"]
-    assert found["ours block, from_pretrained"]["load_s"] > 0 and found["ours block, disk"]["setup_write_bytes"] > 0
-    assert found["ours block, from the device"]["remove_s"] > 0
-    assert len(found["accelerate cpu_offload"]["steps_s"]) == 1
+    assert found["ours block, disk"]["setup_write_bytes"] > 0
+    assert len(found["accelerate cpu_offload"]["steps_s"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def test_files_with_little_ram(tmp_path: Path, benchmark_here: Run) -> None:
     """With a process for each arm."""
     limited = "ours leaf, checkpoint @1GiB"
-    options = (*CPU, "--steps", "2", "--shard-size", "500KiB", *folders(tmp_path))
+    options = (*CPU, "--steps", "2", *folders(tmp_path))
     table = benchmark_here("weights", *options, "--arms", "resident", limited, child=processes.Child)
     assert table.count("| yes") == 2, table
     report = result_of(tmp_path, "weights")
-    assert {each["when"] for each in report["disk"]["raw"]} == {"before", "after"}
+    assert len(report["drive"]) in (0, 2)  # before and after, where the file system has direct reads
     arm = report["arms"][limited]
     assert arm["setup_write_bytes"] == 0
-    assert arm["anonymous_peak_bytes"] >= arm["anonymous_started_bytes"] > 0
     assert "group_error" in arm or 0 < arm["group_peak_bytes"] <= arm["group_limit_bytes"] == 1 << 30
-
-
-def test_opening_is_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    arms = ("diffusers, cast", "ours, cast", "ours, cast, again")
-    table = benchmark_here("opening", *CPU, *folders(tmp_path), "--arms", *arms)
-    assert table.count("| yes") == len(arms), table
 
 
 def test_training_runs(tmp_path: Path, benchmark_here: Run) -> None:
@@ -163,7 +128,7 @@ def test_training_runs(tmp_path: Path, benchmark_here: Run) -> None:
     found = result_of(tmp_path, "training")["arms"]
     ours = found["ours block + checkpointing"]
     assert ours["sent_forward_bytes"] == ours["sent_backward_bytes"] == 0  # in RAM, on the CPU: used in place
-    assert found["ours block + checkpointing + activations"]["activations_bytes_per_step"] > 0
+    assert found["ours block + checkpointing + activations"]["out_bytes"] > 0
     assert benchmark_here("training", "--table", next((tmp_path / "training").iterdir())) == tables
 
 
@@ -171,83 +136,40 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases() -> None:
     """Forward waits for the link, backward computes; activations go out beside weights, and come back after them."""
     resident = {"bits": "a", "step_s": 4.0, "forward_s": 1.0, "backward_s": 3.0}
     ours = {"bits": "a", "step_s": 10.0, "sent_forward_bytes": 20, "sent_backward_bytes": 10}
-    both = {**ours, "bits": "b", "activations_bytes_per_step": 30}
-    read = {**ours, "read_forward_bytes": 4, "read_backward_bytes": 8, "raw_bytes_per_s": 2.0}
-    arms = {"resident": resident, "ours block": ours, "ours block + activations": both, "ours files ram=8GiB": read}
+    both = {**ours, "bits": "b", "out_bytes": 30, "back_bytes": 30}
+    arms = {"resident": resident, "ours block": ours, "ours block + activations": both}
     training.judge({"machine": {"pinned_h2d_bytes_per_s": 10.0}, "arms": arms})
     assert (ours["link_s"], ours["limit_s"], ours["times_of_limit"], ours["is_equal"]) == (3.0, 5.0, 2.0, True)
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
-    assert (read["drive_s"], read["limit_s"]) == (6.0, 2.0 + 4.0)
-
-
-def test_activations_are_compared_with_limits() -> None:
-    """2 s of copies in each phase, beside 1 s of forward and 3 s of backward."""
-    ours = {"step_s": 6.0, "out_bytes": 12, "back_bytes": 12}
-    none = {"step_s": 3.5, "forward_s": 1.0, "backward_s": 3.0}
-    activations.judge({"none": none, "save_on_cpu": {"error": "out of memory"}, "ours": ours}, {"d2h": 6, "h2d": 6})
-    assert (ours["limit_s"], ours["times_of_limit"]) == (4.0, 1.5)
-    assert (ours["phases_limit_s"], ours["times_of_phases_limit"], ours["exposed_s"]) == (5.0, 1.2, 2.5)
 
 
 def test_activations_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     """All arms give the same bits; there is a table; what a budget leaves out is said."""
-    options = (*CPU, "--steps", "1", "--warm-up", "0", "--output", tmp_path)
+    options = (*CPU, "--steps", "1", "--output", tmp_path)
     tables = benchmark_here("activations", *options, "--tokens", "16", "--blocks", "1", "3")
-    (size,) = result_of(tmp_path, "activations")["sizes"]
-    arms = size["arms"]
-    assert len(arms) == tables.count("| yes") == 6, tables
-    assert arms["none"]["repeats"] and arms["ours"]["num_gradients"] > 80
-    assert arms["ours"]["out_bytes"] > arms["ours + checkpointing"]["out_bytes"] > 0
+    found = result_of(tmp_path, "activations")["arms"]
+    assert len(found) == tables.count("| yes") == 6, tables
+    assert found["ours, 16 tokens"]["out_bytes"] > found["ours + checkpointing, 16 tokens"]["out_bytes"] > 0
     wan = ("--model", "wan14b", "--frames", "1", "--blocks", "2", "--budget", "0", "--arms", "none")
-    assert "the 0 s for all arms were over" in benchmark_here("activations", *options, *wan)
+    with pytest.raises(SystemExit, match="No arm gave a result"):
+        benchmark_here("activations", *options, *wan)
 
 
 def test_pipeline_with_a_controlnet_runs(tmp_path: Path, benchmark_here: Run) -> None:
     options = ("--pipeline", "flux-control", *CPU, "--steps", "2", "--output", tmp_path)
-    tables = benchmark_here("pipeline", *options, "--arms", "resident", "ours block")
-    assert tables.count("| yes") == 4, tables  # the images, and what is decoded tile by tile
-    tiled = result_of(tmp_path, "pipeline")["arms"]["ours block"]["tiled"]
-    assert tiled["passes"] > 2 and tiled["pixels"] == 128
-
-
-def test_pipeline_with_two_transformers_runs(tmp_path: Path, benchmark_here: Run) -> None:
-    options = ("--pipeline", "wan", *CPU, "--steps", "5", "--output", tmp_path)
-    tables = benchmark_here("pipeline", *options, "--arms", "resident", "ours block")
-    assert tables.count("| yes") == 2, tables
-    report = result_of(tmp_path, "pipeline")
-    ours = report["arms"]["ours block"]
-    assert [step["model"] for step in ours["steps"]] == ["transformer"] * 3 + ["transformer_2"] * 2
-    for name, denoiser in ours["denoisers"].items():
-        first, *later = [step["s"] for step in ours["steps"] if step["model"] == name]
-        assert denoiser["first_step_s"] == first == pytest.approx(denoiser["step_s"] + denoiser["excess_s"])
-        assert denoiser["step_min_s"] == min(later)
-        assert denoiser["sent_bytes"] == denoiser["first_sent_bytes"] == 0  # in place, on the CPU
-
-    # What needs an accelerator: a budget that was not kept, a prediction, and a link that takes a second for these weights.
-    ours |= {"vram_budget": 1 << 30, "is_budget_held": False}
-    ours["denoisers"]["transformer_2"] |= {"excess_s": 0.25, "step_s": 2.0, "predicted_s": 1.9}
-    report["machine"]["pinned_h2d_bytes_per_s"] = ours["weight_bytes"]["transformer_2"]
-    arms, denoisers = pipeline.render(report).split("\n\n")[1:]
-    assert "| 1.00 GiB | **no** " in arms
-    head, *_, last = ([cell.strip() for cell in line.split("|")] for line in denoisers.splitlines())
-    row = dict(zip(head, last, strict=True))
-    assert (row["predicted / step"], row["excess"], row["x streamed pass"]) == ("0.95", "0.250 s", "0.25")
+    tables = benchmark_here("pipeline", *options, "--arms", "resident", "ours+block", "ours+share", "model")
+    assert tables.count("| yes") == 3, tables
+    assert len(result_of(tmp_path, "pipeline")["arms"]["ours+block"]["images"]) == 2
 
 
 def test_first_image_runs(tmp_path: Path, benchmark_here: Run) -> None:
-    names = [f"{case}, 2 steps" for case in ("resident, warm", "ours, warm", "ours, cold")]
-    tables = benchmark_here("pipeline", "--from-files", *CPU, *folders(tmp_path), "--arms", *names)
+    names = ("resident", "ours+checkpoint", "ours+checkpoint, cold, 2 steps")
+    options = ("--from-files", *CPU, "--steps", "2", *folders(tmp_path))
+    tables = benchmark_here("pipeline", *options, "--arms", *names)
     assert tables.count("| yes") == 3, tables
-    report = result_of(tmp_path, "pipeline")
-    resident, warm, cold = report["arms"].values()
-    assert [len(arm["images"]) for arm in (resident, warm, cold)] == [2, 2, 1]
-    assert all(len(image["steps"]) == 2 for arm in (resident, warm, cold) for image in arm["images"])
-    # The limit is the longer of the compute and the reads.
-    cold["images"][0] |= {"s": 4.0, "drive_bytes": 3 << 30}
-    report["drive"] = [1 << 30]
-    for compute, shown in ((2.0, "| 3.000 s | 1.33 "), (4.0, "| 4.000 s | 1.00 ")):
-        resident["images"][1]["s"] = compute
-        assert shown in pipeline.render(report)
+    found = result_of(tmp_path, "pipeline")["arms"]
+    assert [len(arm["images"]) for arm in found.values()] == [2, 2, 1]
+    assert all(len(image["steps"]) == 2 for arm in found.values() for image in arm["images"])
 
 
 def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
@@ -266,26 +188,35 @@ def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
             assert len(first["steps"]) == 2
 
 
-def test_arms_of_pipelines_are_read() -> None:
-    """Those of a full card, and those from files."""
-    arm = card.arm_of("ours+auto+pack+noexpand")
+def test_arms_are_read() -> None:
+    """Those of one model with budgets and limits, those of pipelines, and those from files."""
+    arm = arms.arm_of("ours block, disk @12GiB vram=6GiB ram=auto")
+    assert arm.ram_limit_bytes == 12 << 30 and arm.on_disk and arm.is_from_checkpoint and arm.is_cold
+    assert (arm.options["vram_budget"], arm.options["ram_budget"]) == ("6GiB", "auto")
+    arm = arms.arm_of("ours+auto+pack+noexpand")
     assert arm.options == {"vram_budget": "auto", "pack": True}
     assert [*arm.environment.values()] == ["expandable_segments:False"]
-    assert card.arm_of("ours+budget=7GiB+leaf").options == {"vram_budget": "7GiB", "offload_type": "leaf_level"}
-    for spec in ("theirs", "ours+budget", "diffusers+pack"):
-        with pytest.raises(ValueError, match=spec.partition("+")[0]):
-            card.arm_of(spec)
-    for name in ("ours", "theirs, 4 steps", "ours, 4 steps, lukewarm", "ours, 4 steps, 5 steps"):
-        with pytest.raises(ValueError, match="no case"):
-            pipeline.case_of(name)
+    assert arms.arm_of("ours+budget=7GiB+leaf").options == {"vram_budget": "7GiB", "offload_type": "leaf_level"}
+    assert arms.arm_of("ours+checkpoint, cold, 4 steps").num_steps == 4
+    for name in (
+        "theirs",
+        "no such arm",
+        "ours+budget",
+        "ours block @much",
+        "ours, 4 steps, lukewarm",
+        "diffusers+pack",
+    ):
+        with pytest.raises(SystemExit, match=name.partition(" @")[0].replace("+", ".")):
+            arms.choose([name], "cpu")
+    for name in (*arms.ARMS, *pipeline.ARMS, *pipeline.CASES, *card.DEFAULTS):
+        assert arms.arm_of(name).name == name
+    assert [arm.name for arm in arms.choose(["ours leaf vram=25%", "resident", "resident"], "cpu")] == ["resident"]
 
 
 def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = [0]
-    monkeypatch.setattr(machine, "forget_device_peak", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 0))
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: peak[0], raising=False)
-    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: peak[0] + 1, raising=False)
+    monkeypatch.setattr(machine, "allocator", lambda device, key: peak[0] + (key == machine.RESERVED))
     reset = torch.cuda.reset_peak_memory_stats
     with machine.PeakWatch(torch.device("cuda")) as watch:
         peak[0] = 7
@@ -295,28 +226,12 @@ def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.cuda.reset_peak_memory_stats is reset
 
 
-def test_arms_are_chosen() -> None:
-    """By their names, by their engine's, with budgets and limits."""
-    assert [arm.name for arm in choose(["ours leaf vram=25%", "resident"])] == ["ours leaf vram=25%", "resident"]
-    assert choose(["ours leaf vram=25%"])[0].budgets(1000) == {"vram_budget": 250}
-    [arm] = choose(["ours block, disk @12GiB vram=6GiB ram=auto"])
-    assert arm.budgets(0) == {"vram_budget": "6GiB", "ram_budget": "auto"} and arm.ram_limit_bytes == 12 << 30
-    assert arm.on_disk and arm.is_from_checkpoint and not arm.options.get("offload_device")
-    assert {arm.name.endswith(" @2GiB") for arm in choose(["ours"], pipeline.ARMS, ram="2GiB")} == {True}
-    assert [arm.ram_limit_bytes for arm in choose(["resident"], ram="2GiB")] == [None]
-    for name in ("no such arm", "resident vram=25%", "ours block @much"):
-        with pytest.raises(SystemExit, match=name.partition(" @")[0]):
-            choose([name], pipeline.ARMS)
-
-
-@pytest.mark.parametrize("name", sorted({file.parent.name for file in RESULTS} & NAMES.keys()))
-def test_committed_results_are_rendered(name: str, benchmark_here: Run) -> None:
+def test_committed_results_are_rendered(benchmark_here: Run) -> None:
     """Each arm has its row."""
-    for file in (file for file in RESULTS if file.parent.name == name):
-        tables, report = benchmark_here(name, "--table", file), json.loads(file.read_text())
-        for part in (report, *report.get("sizes", ())):
-            for arm in part.get("arms", ()):
-                assert f"| {arm} " in tables, file
+    for file in (file for file in RESULTS if file.parent.name in NAMES):
+        tables = benchmark_here(file.parent.name, "--table", file)
+        for arm in json.loads(file.read_text())["arms"]:
+            assert f"| {arm} " in tables, file
 
 
 def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
@@ -337,8 +252,9 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_hooks_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    assert "| a leaf " in benchmark_here("hooks", "--repeats", "1", "--output", tmp_path)
-    assert set(result_of(tmp_path, "hooks")["arms"]) == {"a block", "a leaf"}
+    """Of a model of tiny layers, with one group for each block."""
+    assert benchmark_here("hooks", "--steps", "1", "--output", tmp_path).count("| yes") == 5
+    assert result_of(tmp_path, "weights")["arms"]["ours block"]["num_groups"] == 100
 
 
 def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> None:
@@ -346,8 +262,6 @@ def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> No
     table = benchmark_here("quantised", *options)
     ours = result_of(tmp_path, "quantised")["arms"]["layerwise, group_offload, block level"]
     assert ours["is_equal"] and ours["is_finite"] and "| layerwise, on the device " in table
-    with pytest.raises(TimeoutError, match="not done after 0 s"), quantised._limited(0.01):
-        time.sleep(5)
 
 
 def test_packing_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,31 +276,22 @@ def test_packing_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: p
 
 
 def test_shared_passes_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    """In RAM, from files, and in pipelines. All arms have the same bits, and those that are to share passes do."""
+    """In RAM and from files. All arms have the same bits, and those that are to share passes do."""
     options = (*CPU, "--steps", "1", "--warm-up", "3", "--threads", "2", *folders(tmp_path))
-    names = ("guidance", "threads", "files", "wan", "qwen")
+    names = ("guidance", "threads", "files")
     table = benchmark_here("shared", *options, "--arms", *names)
-    arms = result_of(tmp_path, "shared")["arms"]
-    assert len(arms) == 3 * 2 + 2 * len(names[2:]) and table.count("| yes") == len(arms), table
-    assert all(bool(arms[f"{name}, shared"]["num_shared"]) for name in names)
-    assert not any(arms[f"{name}, alone"]["num_shared"] for name in names)
+    found = result_of(tmp_path, "shared")["arms"]
+    assert len(found) == 3 + 3 + 2 and table.count("| yes") == len(found), table
+    assert all(bool(found[f"{name}, shared"]["num_shared"]) for name in names)
+    assert not any(found[f"{name}, alone"]["num_shared"] for name in names)
 
 
 def test_several_gpus_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     """One device and two, in RAM and in training: the arms of a kind run in the same two processes."""
-    arms = ("one GPU", "shared", "LoRA, each alone", "LoRA, shared", "LoRA, FSDP2")
-    trace = tmp_path / "trace.json"
-    options = (*CPU, "--steps", "1", *folders(tmp_path), "--trace", trace)
-    table = benchmark_here("several", *options, "--arms", *arms, child=processes.Child)
+    names = ("one GPU", "shared", "LoRA, each alone", "LoRA, shared", "LoRA, FSDP2")
+    options = (*CPU, "--steps", "1", *folders(tmp_path))
+    table = benchmark_here("several", *options, "--arms", *names, child=processes.Child)
     report = result_of(tmp_path, "several")
     assert not [arm for arm in report["arms"].values() if "error" in arm]
     assert table.count("| yes") == 3 and "**no**" not in table, table
     assert all(each["anonymous_bytes"] > 0 for arm in report["arms"].values() for each in arm["ranks"])
-    assert trace.exists() and trace.with_stem("trace-rank1").exists()
-    # What sharing has to reach, and an arm whose ranks failed.
-    for name, took in (("files, one GPU", 1.0), ("files, shared", 0.5)):
-        ranks = [{**each, "in_a_row_s": took} for each in report["arms"][name.partition(", ")[2]]["ranks"]]
-        report["arms"][name] = {"arm": name, "num_ranks": 2, "ranks": ranks}
-    report["arms"]["LoRA, shared"] = {"arm": "LoRA, shared", "num_ranks": 2, "error": "a rank ended with -9"}
-    table = several.render(report)
-    assert "| 0.50   | 0.6: met " in table and "| LoRA, shared     | a rank ended with -9" in table
