@@ -199,11 +199,14 @@ class Transfer:
             self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
         begun, trace = None, self._recorder.trace
-        if trace is not None and not any(isinstance(move, Unpack) for move in moves):  # each of these is recorded by itself
+        if (
+            trace is not None
+            and not any(isinstance(move, Unpack) for move in moves)  # each of these is recorded by itself
             # Threads record the copies of what they read, when they enqueue them.
-            if len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend):
-                self._wait_for_room(landing)
-                begun = trace.now(stream)
+            and (len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend))
+        ):
+            self._wait_for_room(landing)
+            begun = trace.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
             shared.begin(stream)
@@ -217,7 +220,11 @@ class Transfer:
                         landed = shared.sent if reads else self.sharing.record(stream)
                         self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
-                        self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
+                        self._wait_for_room(landing)
+                        target = landing.memory[move.at : move.at + move.num_bytes]
+                        source = move.memory[move.start : move.start + move.num_bytes]
+                        self._backend.copy(target, source, stream, blocking=self._blocking)
+                        self._num_copies += 1
                     case Unpack():
                         self._unpack(landing, move)
             has_failed = False
@@ -300,12 +307,6 @@ class Transfer:
         self._order.unpack(landing, move, packed, berth)
         self._bytes_unpacked += move.num_bytes
 
-    def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
-        self._wait_for_room(landing)
-        target = landing.memory[at : at + source.numel()]
-        self._backend.copy(target, source, landing.stream, blocking=self._blocking)
-        self._num_copies += 1
-
     def _wait_for_room(self, landing: Landing) -> None:
         if landing.after is None:
             return
@@ -314,9 +315,7 @@ class Transfer:
         self._order.wait_for_room(landing)
 
 
-def _record(
-    trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event, stream: Stream
-) -> None:
+def _record(trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event, stream: Stream) -> None:
     if blobs and trace is not None:
         num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
