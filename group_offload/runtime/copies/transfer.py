@@ -194,7 +194,7 @@ class Transfer:
         landing.stream = landing.copy_stream = self.stream
         if self._unpack_stream is not None and any(map(_is_packed, moves)):
             landing.stream = self._unpack_stream  # all that goes to the slot does: see [Note: The life of a berth]
-        stream, streams = landing.stream, landing.streams
+        stream, streams = landing.stream, {landing.stream, landing.copy_stream}
         for each in streams:
             self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
