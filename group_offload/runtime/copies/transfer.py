@@ -108,9 +108,7 @@ class Transfer:
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self.reader.job_for(reads)
-        self.reader.announce(job)
-        return job
+        return self.reader.announce(reads)
 
     def send(
         self,
@@ -249,8 +247,7 @@ class Transfer:
                 _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self.reader.job_for(reads)
-        self.reader.submit(job, landing)
+        job = self.reader.submit(reads, landing, job)
         if self._copy_stream is not None:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between

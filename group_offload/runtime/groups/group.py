@@ -333,7 +333,7 @@ class Group:
     @property
     def is_current(self) -> bool:
         """Whether the bytes in the slot are those of the blobs."""
-        # A list, as below: each use of the group asks twice, and a generator would take longer.
+        # Each use of the group asks twice, and a generator would take longer than a list.
         return False not in [p.sent_generation == p.blob.generation and not p.blob.is_outdated for p in self.parts]
 
     @property
