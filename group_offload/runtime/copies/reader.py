@@ -9,9 +9,10 @@ jobs: so the drive, the link to the device and compute are all busy at once, and
 Chunks of packed bytes are copied to the reading berth, one strip after another, and not to the slot. The last chunk of a
 strip is followed by its unpacking: see [Note: The life of a berth].
 
-All jobs are in one queue. A job may be *announced* before there is a slot for it: it is read as far as there are frames, and
-sent when it is *submitted* with its slot, before all that have none. So the drive, which is slower than the link, works on while compute still needs the slots. A job
-that is needed sooner takes frames from announced jobs, whose chunks are read again later.
+All jobs are in one queue. A job may be *announced* before there is a slot for it: it is read as far as there are frames.
+Once it is *submitted* with its slot, it is sent, before all jobs that have none. So the drive, which is slower than the
+link, works on while compute still needs the slots. A job that is needed sooner takes frames from announced jobs, whose
+chunks are read again later.
 
 Workers run on the pool as long as they find something to do. A worker that has read a chunk enqueues all copies that can be
 enqueued. Compute has to wait for the slot's *ready* event, which is recorded only after the job's last copy. So the thread
@@ -58,7 +59,7 @@ class Reader:
         self._is_retired = False
         """Whether another reader has taken the place of this one."""
         self._jobs: list[ReadJob] = []
-        """The queue of jobs that are not over: first those with a slot, in the order in which they are copied, then those without, in
+        """The jobs that are not over. First come those with a slot, in the order in which they are copied, then the others, in
         the order in which they will be needed."""
         self._num_workers = 0
         self._num_starting = 0
