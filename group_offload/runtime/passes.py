@@ -202,17 +202,15 @@ class Passes:
         self._calls.append(call)
         if not is_first and self._state is State.UNKNOWN:
             raise self._interrupted()
-        state = State.OPEN if is_first else self._state
-        try:
-            if is_first:
+        if is_first:
+            try:
                 self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
-            self._state = State.UNKNOWN
-            if not call.is_deferred:
-                self._acquire_groups_of(call)
-        except EXPECTED:
-            self._state = state
-            raise
-        self._state = state
+            except EXPECTED:
+                self._state = State.OPEN
+                raise
+            self._state = State.OPEN
+        if not call.is_deferred:
+            self._acquire_groups_of(call)
 
     def acquire_late(self, call: Call) -> None:
         """Make the weights ready of a call that might have done without them, now that it needs them."""
@@ -221,23 +219,23 @@ class Passes:
         if self._state is State.UNKNOWN:
             raise self._interrupted()
         call.is_deferred = False
+        self._acquire_groups_of(call)
+
+    def _acquire_groups_of(self, call: Call) -> None:
         state, self._state = self._state, State.UNKNOWN
         try:
-            self._acquire_groups_of(call)
+            for group in call.needs(call.entry):
+                if group.num_bytes:
+                    self.acquire(group)
+                    call.groups.append(group)
+            self._placer.weigh_activations(call.module)
+            self._lookahead.before_call()
+            if self.succession is not None:
+                self.succession.look(self)
         except EXPECTED:
             self._state = state
             raise
         self._state = state
-
-    def _acquire_groups_of(self, call: Call) -> None:
-        for group in call.needs(call.entry):
-            if group.num_bytes:
-                self.acquire(group)
-                call.groups.append(group)
-        self._placer.weigh_activations(call.module)
-        self._lookahead.before_call()
-        if self.succession is not None:
-            self.succession.look(self)
 
     def _interrupted(self) -> StateError:
         return StateError(f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again.")

@@ -123,7 +123,8 @@ class LookAhead:
     def prepare(self, *, has_slots: bool) -> None:
         """Start the blobs that the next pass needs first, or read them, if there are no slots. No pass is in progress."""
         self._is_last = False
-        self._look(has_slots=has_slots)
+        if has_slots or self._may_read_ahead():
+            self._look(has_slots=has_slots)
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
