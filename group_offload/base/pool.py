@@ -185,6 +185,12 @@ def on_pool(work: Callable[..., T], *args: object) -> Task[T]:
     return task
 
 
+def signal() -> Task[None]:
+    """A task without work, which threads wait for until another one calls `do`. (`threading.Event` is written in Python: Ctrl-C
+    may leave its lock taken.)"""
+    return Task(lambda: None)
+
+
 def done(result: T) -> Task[T]:
     """A task that is done."""
     task = Task(lambda: result)

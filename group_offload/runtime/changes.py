@@ -291,7 +291,8 @@ class Changes:
         Raises:
             StateError: A weight was replaced by a value that does not fit into its place.
         """
-        self.commit_late((group,))
+        if self._late:
+            self.commit_late((group,))
         was_replaced = group.was_replaced()
         if was_replaced and binds and not self._commit_replacements([group]):
             raise StateError(

@@ -63,8 +63,6 @@ class Packer:
         """What blobs are called in files."""
         self._to_read: set[Part] = set()
         """The parts whose packed bytes stay in their files, and are read each time."""
-        self._in_place: list[Part] = []
-        """Parts whose packed files are page-locked in the page cache."""
         self._sizes: dict[Part, int] = {}
         """The packed bytes of parts that were packed before, which tell more than `_USUAL_RATIO`."""
         self._missing = 0
@@ -86,7 +84,6 @@ class Packer:
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
-        self._in_place = [part for part in self._in_place if part in self._ids]
         self._sizes = {part: size for part, size in self._sizes.items() if part in self._ids}
 
     def switch_on(self) -> None:
@@ -169,7 +166,7 @@ class Packer:
                 the weights are sent as they rest.
         """
         errors: list[GroupFileError] = []
-        for part in self._in_place:
+        for part in _parts_of(self._groups if self.is_on else ()):
             if part.packed is not None and not part.packed.is_lost:
                 try:
                     part.packed.check()
@@ -187,17 +184,14 @@ class Packer:
         for part in parts:
             if part.packed is not None and part.packed.is_lost:  # the same file would be found again
                 self._lose(part)
-        return [part for part in parts if part.may_pack and self._is_lacking(part)]
+        sent = ((part, part.sent_packed) for part in parts if part.may_pack)
+        return [part for part, packed in sent if packed is None or packed.is_read != (part in self._to_read)]
 
     def _lose(self, part: Part) -> None:
         logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
         part.drop_packed()
         part.may_pack = False
         part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
-
-    def _is_lacking(self, part: Part) -> bool:
-        packed = part.sent_packed
-        return packed is None or packed.is_read != (part in self._to_read)
 
     def _could_pack(self, part: Part) -> bool:
         return part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
@@ -272,11 +266,6 @@ class Packer:
             packed = part.packed
             if packed is not None and packed.contents is not None and not packed.contents.is_proven:
                 part.drop_packed()
-        self._in_place = [
-            part
-            for part in _parts_of(self._groups)
-            if part.packed is not None and part.packed.contents is not None and not part.packed.is_read
-        ]
 
     def _left_plain(self, parts: Sequence[Part], error: GroupFileError) -> list[Part]:
         """Leave parts plain that the folder takes no packed files of. Returns what is to be packed: nothing."""

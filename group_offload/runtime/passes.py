@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -194,59 +195,57 @@ class Passes:
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """Make the weights ready that a gate's call needs. The gate calls `end_call` afterwards, whatever happens."""
-        self._refuse_capture()
+        if self._backend.is_capturing():
+            raise self._captured()
         self.forget_interrupted_calls()
-        is_first = not self.is_running
+        is_first = not (self._calls or self.tasks)
         self._calls.append(call)
-        if not is_first:
-            self._refuse_interrupted()
-        state = State.OPEN if is_first else self._state
-        try:
-            if is_first:
+        if not is_first and self._state is State.UNKNOWN:
+            raise self._interrupted()
+        if is_first:
+            try:
                 self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
-            self._state = State.UNKNOWN
-            if not call.is_deferred:
-                self._acquire_groups_of(call)
-        except EXPECTED:
-            self._state = state
-            raise
-        self._state = state
+            except EXPECTED:
+                self._state = State.OPEN
+                raise
+            self._state = State.OPEN
+        if not call.is_deferred:
+            self._acquire_groups_of(call)
 
     def acquire_late(self, call: Call) -> None:
         """Make the weights ready of a call that might have done without them, now that it needs them."""
         if not call.is_deferred or (call not in self._calls and not call.is_on_stack()):
             return  # it calls the forward once more, or was interrupted and left this behind
-        self._refuse_interrupted()
+        if self._state is State.UNKNOWN:
+            raise self._interrupted()
         call.is_deferred = False
+        self._acquire_groups_of(call)
+
+    def _acquire_groups_of(self, call: Call) -> None:
         state, self._state = self._state, State.UNKNOWN
         try:
-            self._acquire_groups_of(call)
+            for group in call.needs(call.entry):
+                if group.num_bytes:
+                    self.acquire(group)
+                    call.groups.append(group)
+            self._placer.weigh_activations(call.module)
+            self._lookahead.before_call()
+            if self.succession is not None:
+                self.succession.look(self)
         except EXPECTED:
             self._state = state
             raise
         self._state = state
 
-    def _acquire_groups_of(self, call: Call) -> None:
-        for group in call.needs(call.entry):
-            if group.num_bytes:
-                self.acquire(group)
-                call.groups.append(group)
-        self._placer.weigh_activations(call.module)
-        self._lookahead.before_call()
-        if self.succession is not None:
-            self.succession.look(self)
-
-    def _refuse_interrupted(self) -> None:
-        if self._state is State.UNKNOWN:
-            raise StateError(
-                f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again."
-            )
+    def _interrupted(self) -> StateError:
+        return StateError(f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again.")
 
     def end_call(self, call: Call) -> None:
         """End a call: release the groups that `begin_call` acquired, and end the pass with the outermost call."""
         if call not in self._calls:  # `begin_call` raised before it noted the call
             return
-        self._forget_calls_above(call)
+        while self._calls[-1] is not call:
+            self._forget_last_call()
         state, self._state = self._state, State.UNKNOWN
         # A checkpoint breaks off the calls that it repeats: an incomplete call in a backward is no failure.
         if state is State.OPEN and not (call.is_complete or self.tasks):
@@ -256,7 +255,7 @@ class Passes:
                 while call.groups:
                     self.release(call.groups.pop(), self._backend.current_stream())
                 self._calls.pop()
-                if self.is_running:
+                if self._calls or self.tasks:
                     self._lookahead.after_call()
             except EXPECTED:
                 self._state = state
@@ -264,15 +263,14 @@ class Passes:
             self._state = state
         else:
             self._calls.pop()
-        if not self.is_running:
+        if not (self._calls or self.tasks):
             self._end()
 
-    def _refuse_capture(self) -> None:
-        if self._backend.is_capturing():
-            raise StateError(
-                f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
-                f"mode='reduce-overhead', or call handle.remove() first."
-            )
+    def _captured(self) -> StateError:
+        return StateError(
+            f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
+            f"mode='reduce-overhead', or call handle.remove() first."
+        )
 
     # ---------------------------------------------------------------- a forward
 
@@ -383,7 +381,7 @@ class Passes:
 
     def read_first(self) -> None:
         """Begin to read the first groups, before there are slots for them."""
-        self.if_at_rest(lambda: self._prepare_for_turn(self._lookahead.read_first))
+        self.if_at_rest(lambda: self._prepare_for_turn(partial(self._lookahead.prepare, has_slots=False)))
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups."""
@@ -401,7 +399,7 @@ class Passes:
             self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self.memory.take()
-            self._lookahead.prepare()
+            self._lookahead.prepare(has_slots=True)
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
@@ -475,18 +473,17 @@ class Passes:
             group.holds += 1
             self._probe.begins(group, self._backend.current_stream())
             return
-        was_ahead = self._lookahead.is_on_its_way(group)
         if group.slot is None:
             self._counters.stalls += 1
             self._lookahead.onload_now(group)
         slot = group.slot
         assert slot is not None
         stream = self._backend.current_stream()
-        self._probe.arrives(group, slot, stream)
-        if slot.job is not None:
-            slot = self._wait_for_files(group, slot, was_ahead)
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
+            self._probe.arrives(group, slot, stream)
+            if slot.job is not None:
+                slot = self._wait_for_files(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
@@ -497,8 +494,8 @@ class Passes:
         self.memory.mark_used(group, slot)
         self._probe.begins(group, stream)
 
-    def _wait_for_files(self, group: Group, slot: Slot[Group], was_ahead: bool) -> Slot[Group]:
-        """Let the host wait for the drive, not for the device. A read ahead that failed is tried again now.
+    def _wait_for_files(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
+        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
 
         Returns:
             The slot that holds the group.
@@ -507,8 +504,6 @@ class Passes:
         try:
             slot.job.wait()
         except GroupFileError:
-            if not was_ahead:
-                raise
             self.memory.free(slot)
             self._lookahead.onload_now(group)
             assert group.slot is not None
@@ -566,7 +561,8 @@ class Passes:
 
     def begin_backward(self) -> None:
         """Begin a pass in which autograd needs weights or repeats calls. Each call until `end_backward` needs the lock too."""
-        self._refuse_capture()
+        if self._backend.is_capturing():
+            raise self._captured()
         forward = self._lookahead.schedule.order
         self._counters.backward_passes += 1
         # The next forward commits changes made since the last one. Backward follows the graph, and keeps the groups.
@@ -609,10 +605,6 @@ class Passes:
     def forget_interrupted_calls(self) -> None:
         """Drop calls from the list that are not in progress any more. See [Note: Interrupts]."""
         while self._calls and not (self._thread == threading.get_ident() and self._calls[-1].is_on_stack()):
-            self._forget_last_call()
-
-    def _forget_calls_above(self, call: Call) -> None:
-        while self._calls[-1] is not call:
             self._forget_last_call()
 
     def _forget_last_call(self) -> None:

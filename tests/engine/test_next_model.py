@@ -182,7 +182,7 @@ def test_what_is_raised_for_the_next_model(
     x = torch.randn(3, WIDTH)
     with monkeypatch.context() as patch:
 
-        def prepare(self: LookAhead) -> None:
+        def prepare(self: LookAhead, *, has_slots: bool) -> None:
             raise error
 
         patch.setattr(LookAhead, "prepare", prepare)

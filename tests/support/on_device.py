@@ -230,7 +230,7 @@ def assert_reads_have_owners(handle: OffloadHandle) -> None:
     engine = engine_of(handle)
     engine.transfer.reader.wait_until_enqueued()
     jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
-    assert set(engine.transfer.reader._announced) <= jobs and not engine.transfer.reader._submitted
+    assert set(engine.transfer.reader._jobs) <= jobs
 
 
 def on_their_way(device: SimulatedDevice) -> int:

@@ -287,24 +287,6 @@ def test_a_rank_that_ends_leaves_models_that_it_never_ran(fresh: Two) -> None:
     assert fresh.board.read()[0].left == {"1": ["0"], "2": ["0"]}
 
 
-def test_a_job_may_be_settled_while_the_thread_that_waited_for_it_has_its_lock(two: Two) -> None:
-    lock = two.job.until_settled
-
-    class Late:
-        """The thread gets the lock, and not Python's turn, until the job was settled once more."""
-
-        release = lock.release
-
-        def acquire(self) -> None:
-            lock.acquire()
-            two.job.settle()
-
-    late: Any = Late()
-    two.job.shared[0].progress, two.job.until_settled, two.job.is_over = Progress.SENT, late, False
-    two.job.cancel()
-    assert not lock.locked()
-
-
 def test_a_model_that_is_left_on_the_way_is_forgotten_once_it_has_arrived(fresh: Two) -> None:
     """Else memory that other ranks give back stays taken."""
     fresh.courier.post("leave", "1")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from ...base.pool import signal
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
 from ...stores.source import SourceFile
@@ -55,11 +55,13 @@ class ReadJob:
         """How many chunks were not enqueued yet."""
         self.landing: Landing | None = None
         """Where the bytes go, once there is a slot for them. Given up when the job is over: it may be kept longer."""
-        self.is_over = False
         self.error: BaseException | None = None
         self._cancel = weakref.WeakMethod(cancel)
-        self._until_over = threading.Lock()  # an Event is written in Python: Ctrl-C may leave its lock taken
-        self._until_over.acquire()
+        self._over = signal()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_done
 
     @property
     def is_whole(self) -> bool:
@@ -72,8 +74,7 @@ class ReadJob:
         Raises:
             GroupFileError: a file could not be read; the slot does not hold what it should.
         """
-        with self._until_over:
-            pass
+        self._over.wait()
         if self.error is not None:
             raise self.error
 
@@ -83,8 +84,7 @@ class ReadJob:
             self.error, self.landing = error, None
             self.chunks.clear()  # so that files do not stay mapped
             self.begun.clear()
-            self.is_over = True
-            self._until_over.release()
+            self._over.do(object())
 
     def cancel(self) -> None:
         """Enqueue nothing more. What was enqueued before is behind `Landing.ready`."""

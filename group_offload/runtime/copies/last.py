@@ -13,33 +13,31 @@ class LastCopies:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._by_stream: list[tuple[Stream, Event]] = []
+        self._by_stream: dict[Stream, Event] = {}
 
     def expect(self, stream: Stream) -> None:
         """Copies, or reads of slots, are about to be enqueued on `stream`.
 
         `synchronize_streams` waits for them from now on, whether they are recorded or not.
         """
-        if any(known == stream for known, _ in self._by_stream):
-            return
-        if len(self._by_stream) >= _MAX_KNOWN:
-            self._by_stream = [each for each in self._by_stream if not each[1].query()]
-        self._by_stream = [*self._by_stream, (stream, self._backend.new_event())]
+        if stream not in self._by_stream:
+            kept = self._by_stream
+            if len(kept) >= _MAX_KNOWN:
+                kept = {known: event for known, event in kept.items() if not event.query()}
+            self._by_stream = {**kept, stream: self._backend.new_event()}
 
     def record(self, stream: Stream) -> None:
         """The last copy on `stream` was enqueued."""
         self.expect(stream)
-        for known, event in self._by_stream:
-            if known == stream:
-                event.record(stream)
+        self._by_stream[stream].record(stream)
 
     def synchronize_streams(self) -> None:
         """Wait for all work that was enqueued so far on the streams that copies, or reads of slots, were expected on."""
-        for stream, event in self._by_stream:
+        for stream, event in self._by_stream.items():
             event.record(stream)
             event.synchronize()
 
     def synchronize(self) -> None:
         """Wait for the recorded copies."""
-        for _, event in self._by_stream:
+        for event in self._by_stream.values():
             event.synchronize()

@@ -9,9 +9,10 @@ jobs: so the drive, the link to the device and compute are all busy at once, and
 Chunks of packed bytes are copied to the reading berth, one strip after another, and not to the slot. The last chunk of a
 strip is followed by its unpacking: see [Note: The life of a berth].
 
-A job may be *announced* before there is a slot for it: it is read as far as there are frames, and sent when it is
-*submitted* with its slot. So the drive, which is slower than the link, works on while compute still needs the slots. A job
-that is needed sooner takes frames from announced jobs, whose chunks are read again later.
+All jobs are in one queue. A job may be *announced* before there is a slot for it: it is read as far as there are frames.
+Once it is *submitted* with its slot, it is sent, before all jobs that have none. So the drive, which is slower than the
+link, works on while compute still needs the slots. A job that is needed sooner takes frames from announced jobs, whose
+chunks are read again later.
 
 Workers run on the pool as long as they find something to do. A worker that has read a chunk enqueues all copies that can be
 enqueued. Compute has to wait for the slot's *ready* event, which is recorded only after the job's last copy. So the thread
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -58,10 +58,9 @@ class Reader:
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
         self._is_retired = False
         """Whether another reader has taken the place of this one."""
-        self._submitted: deque[ReadJob] = deque()
-        """The jobs that have a slot and are not over, in the order in which they are copied."""
-        self._announced: list[ReadJob] = []
-        """The jobs that have no slot yet, in the order in which they will be needed."""
+        self._jobs: list[ReadJob] = []
+        """The jobs that are not over. First come those with a slot, in the order in which they are copied, then the others, in
+        the order in which they will be needed."""
         self._num_workers = 0
         self._num_starting = 0
         """The number of workers that have not yet looked for something to do."""
@@ -77,10 +76,6 @@ class Reader:
         self._counted_at = 0.0
         self._reads_now = False
         """Whether the thread that computes waits in `read_now`."""
-
-    @property
-    def _jobs(self) -> list[ReadJob]:
-        return [*self._submitted, *self._announced]
 
     @property
     def is_reading(self) -> bool:
@@ -101,7 +96,8 @@ class Reader:
     @property
     def has_room_ahead(self) -> bool:
         """Whether another job may be announced: the announced ones do not take all frames."""
-        return sum(len(job.chunks) + len(job.begun) for job in self._announced) < self._staging.num_frames
+        ahead = (len(job.chunks) + len(job.begun) for job in [*self._jobs] if job.landing is None)
+        return sum(ahead) < self._staging.num_frames
 
     def prepare_for(self, read_bytes: int, chunk_bytes: int, num_frames: int) -> None:
         """Size the staging memory. Nothing may be read.
@@ -114,36 +110,40 @@ class Reader:
         assert not self._num_workers
         self._staging.resize(min(num_frames, 1 + -(-read_bytes // chunk_bytes)), chunk_bytes)
 
-    def job_for(self, reads: Sequence[Read]) -> ReadJob:
-        """A job for `submit`, or for `announce`."""
-        return ReadJob(reads, self._staging.frame_bytes, self.cancel)
-
-    def announce(self, job: ReadJob) -> None:
+    def announce(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read what will be needed. Nothing is sent to the device before the job is submitted."""
+        job = ReadJob(reads, self._staging.frame_bytes, self.cancel)
         with self._lock:
-            self._announced.append(job)
+            self._jobs.append(job)
             num_more = self._hire()
         self._start(num_more)
+        return job
 
-    def submit(self, job: ReadJob, landing: Landing) -> None:
-        """Send a job to its slot, behind all that were submitted before."""
+    def submit(self, reads: Sequence[Read], landing: Landing, job: ReadJob | None = None) -> ReadJob:
+        """Send what is read to a slot, behind all that was submitted before.
+
+        Args:
+            job: What `announce` gave for the same reads, if they were announced.
+        """
+        job = job or ReadJob(reads, self._staging.frame_bytes, self.cancel)
         with self._lock:
-            if job in self._announced:
-                self._announced.remove(job)
+            if job in self._jobs:
+                self._jobs.remove(job)
             job.landing = landing
-            self._submitted.append(job)
+            self._jobs.insert(sum(each.landing is not None for each in self._jobs), job)
             self._send_what_is_read()
             num_more = self._hire()
         self._start(num_more)
+        return job
 
     def order_behind_jobs(self) -> None:
         """Let copies that other code enqueues also come after everything that the submitted jobs have to wait for.
 
         A job's slot may have taken a part of a larger slot, and those copies go to the rest of it.
         """
-        if self._submitted:
+        if self._jobs:
             with self._lock:
-                for job in self._submitted:
+                for job in self._jobs:
                     if job.landing is not None:
                         self._order.wait_for_room(job.landing)
 
@@ -164,7 +164,7 @@ class Reader:
     def cancel_pending(self) -> None:
         """Begin no more reads, and return once none is under way."""
         with self._lock:
-            for job in self._jobs:
+            for job in [*self._jobs]:
                 self._end(job, None)
         self.wait_until_enqueued()
 
@@ -255,12 +255,11 @@ class Reader:
 
     def _begin_chunk(self) -> tuple[ReadJob, Chunk] | None:
         """Give the first chunk that is not being read a frame; None if there is no such chunk, or no frame."""
-        jobs = self._jobs
-        for index, job in enumerate(jobs):
+        for index, job in enumerate(self._jobs):
             if job.chunks:
                 start = self._staging.take()
                 if start is None:
-                    start = self._take_back(jobs[index + 1 :])
+                    start = self._take_back(self._jobs[index + 1 :])
                 if start is None:
                     return None
                 chunk = job.chunks.popleft()
@@ -361,9 +360,9 @@ class Reader:
     # ---------------------------------------------------------------- copies
 
     def _send_what_is_read(self) -> None:
-        while self._submitted and not self._is_retired:
-            job = self._submitted[0]
-            if not (job.begun and job.begun[0].is_read):
+        while self._jobs and not self._is_retired:
+            job = self._jobs[0]
+            if job.landing is None or not (job.begun and job.begun[0].is_read):
                 return
             chunk = job.begun[0]
             if chunk.error is None:
@@ -416,27 +415,24 @@ class Reader:
         for chunk in job.begun:
             if chunk.is_read:
                 self._staging.give_back(chunk.start)
-        if job in self._announced:
-            self._announced.remove(job)
-        elif job in self._submitted:  # not in the middle of a call that was interrupted
+        if job in self._jobs:  # not in the middle of a call that was interrupted
             try:
                 if job.landing is not None:
                     # Also if the job brought nothing: what takes these bytes next waits for this job only.
                     self._order.wait_for_room(job.landing)
                     job.landing.ready.record(job.landing.stream)
             finally:
-                self._submitted.remove(job)  # only now: as long as it is there, `order_behind_jobs` waits for the lock
+                self._jobs.remove(job)  # only now: as long as it is there, `order_behind_jobs` waits for the lock
         job.forget(error)
 
     def _forget_jobs(self, error: BaseException) -> None:
         for job in self._jobs:
             job.forget(error)
-        self._submitted.clear()
-        self._announced.clear()
+        self._jobs.clear()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            for job in self._jobs:
+            for job in [*self._jobs]:
                 with suppress(Exception):  # the device itself may be failing
                     self._end(job, error)
                 job.forget(error)

@@ -10,7 +10,6 @@ from ...base.device import Backend, Event, Stream
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
 from ...base.page_lock import PageLock
-from .last import LastCopies
 
 _LEAST_FRAMES = 2
 """One is copied from while the other is filled."""
@@ -35,8 +34,6 @@ class Staging:
         """Frames that copies read, in the order in which the copies end."""
         self._spare: list[Event] = []
         self._lock: PageLock | None = None
-        self.last_copies = LastCopies(backend)
-        """Recorded by the reader behind all copies: the memory stays locked until they are done."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +88,7 @@ class Staging:
 
     def close(self) -> None:
         """Give the memory back. Copies that are on their way are waited for. Threads that use a frame keep the memory."""
-        for sent, *_ in self._sent:
+        for sent, _ in self._sent:
             sent.synchronize()
         self._sent.clear()
         if self._lock is not None:
@@ -104,7 +101,7 @@ class Staging:
         while True:
             num_bytes = num_frames * self.frame_bytes
             memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-            self._lock = PageLock.take(self._backend, memory, self.last_copies.synchronize)
+            self._lock = PageLock.take(self._backend, memory, _no_wait)
             if self._lock is not None or num_frames <= _LEAST_FRAMES:
                 break
             num_frames = max(_LEAST_FRAMES, num_frames // 2)  # fewer that are locked are faster than more that are not
@@ -113,3 +110,7 @@ class Staging:
 
     def _starts(self) -> list[int]:
         return [frame * self.frame_bytes for frame in reversed(range(self.num_bytes // self.frame_bytes))]
+
+
+def _no_wait() -> None:
+    """The memory is unlocked by `close`, which has waited for the copies."""

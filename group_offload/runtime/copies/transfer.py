@@ -108,9 +108,7 @@ class Transfer:
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
         self._reads_memory |= _has_memory(reads)
-        job = self.reader.job_for(reads)
-        self.reader.announce(job)
-        return job
+        return self.reader.announce(reads)
 
     def send(
         self,
@@ -194,14 +192,17 @@ class Transfer:
         landing.stream = landing.copy_stream = self.stream
         if self._unpack_stream is not None and any(map(_is_packed, moves)):
             landing.stream = self._unpack_stream  # all that goes to the slot does: see [Note: The life of a berth]
-        stream, streams = landing.stream, landing.streams
+        stream, streams = landing.stream, {landing.stream, landing.copy_stream}
         for each in streams:
             self.last_copies.expect(each)
         reads = [move for move in moves if isinstance(move, Read)]
         begun, trace = None, self._recorder.trace
-        # Threads record the copies of what they read, when they enqueue them, and each packed copy is recorded by itself.
-        is_whole = len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend)
-        if trace is not None and is_whole and not any(isinstance(move, Unpack) for move in moves):
+        if (
+            trace is not None
+            and not any(isinstance(move, Unpack) for move in moves)  # each of these is recorded by itself
+            # Threads record the copies of what they read, when they enqueue them.
+            and (len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend))
+        ):
             self._wait_for_room(landing)
             begun = trace.now(stream)
         if shared is not None:
@@ -217,30 +218,36 @@ class Transfer:
                         landed = shared.sent if reads else self.sharing.record(stream)
                         self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
-                        self._enqueue(landing, move.at, move.memory[move.start : move.start + move.num_bytes])
+                        self._wait_for_room(landing)
+                        target = landing.memory[move.at : move.at + move.num_bytes]
+                        source = move.memory[move.start : move.start + move.num_bytes]
+                        self._backend.copy(target, source, stream, blocking=self._blocking)
+                        self._num_copies += 1
                     case Unpack():
                         self._unpack(landing, move)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads:
-                _record(trace, blobs, begun, stream)
+                if begun is not None:
+                    _record(trace, blobs, begun, stream)
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
         for placed in blobs:
-            self.bytes_sent[placed.tier] += placed.sent_bytes if shared is None else 0
-            if isinstance(placed, PlacedBlob) and placed.packed is None and placed.tier is Tier.FILE:
+            tier = placed.tier
+            self.bytes_sent[tier] += placed.sent_bytes if shared is None else 0
+            if tier is Tier.FILE and isinstance(placed, PlacedBlob) and placed.packed is None:
                 self._bytes_locked += placed.blob.pinned_bytes
         if not reads:
             return None
         if isinstance(self._backend, HostBackend):
             self.reader.read_now(landing.memory, reads)
             self._num_copies += len(reads)
-            _record(trace, blobs, begun, stream)
+            if begun is not None:
+                _record(trace, blobs, begun, stream)
             return None
         self._reads_memory |= _has_memory(reads)
-        job = job or self.reader.job_for(reads)
-        self.reader.submit(job, landing)
+        job = self.reader.submit(reads, landing, job)
         if self._copy_stream is not None:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
@@ -297,22 +304,16 @@ class Transfer:
         self._order.unpack(landing, move, packed, berth)
         self._bytes_unpacked += move.num_bytes
 
-    def _enqueue(self, landing: Landing, at: int, source: torch.Tensor) -> None:
-        self._wait_for_room(landing)
-        target = landing.memory[at : at + source.numel()]
-        self._backend.copy(target, source, landing.stream, blocking=self._blocking)
-        self._num_copies += 1
-
     def _wait_for_room(self, landing: Landing) -> None:
+        if landing.after is None:
+            return
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
         self.reader.order_behind_jobs()
         self._order.wait_for_room(landing)
 
 
-def _record(
-    trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event | None, stream: Stream
-) -> None:
-    if blobs and trace is not None and begun is not None:
+def _record(trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event, stream: Stream) -> None:
+    if blobs and trace is not None:
         num_bytes = sum(placed.sent_bytes for placed in blobs)
         trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 

@@ -29,10 +29,6 @@ class Landing:
     copy_stream: Stream = field(init=False)
     """The stream that packed bytes are copied on."""
 
-    @property
-    def streams(self) -> list[Stream]:
-        return [self.stream] if self.stream == self.copy_stream else [self.stream, self.copy_stream]
-
 
 class WriteOrder:
     """Enqueues writes to slots behind the last use of what was there before.

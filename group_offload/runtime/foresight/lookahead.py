@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...base.tuning import tuning
@@ -118,23 +118,17 @@ class LookAhead:
         if self._transfer.sharing is not None:
             self._transfer.sharing.begin_pass(scope)
         self._is_last = is_last
-        self._is_behind = True
         self._look()
 
-    def prepare(self) -> None:
-        """Start the blobs that the next pass needs first. The slots exist, and no pass is in progress."""
-        self._is_last, self._is_behind = False, True
-        self._look()
-
-    def read_first(self) -> None:
-        """Begin to read what the next pass needs first, before the slots exist. No pass is in progress."""
-        self._is_last, self._is_behind = False, True
-        if self._may_read_ahead():
-            self._look(has_slots=False)
+    def prepare(self, *, has_slots: bool) -> None:
+        """Start the blobs that the next pass needs first, or read them, if there are no slots. No pass is in progress."""
+        self._is_last = False
+        if has_slots or self._may_read_ahead():
+            self._look(has_slots=has_slots)
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
-        if self._memory.is_just_in_time or self._is_behind or self.schedule.is_learning:
+        if self._is_behind or self.schedule.is_learning or (self._memory.is_just_in_time and self._has_room_again()):
             self._look()
 
     def after_call(self) -> None:
@@ -148,13 +142,9 @@ class LookAhead:
             needed.discard(group)
             self._is_behind |= not needed
 
-    def is_on_its_way(self, group: Group) -> bool:
-        """Whether the group's blobs were started, or are read before there is a slot for them."""
-        return group.slot is not None or group in self._ahead
-
     def onload_now(self, group: Group) -> None:
         """Start the blobs of a group that is needed and was not foreseen."""
-        self._is_behind = True
+        self._is_behind = self._use_stream
         # Without a stream nothing is started ahead, on no rank. With one, the others have foreseen something else.
         alone = self._use_stream
         resident = self._memory.resident_slot(group)
@@ -182,31 +172,25 @@ class LookAhead:
         """
         if not self._use_stream:
             return
-        has_room = self._memory.next_bytes is not None and self._memory.has_room_for(self._memory.next_bytes)
-        if self._memory.is_just_in_time and not self._is_behind and not has_room and not self._may_read_ahead():
-            return
-        self._is_behind = False
-        self._memory.next_bytes = None
-        self._blockers = {}
-        walk = _Walk()
-        if not has_slots:
-            walk.full.update(self._memory.ring_sizes)
+        memory = self._memory
+        memory.next_bytes, self._is_behind, self._blockers = None, False, {}
+        walk = _Walk(full=set() if has_slots else {*memory.ring_sizes})
+        has_residents = has_slots and memory.resident_room > 0
         run: list[Group] = []
-        run_bytes = 0
-        left = _LOOK_BEYOND
+        room, left = 0, _LOOK_BEYOND
         for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
             if group in walk.soon:
                 continue
             if group.slot is None:
-                if has_slots:
+                if has_residents:
                     self._bring_packed(group)
-                resides = has_slots and self._memory.may_reside(group)
+                resides = has_residents and memory.may_reside(group)
                 ahead = self._ahead.get(group)
-                fits = run and group.height == run[0].height and run_bytes + group.num_bytes <= self._run_limit(run[0])
+                fits = run and group.height == run[0].height and group.num_bytes <= room
                 if run and (ahead is not None or resides or not fits):
                     self._start_run(run, walk)
-                    run, run_bytes = [], 0
-                resident = self._memory.resident_slot(group) if resides else None
+                    run = []
+                resident = memory.resident_slot(group) if resides else None
                 if resident is not None:
                     self._send([group], resident, [])
                     continue
@@ -214,22 +198,25 @@ class LookAhead:
                     self._start_run(ahead.run, walk)
                     walk.soon.update(ahead.run)
                     continue
+                room = (room if run else self._run_limit(group)) - group.num_bytes
                 run.append(group)
-                run_bytes += group.num_bytes
-            elif run and not self._memory.is_just_in_time:  # before `group` counts as needed sooner
+            elif run and not memory.is_just_in_time:  # before `group` counts as needed sooner
                 self._start_run(run, walk)
-                run, run_bytes = [], 0
+                run = []
             walk.soon.add(group)
             if 0 in walk.full and not self._may_read_ahead():
                 left -= 1
-                if not left or not self._misses_others():
+                # The room of residents, and of outer groups, is apart from that of most groups.
+                misses_others = has_residents and memory.misses_residents
+                if not left or not (misses_others or any(group.slot is None for group in self._outer)):
                     break
         if run:
             self._start_run(run, walk)
 
-    def _misses_others(self) -> bool:
-        """Whether a resident or an outer group is missing: its room is apart from that of most groups."""
-        return self._memory.misses_residents or any(group.slot is None for group in self._outer)
+    def _has_room_again(self) -> bool:
+        """Whether what there was no room for just in time has room now, or more may be read ahead."""
+        left = self._memory.next_bytes
+        return (left is not None and self._memory.has_room_for(left)) or self._may_read_ahead()
 
     def _may_read_ahead(self) -> bool:
         return self._reads_ahead and self._transfer.reader.has_room_ahead
@@ -272,6 +259,15 @@ class LookAhead:
         """The good read ahead of exactly these groups."""
         ahead = self._ahead.get(run[0])
         return ahead if ahead is not None and ahead.run == run and self._is_good(ahead, blobs) else None
+
+    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob]) -> ReadJob | None:
+        """The job of the good read ahead of exactly these groups. Other reads ahead of them are given up."""
+        ahead = self._ahead_of(run, blobs)
+        if ahead is None:
+            self._give_up_ahead(run)
+            return None
+        self._forget_ahead(ahead)
+        return ahead.job
 
     def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
@@ -347,21 +343,18 @@ class LookAhead:
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
-        for group in run:
-            self._bring_packed(group)
+        if self._memory.resident_room:
+            for group in run:
+                self._bring_packed(group)
         berths = self._memory.berths
         blobs = self._memory.fitting(_blobs_of(run), has_berths=berths is not None)
-        ahead = self._ahead_of(run, blobs)
-        if ahead is None:
-            self._give_up_ahead(run)
-        else:
-            self._forget_ahead(ahead)
+        job = self._take_ahead(run, blobs) if self._ahead else None
         after = self._memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
         self._counters.onloads += len(run)
         try:
             landing = Landing(slot.memory, after, slot.ready, berths)
-            slot.job = self._transfer.send(blobs, landing, job=None if ahead is None else ahead.job, alone=alone)
+            slot.job = self._transfer.send(blobs, landing, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self._memory.free(slot)
             raise
@@ -384,16 +377,16 @@ class LookAhead:
         slot.waited_on = self._transfer.writers[-1]  # it alone reads the slot, and waits for it each time
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Walk:
     """The findings so far of a walk through the groups that come next."""
 
-    def __init__(self) -> None:
-        self.soon: set[Group] = set()
-        """The groups that come next, up to this point of the walk."""
-        self.full: set[int] = set()
-        """The heights of groups for which there is no room."""
-        self.met: set[_Ahead] = set()
-        """The reads ahead that the walk has met, and that stay."""
+    full: set[int]
+    """The heights of groups for which there is no room."""
+    soon: set[Group] = field(default_factory=set)
+    """The groups that come next, up to this point of the walk."""
+    met: set[_Ahead] = field(default_factory=set)
+    """The reads ahead that the walk has met, and that stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,6 +41,8 @@ class Schedule:
         self._next = 0
         self._seen: list[Group] = []
         self._analogy: _Analogy | None = None
+        self.is_learning = False
+        """Whether this is the first pass of its kind, in which foresight gets better with each call."""
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Start a pass in which only groups of `scope` can be needed.
@@ -57,6 +59,7 @@ class Schedule:
         else:
             self._order, self._index = _route(group for group in guess or self._first_guess if group in scope)
             self._analogy = _Analogy(scope)
+        self.is_learning = self._analogy is not None
         self._next = 0
         self._seen = []
 
@@ -68,11 +71,6 @@ class Schedule:
     def order_of(self, key: Hashable) -> tuple[Group, ...]:
         """The order in which passes of this key need groups, if it is known; else a guess."""
         return self._routes[key][0][0] if key in self._routes else self._first_guess
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether this is the first pass of its kind, in which foresight gets better with each call."""
-        return self._analogy is not None
 
     def observe(self, group: Group) -> None:
         """`group` is needed now."""
@@ -116,7 +114,7 @@ class Schedule:
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
             # `upcoming` now begins with the next pass.
             (self._order, self._index), self._next = found, len(order)
-            self._analogy = None
+            self._analogy, self.is_learning = None, False
         self._seen = []
 
 

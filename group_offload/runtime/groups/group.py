@@ -301,11 +301,7 @@ class Group:
         if self._recast and self.residence is Residence.AT_REST:
             self._forget_replaced_recasts()
         is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
-        return not self._recast and (is_elsewhere or not self.has_forms())
-
-    def has_forms(self) -> bool:
-        """Whether the tensors have the sizes, strides and dtypes that they were bound with, whatever memory they are in."""
-        return self._rest_forms.are_of(self._tensors)
+        return not self._recast and (is_elsewhere or not self._rest_forms.are_of(self._tensors))
 
     def commit_edits(self, transfer: Transfer) -> None:
         """Make edits of tensors at rest a part of the bytes that are sent from now on."""
@@ -337,7 +333,8 @@ class Group:
     @property
     def is_current(self) -> bool:
         """Whether the bytes in the slot are those of the blobs."""
-        return all(part.sent_generation == part.blob.generation and not part.blob.is_outdated for part in self.parts)
+        # Each use of the group asks twice, and a generator would take longer than a list.
+        return False not in [p.sent_generation == p.blob.generation and not p.blob.is_outdated for p in self.parts]
 
     @property
     def is_outdated(self) -> bool:
@@ -445,8 +442,10 @@ class Group:
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _version_sum(self) -> int:
-        others = sum([counter.num_increments for counter in self._shared_counters])  # also those for other groups
-        return sum([tensor._version for tensor in self._to_increment]) - others
+        total = sum([tensor._version for tensor in self._to_increment])
+        if self._shared_counters:  # their increments are also those for other groups
+            total -= sum([counter.num_increments for counter in self._shared_counters])
+        return total
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward uses: those inside the stand-in for a tensor subclass."""
@@ -471,12 +470,10 @@ class Group:
     def changed(self) -> list[int]:
         """The tensors that the forward may have left with other values than it found."""
         # Kernels of batch norm, and codebooks that are updated through `.data`, do not raise the version.
-        silent = {
-            index for index, place in self._buffers.items() if place.owner.training or not self._tracks_version[index]
-        }
+        silent = [i for i, place in self._buffers.items() if place.owner.training or not self._tracks_version[i]]
         tensors = self._in_use()
         if self._is_untouched(tensors):
-            return sorted(silent)
+            return silent
         # An edit of a wrapper changes the tensors inside below autograd: only the wrapper's version rises.
         edited = {index for wrapped in self._wrapped if wrapped.was_edited for index in wrapped.indices}
         found = []
@@ -502,9 +499,12 @@ class Group:
             self._versions_of(tensors) == self._versions
             and list(map(torch.Tensor.data_ptr, tensors)) == list(map(torch.Tensor.data_ptr, self._bound))
             and self._bound_forms.are_of(tensors)
-            and not any(wrapped.was_edited for wrapped in self._wrapped)
+            and not (self._wrapped and any(wrapped.was_edited for wrapped in self._wrapped))
         )
 
     def _versions_of(self, tensors: list[torch.Tensor]) -> list[int]:
         """The versions of tensors in use, of those that had one before."""
-        return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+        try:
+            return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+        except RuntimeError:  # one has none by now
+            return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from ...base.device import Event, Stream
+from ...base.pool import Task, signal
+from ..copies.jobs import ReadJob
 from .links import Place, SharedBytes
 
 
@@ -34,19 +34,6 @@ def again(error: BaseException) -> BaseException:
     found = copy.copy(error)
     found.__cause__ = error.__cause__
     return found
-
-
-class Reads(Protocol):
-    """Reads of files for a slot: see `ReadJob`."""
-
-    is_over: bool
-
-    @property
-    def is_whole(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-    def cancel(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +78,7 @@ class ShareJob:
     send: Callable[[Shared, Mapping[str, Place]], list[Event]]
     """A function that sends this rank's parts of a group to the places in other ranks' memory. The thread of the crew calls it.
     It returns the events behind that."""
-    reads: Reads | None = None
+    reads: ReadJob | None = None
     """The part of the share that threads read from files."""
     is_announced: bool = False
     """Whether the other ranks were told that it is being read."""
@@ -100,12 +87,8 @@ class ShareJob:
     is_over: bool = False
     """Whether `ready` is recorded."""
     error: BaseException | None = None
-    until_settled: threading.Lock = field(default_factory=threading.Lock)
-    """Held until each group has arrived or is alone, or there is an error. (An Event is written in Python: Ctrl-C may leave its
-    lock taken.)"""
-
-    def __post_init__(self) -> None:
-        self.until_settled.acquire()
+    settled: Task[None] = field(default_factory=signal)
+    """It is done once each group has arrived or is alone, or there is an error."""
 
     @property
     def is_settled(self) -> bool:
@@ -132,7 +115,7 @@ class ShareJob:
             return
         if not self.is_settled:
             self.post("want", self)
-        self._wait_until_settled()
+        self.settled.wait()
         if self.error is not None:
             raise again(self.error)
         if self.alone:
@@ -154,7 +137,7 @@ class ShareJob:
             return
         if not self.is_settled and self.error is None:
             self.post("cancel", self)
-            self._wait_until_settled()
+            self.settled.wait()
         self.finish()
 
     @contextmanager
@@ -168,13 +151,4 @@ class ShareJob:
     def settle(self, error: BaseException | None = None) -> None:
         """Let the thread that waits go on. Repeated calls do nothing, from any thread."""
         self.error = self.error or error
-        self._release()
-
-    def _wait_until_settled(self) -> None:
-        self.until_settled.acquire()
-        self._release()
-
-    def _release(self) -> None:
-        # Whether the lock is taken tells nothing: the thread that waited has it for a moment, and may be as late as it likes.
-        with suppress(RuntimeError):  # another thread was faster
-            self.until_settled.release()
+        self.settled.do(object())

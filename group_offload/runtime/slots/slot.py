@@ -128,9 +128,15 @@ class Slot(Generic[T]):
     @property
     def is_aliased(self) -> bool:
         """Whether code outside keeps views of the slot beyond the call that they were made for. No group is bound here."""
-        self._forget_expired()
-        self.handed = {views: group for views, group in self.handed.items() if views.are_kept or group.is_bound}
-        return bool(self.aliases) or any(views.are_kept for views in self.handed)
+        if self.aliases:
+            self._forget_expired()
+        are_kept = False
+        for views, group in [*self.handed.items()]:
+            if views.are_kept:
+                are_kept = True
+            elif not group.is_bound:
+                del self.handed[views]
+        return are_kept or bool(self.aliases)
 
     def alias(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slot with a storage of their own, whose count of uses shows whether a view of them is kept."""
@@ -148,8 +154,7 @@ class Slot(Generic[T]):
         return alias
 
     def _forget_expired(self) -> None:
-        if self.aliases:
-            self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
+        self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
 
     @property
     def is_held(self) -> bool:
