@@ -186,7 +186,7 @@ def test_both_budgets(tier: str, device: SimulatedDevice, tmp_path: Path) -> Non
     plan = handle.plan
     places = {place.value for place in plan.details.placements}
     assert places == {"device", "ram", "file"}
-    assert "A pass took" in str(plan) and "1 GiB more of VRAM" in str(plan) and "1 GiB more of RAM" in str(plan)
+    assert " a forward" in str(plan) and "1 GiB more VRAM" in str(plan) and "1 GiB more RAM" in str(plan)
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     handle.remove()
@@ -274,6 +274,8 @@ def test_more_tokens_beside_a_long_text(
         assert all(peak_of(model, batch) <= budget for _ in range(passes))
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
     assert "over vram_budget" not in caplog.text
+    peak_of(model, 500)
+    assert f"{kind.__name__}: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
     handle.remove()
 
 
