@@ -322,7 +322,7 @@ def _as_bool_or_auto(value: Any, name: str) -> bool | Literal["auto"]:
 
 
 def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
-    otherwise = "Drop it, or pass pack='auto', which packs only where that is faster."
+    otherwise = "Drop it, or pass pack='auto' to compress only where that is faster."
     if not backend.has_streams:
         raise ConfigError(
             f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
@@ -350,8 +350,8 @@ def _check_share(share: bool | Literal["auto"], *, verify_files: bool, backend: 
     """The option as it goes with others, and with the system."""
     if verify_files and share is True:
         raise ConfigError(
-            "verify_files=True contradicts share=True: a process that reads a share of a file cannot tell whether all of it "
-            "is sound. Drop one of the two, or pass share=False, with which each process offloads alone."
+            "verify_files=True contradicts share=True, with which each process reads only a part of each file. Drop one, or "
+            "pass share=False so that each process loads its own weights."
         )
     if backend.has_streams and not can_detect_writes():
         if share is True:

@@ -322,13 +322,11 @@ class OffloadHandle:
         return f"{html_table(rows)}<p>{escape(printable(summary))}</p>"
 
     def _table(self) -> tuple[list[tuple[str, str, str, str]], str]:
-        rows = [("group", "tensors", "size", "rests in")]
+        rows = [("group", "tensors", "size", "stored in")]
         rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
-        total = describe_bytes(sum(group.num_bytes for group in self.groups))
-        summary = (
-            f"{self._name}: {total} in {len(rows) - 1} groups, onloaded to {self.config.onload_device} "
-            f"through slots of {describe_bytes(self._live.placer.slot_bytes)} in all."
-        )
+        total, buffers = describe_bytes(sum(group.num_bytes for group in self.groups)), self._live.placer.slot_bytes
+        through = f" through {describe_bytes(buffers)} of buffers" if buffers else ""
+        summary = f"{self._name}: {total} in {len(rows) - 1} groups, computed on {self.config.onload_device}{through}."
         return rows, summary
 
     # A copy of the module, or the module read back from a pickle, is not offloaded, and so has no handle.

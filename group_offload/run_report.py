@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .base.ram import ram_in_use
+from .base.text import describe_seconds
 from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
 from .plan.budgets import describe_bytes, total_ram
 from .plan.report import OffloadPlan
@@ -19,7 +20,6 @@ from .report.facts import (
     figures_of,
     predicted_pass,
 )
-from .report.page import seconds
 from .runtime.engine import Engine
 from .runtime.groups.group import Group
 from .stores.base import Tier
@@ -60,11 +60,11 @@ def facts_of(run: Run) -> ModelFacts:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
         sentences.insert(1 if has_link else 0, _what_was_busy(forward, outer))
     else:
-        sentences.append("No pass has run yet." if not run.stats["passes"] else "No pass was recorded that completed.")
+        sentences.append("No forward has run yet." if not run.stats["passes"] else "No complete forward was recorded.")
         if plan is not None and plan.prediction.step_seconds:
-            sentences[-1] += " The timeline is what the plan foresees."
+            sentences[-1] += " The timeline is a prediction."
             if not plan.prediction.compute_seconds and has_link:
-                sentences[-1] += " How long compute takes is not known, so these are the times of moving the weights."
+                sentences[-1] += " It covers weight transfers only: compute time isn't known yet."
             passes = [predicted_pass(plan)]
     figures = {"Statistics since the module was offloaded": run.stats}
     if plan is not None:
@@ -93,13 +93,13 @@ def memory_of(runs: Sequence[Run]) -> list[MemoryFacts]:
 
 
 def where_of(group: Group) -> str:
-    """The names of the files or of the RAM that the weights rest in, and what of them is packed."""
+    """The names of the files or of the RAM that the weights are stored in, and what of them is packed."""
     in_ram, from_files = group.packed_ram_bytes, group.packed_bytes - group.packed_ram_bytes
     return (
-        (", ".join(dict.fromkeys(part.blob.where for part in group.parts)) or "nothing to move")
-        + (", rows are gathered there" if group.is_table else "")
-        + (f", sent from {describe_bytes(in_ram)} of packed RAM" if in_ram else "")
-        + (f", read from {describe_bytes(from_files)} of packed files" if from_files else "")
+        (", ".join(dict.fromkeys(part.blob.where for part in group.parts)) or "no weights")
+        + (", rows are looked up there" if group.is_table else "")
+        + (f", packed to {describe_bytes(in_ram)} in RAM" if in_ram else "")
+        + (f", packed to {describe_bytes(from_files)} in files" if from_files else "")
     )
 
 
@@ -117,7 +117,7 @@ def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
         place = Place.LOCKED if is_locked else Place.RAM
     ways = {blob.way for blob in blobs if isinstance(blob, FileBlob) and not blob.is_packed} - {"locked", ""}
     detail = [where_of(group), *(f"read: {way}" for way in sorted(ways))]
-    detail += ["on the device while the groups inside of it compute"] if group.height else []
+    detail += ["on the device while the groups inside it compute"] if group.height else []
     return GroupFacts(
         name=group.group_id,
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
@@ -152,11 +152,11 @@ def _on_cpu(slices: Iterable[Slice]) -> Iterator[Slice]:
 def _what_was_busy(one: PassFacts, outer: frozenset[str]) -> str:
     drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
     part = waited / one.seconds if one.seconds else 0.0
-    busy = [("the drive or the page cache", drive), ("the link", link), ("compute", compute)]
-    told = ", ".join(f"{name} was busy for {seconds(took)}" for name, took in busy if took)
+    busy = [("disk or page cache", drive), ("link", link), ("compute", compute)]
+    told = ", ".join(f"{name} busy for {describe_seconds(took)}" for name, took in busy if took)
     return (
-        f"In {one.title}, which took {seconds(one.seconds)}, {told or 'nothing was busy'}; compute waited for weights "
-        f"{seconds(waited)} ({part:.0%} of it)."
+        f"In {one.title}, {describe_seconds(one.seconds)}: {told or 'nothing was busy'}; compute waited "
+        f"{describe_seconds(waited)} ({part:.0%}) for weights."
     )
 
 
@@ -165,17 +165,17 @@ def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
     budgets = [run.engine.placer.vram_budget for run in runs]
     given = [budget for budget in budgets if budget is not None]
     parts = [
-        ("weights that stay", sum(run.stats["resident_bytes"] for run in runs), "device"),
+        ("resident weights", sum(run.stats["resident_bytes"] for run in runs), "device"),
         # The models of a process run one after another, in the same slots.
-        ("weights that take turns", max(run.engine.placer.slot_bytes for run in runs), "locked"),
-        ("parameters that are trained", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
+        ("buffers for streamed weights", max(run.engine.placer.slot_bytes for run in runs), "locked"),
+        ("trained parameters", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
     ]
     peak = backend.peak_reserved_bytes()
     others = max(0, peak - sum(num_bytes for _, num_bytes, _ in parts))
     parts.append(("activations and everything else", others, "pass"))
-    sentences = ["The last part is what torch had reserved at its peak, beyond the others."] if others else []
+    sentences = ["The last part is the rest of what torch reserved at its peak."] if others else []
     if not given:
-        sentences.append("No vram_budget was given: no weights stay on the device between passes.")
+        sentences.append("Without vram_budget, no weights stay on the device between forwards.")
     return MemoryFacts(
         name=name,
         parts=parts,
@@ -200,22 +200,17 @@ def _ram(runs: Sequence[Run]) -> MemoryFacts:
     )
     rest = max(0, ram_in_use() - (locked + other - in_page_cache) - staging - turns)
     given = [budget for run in runs if isinstance(budget := run.engine.config.ram_budget, int)]
-    in_files = sum(run.stats["file_bytes"] for run in runs)
-    sentences = []
-    if in_files:
-        sentences.append("Weights in files take RAM here only as far as they are page-locked.")
-    if not given:
-        sentences.append("No ram_budget in bytes was given.")
+    in_files = any(run.stats["file_bytes"] for run in runs)
     return MemoryFacts(
         name="RAM of this process",
         parts=[
-            ("weights, page-locked", locked, "locked"),
-            ("weights, not page-locked", other, "ram"),
-            ("buffers for files", staging, "file"),
-            ("weights that take turns", turns, "device"),
+            ("pinned weights", locked, "locked"),
+            ("pageable weights", other, "ram"),
+            ("buffers for reads", staging, "file"),
+            ("buffers for streamed weights", turns, "device"),
             ("Python, torch and everything else", rest, "pass"),
         ],
         budget_bytes=max(given, default=None),
         total_bytes=total_ram(),
-        sentences=sentences,
+        sentences=["Weights in files count as far as they are pinned."] if in_files else [],
     )

@@ -109,7 +109,7 @@ def plain_tensors(
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         what = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
-        what = f"is quantised as torch.quantize_* does ({tensor.dtype})" if tensor.is_quantized else what
+        what = f"is quantized by torch.quantize_* ({tensor.dtype})" if tensor.is_quantized else what
         raise ModuleError(
             f"{fqn} {what}. Only dense (strided) tensors can be offloaded. Offload the siblings of its module instead, or name "
             f"a component of a pipeline in exclude_modules."

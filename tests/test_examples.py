@@ -56,7 +56,7 @@ def run(script: str, *arguments: str) -> None:
 
 def check(said: str) -> None:
     """It said where weights rest and what it wrote, and wrote that."""
-    assert "rests on" in said
+    assert "stored on" in said
     outputs = [path for path in Path().iterdir() if not path.name.startswith(OURS)]
     assert outputs
     for path in outputs:
@@ -100,7 +100,7 @@ def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(script, "--tiny")
     said = capsys.readouterr().out
     check(said)
-    shared = [int(number) for number in re.findall(r"Shared passes: (\d+) of \d+ forwards", said)]
+    shared = [int(number) for number in re.findall(r"share_passes: (\d+) of \d+ forwards", said)]
     assert max(shared) > 0 if script in SHARED else not any(shared)
 
 

@@ -1,4 +1,4 @@
-"""Builds the release, installs its wheel into empty environments, and runs there what the README shows.
+"""Builds the release, installs its wheel into empty environments, and does a new user's first steps: the README, plan, report.
 
     python -m tests.wheel            half a minute: the environments are empty, and find what the wheel depends on in this one
     python -m tests.wheel --full     each environment downloads all that it needs, once without extras and once for each extra
@@ -76,8 +76,12 @@ FluxPipeline.__call__ = functools.partialmethod(FluxPipeline.__call__, height=16
 pipe = FluxPipeline.from_pretrained(tiny.flux({model!r}), torch_dtype=torch.bfloat16)
 """
 _LAST = """
+from group_offload import disable_group_offload, handles_of, write_report
 from group_offload.cli.main import main
-assert main(["plan", {model!r}]) == 0
+assert "FluxTransformer2DModel: " in str(handles_of(pipe)["transformer"].plan)
+assert write_report(pipe, "run.html").stat().st_size
+disable_group_offload(pipe)
+assert main(["plan", {model!r}, "--html", "plan.html"]) == 0 and Path("plan.html").stat().st_size
 """
 
 

@@ -69,7 +69,7 @@ def as_device(device: str | int | torch.device | None) -> torch.device | None:
     """
     if device is not None:
         try:
-            return backend_for(torch.device(device)).device
+            return backend_for(torch.device(device), option="device=").device
         except RuntimeError as error:
             raise DeviceError(f"device={device!r} is not a device: {error}") from error
     if default_device().type == "cpu":

@@ -12,6 +12,7 @@ import torch
 from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit
+from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from .stats import ActivationStats
 
@@ -100,11 +101,11 @@ class HostPool:
                 by_driver = self._limit.allocate(size)
                 if by_driver is None:
                     logger.warning(
-                        "Couldn't pin %d MiB of host memory for activations of %s beyond the %d MiB in use. Activations that "
+                        "Couldn't pin %s of host memory for activations of %s beyond the %s in use. Activations that "
                         "don't fit stay on the device. Raise `ulimit -l`, or the memory of the container or WSL2.",
-                        size >> 20,
+                        describe_bytes(size),
                         self._backend.device,
-                        self._stats.host_bytes >> 20,
+                        describe_bytes(self._stats.host_bytes),
                     )
                     return False
                 memory = by_driver

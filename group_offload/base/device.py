@@ -19,6 +19,7 @@ import torch
 
 from ..errors import DeviceError
 from .system import ram_of_machine
+from .text import describe_bytes
 from .torch_internals import allocator_settings, set_allocator, watch_refusals
 
 logger = logging.getLogger("group_offload")
@@ -76,7 +77,7 @@ class Refusal(threading.local):
             Refused: it is not to hear of it.
         """
         if self.must_fail is not None and self.must_fail():
-            raise Refused(f"Out of device memory: tried to allocate {num_bytes:,} bytes.")
+            raise Refused(f"Out of device memory: tried to allocate {describe_bytes(num_bytes)}.")
 
 
 class Backend:
@@ -399,10 +400,10 @@ class AcceleratorBackend(Backend):
             return True  # the device is full, which says nothing of this memory
         except RuntimeError as error:
             logger.warning(
-                "%s pinned %.4g MiB of RAM, but a copy from there failed (%s). Using a staging buffer, which is slower. Update "
+                "%s pinned %s of RAM, but a copy from there failed (%s). Using a staging buffer, which is slower. Update "
                 "the driver.",
                 self.device,
-                memory.numel() / 2**20,
+                describe_bytes(memory.numel()),
                 error,
             )
             return False
@@ -469,13 +470,13 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None or found.type == "mps" else found
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The backend of `device`, whose index is filled in: one object for each device of the process.
+def backend_for(device: torch.device, *, option: str = "onload_device=") -> Backend:
+    """The backend of `device`, which the user gave as `option`: one object for each device of the process.
 
     Raises:
         DeviceError: the device does not exist here.
     """
-    device = _with_index(device)
+    device = _with_index(device, option)
     if device not in _backends:
         _backends[device] = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
     return _backends[device]
@@ -502,23 +503,23 @@ def _why_none(kind: str) -> str:
     return "Check that the driver works (nvidia-smi)" if kind == "cuda" else "Check the driver and the torch build"
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _with_index(device: torch.device, option: str) -> torch.device:
     if device.type == "cpu":
         if device.index:
-            raise DeviceError(f"onload_device={str(device)!r} doesn't exist: there is one CPU device, 'cpu'.")
+            raise DeviceError(f"{option}{str(device)!r} doesn't exist: there is one CPU device, 'cpu'.")
         return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
     if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
-        raise DeviceError(f"onload_device={str(device)!r} isn't supported. Use 'cuda', 'xpu' or 'cpu'.")
+        raise DeviceError(f"{option}{str(device)!r} isn't supported. Use 'cuda', 'xpu' or 'cpu'.")
     if not runtime.is_available():
         raise DeviceError(
             f"No {str(device)!r} device is available to torch {torch.__version__}. {_why_none(device.type)}, or pass "
-            f"onload_device='cpu'."
+            f"{option}'cpu'."
         )
     if device.index is None:
         return torch.device(device.type, runtime.current_device())
     if device.index >= runtime.device_count():
         raise DeviceError(
-            f"onload_device={str(device)!r} doesn't exist: torch sees {runtime.device_count()} {device.type} device(s)."
+            f"{option}{str(device)!r} doesn't exist: torch sees {runtime.device_count()} {device.type} device(s)."
         )
     return device

@@ -12,6 +12,7 @@ import torch
 
 from .device import Backend
 from .system import IS_WINDOWS, forked_free, ram_of_machine
+from .text import describe_bytes
 
 logger = logging.getLogger("group_offload")
 
@@ -107,17 +108,17 @@ class LockLimit:
         num_locked = self.num_locked + self.num_by_driver
         if self.num_by_driver:
             logger.warning(
-                "Couldn't pin %.4g MiB in place on %s; falling back to driver-allocated pinned memory, which can take up to "
+                "Couldn't pin %s in place on %s; falling back to driver-allocated pinned memory, which can take up to "
                 "twice the RAM.",
-                self.num_by_driver / 2**20,
+                describe_bytes(self.num_by_driver),
                 self._backend.device,
             )
         if self.was_refused:
             logger.warning(
-                "Pinned only %.4g of %.4g MiB for %s; the rest is copied through a staging buffer, which is slower. Raise "
+                "Pinned only %s of %s for %s; the rest is copied through a staging buffer, which is slower. Raise "
                 "`ulimit -l`, or the container's or WSL2's memory.",
-                num_locked / 2**20,
-                (num_locked + self._num_refused) / 2**20,
+                describe_bytes(num_locked),
+                describe_bytes(num_locked + self._num_refused),
                 self._backend.device,
             )
 

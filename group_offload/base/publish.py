@@ -144,7 +144,7 @@ def _wait_for_lock(fd: int, folder: Path) -> None:
         except BlockingIOError:
             waited = time.monotonic() - start
         except OSError as error:
-            logger.info("%s cannot be locked (%s): two processes may write the same files.", folder, error.strerror)
+            logger.info("Cannot lock %s (%s): two processes may write the same files.", folder, error.strerror)
             return
         if waited > tuning().seconds_until_said and not is_said:
             is_said = True
@@ -154,7 +154,7 @@ def _wait_for_lock(fd: int, folder: Path) -> None:
                 patience,
             )
         if waited > patience:
-            logger.warning("%s is still locked after %.0f seconds: going on without the lock.", folder, patience)
+            logger.warning("%s is still locked after %.0f seconds; continuing without the lock.", folder, patience)
             return
         time.sleep(_POLL_SECONDS)
 
@@ -185,6 +185,6 @@ def check_path(path: Path) -> None:
     if not path.parent.is_dir():
         raise GroupFileError(f"Cannot write {path}: {path.parent} is not a folder.")
     if path.is_dir():
-        raise GroupFileError(f"Cannot write {path}: it is a folder. Give the name of a file in it.")
+        raise GroupFileError(f"Cannot write {path}: it is a folder. Pass the name of a file in it.")
     if not path.exists() and not os.access(path.parent, os.W_OK):
         raise GroupFileError(f"Cannot write {path}: no files can be created in {path.parent}.")

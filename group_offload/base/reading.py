@@ -88,5 +88,6 @@ def warn_no_direct_io(code: int) -> None:
     mine = object()
     if _said.setdefault(code, mine) is mine:
         logger.warning(
-            "Direct reads are not possible here (%s): files are read through the page cache.", os.strerror(code)
+            "Direct reads aren't possible here (%s): files are read through the page cache, slower if RAM is short.",
+            os.strerror(code),
         )

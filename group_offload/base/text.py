@@ -1,11 +1,14 @@
-"""Text for people: names that came from outside, and tables."""
+"""Text for people: names that came from outside, amounts, and tables."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from html import escape
 
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBERS = (1, 2)
 """The columns of tables that are numbers."""
 
@@ -25,6 +28,29 @@ def short(value: object) -> str:
 def printable(value: str) -> str:
     """`value` without what a terminal would obey: names and headers may hold anything, escape sequences too."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
+def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False) -> str:
+    """Bytes for people: `"8 GiB"`, `"1.5 MiB"`. Budgets may be written like this.
+
+    Args:
+        round_up: whether the text never says less than `num_bytes`, as the smallest budget that works needs it.
+    """
+    power = 0
+    while power + 1 < len(_BINARY) and num_bytes >= 1024 ** (power + 1):
+        power += 1
+    amount = Fraction(num_bytes) / 1024**power
+    decimals = max(0, digits - len(str(int(amount)))) if power else 0
+    scale = 10**decimals
+    rounded = (math.ceil(amount * scale) if round_up else round(amount * scale)) / scale
+    text = f"{rounded:.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if decimals else text} {_BINARY[power]}"
+
+
+def describe_seconds(value: float) -> str:
+    """Seconds for people: `"805 ms"`."""
+    scale, unit = (1.0, "s") if value >= 1 or not value else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
+    return f"{value * scale:.4g} {unit}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

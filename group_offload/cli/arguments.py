@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..base.device import default_device
+from ..base.device import Backend, backend_for, default_device
 from ..errors import ConfigError, DeviceError, GroupFileError
 from ..plan.budgets import parse_bytes
 
@@ -68,16 +68,17 @@ def dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def chosen_device(name: str | None) -> torch.device:
-    """The device that `--device` names, else the current accelerator, else the CPU.
+def chosen_backend(name: str | None) -> Backend:
+    """That of the device that `--device` names, else of the current accelerator, else of the CPU.
 
     Raises:
         DeviceError: there is no device of that name, or the driver does not say which there are.
     """
     try:
-        return default_device() if name is None else torch.device(name)
+        device = default_device() if name is None else torch.device(name)
     except RuntimeError as error:
-        raise DeviceError(f"--device {name} is not a device: {str(error).splitlines()[0]}") from error
+        raise DeviceError(f"--device {name} isn't a device: {str(error).splitlines()[0]}") from error
+    return backend_for(device, option="--device ")
 
 
 def is_on_hub(name: str) -> bool:

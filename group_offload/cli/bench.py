@@ -8,22 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..base.device import backend_for
 from ..base.text import table
 from ..errors import GroupFileError
 from ..plan.speeds import measure, record, record_file
-from .arguments import add_device, chosen_device, new_command, path_of
+from .arguments import add_device, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
 
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = (
-        "Measure how fast weights move here: RAM to the device, and the drive of DIR to RAM. Plans use it from then on."
-    )
+    text = "Measure how fast weights move: RAM to the device, and the disk of DIR to RAM. Later plans use it."
     command = new_command(commands, "bench", text)
     add_device(command)
-    text = "the folder of a model or a pipeline, one of whose files is read (default: the current folder)"
+    text = "the folder of a model or a pipeline, to read from (default: the current folder)"
     command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
     command.set_defaults(run=_bench)
 
@@ -31,8 +28,8 @@ def add_command(commands: Any) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if not folder.is_dir():
-        raise GroupFileError(f"{folder} is not a folder. Give one on the drive that is to be measured.")
-    backend = backend_for(chosen_device(arguments.device))
+        raise GroupFileError(f"{folder} is not a folder. Pass one on the disk to measure.")
+    backend = chosen_backend(arguments.device)
     say_meanwhile("Measuring takes some seconds ...")
     measured = measure(backend, folder)
     is_kept = record(measured)
@@ -40,11 +37,12 @@ def _bench(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(measured), indent=2))
         return 0
     is_cpu = measured.device.startswith("CPU ")
-    link = "RAM to RAM: the device is the CPU" if is_cpu else "page-locked RAM to the device"
-    ways = ((link, measured.h2d), (f"the drive of {measured.filesystem} to RAM", measured.drive))
+    link = "RAM to RAM (the device is the CPU)" if is_cpu else "pinned RAM to the device"
+    ways = ((link, measured.h2d), (f"the disk of {measured.filesystem} to RAM", measured.drive))
     rows = [(way, f"{speed / 1e9:.2f} GB/s" if speed else "not measured") for way, speed in ways]
     say(measured.device, *table([("from", "speed"), *rows]))
     if measured.problem:
         say(measured.problem)
-    say(f"Kept in {record_file()}." if is_kept else "This was not kept: plans will not use it.")
+    unsaved = "Couldn't save this, so plans won't use it. Set XDG_CACHE_HOME to a folder that you can write to."
+    say(f"Saved to {record_file()}." if is_kept else unsaved)
     return 0

@@ -1,7 +1,7 @@
-"""The command `group-offload doctor`: what this machine allows, and which way the engine takes.
+"""The command `group-offload doctor`: what this machine supports, and what the engine does without.
 
-The engine's own code answers: it page-locks, maps, reads and measures here as it does for a model. So a row never says
-anything else than the engine does.
+The engine's own code answers: it pins, maps, reads and measures here as it does for a model. So a row never says anything else
+than the engine does.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ..plan.budgets import auto_ram, describe_bytes, total_ram
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
 from ..stores.source import Piece, SourceFile
-from .arguments import add_device, chosen_device, new_command, path_of
+from .arguments import add_device, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 """The engine takes its fastest way, or another one; it does without; the system or the driver failed when it was asked."""
-_CPU = "not needed: the CPU computes from RAM itself"
+_CPU = "not needed: the CPU computes from RAM"
 _SLOW_LINK = 10e9
 """Bytes per second. PCIe 3 x16 carries 12 GB/s, PCIe 4 x16 25 GB/s."""
 _SLOW_DRIVE = 1e9
@@ -75,11 +75,11 @@ class Machine:
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = "Try out what this machine allows, and say which way the engine takes. An issue report starts with this."
+    text = "Check what this machine supports, with a fix for what is slow. Include this in an issue report."
     command = new_command(commands, "doctor", text)
     add_device(command)
     text = (
-        "a folder on the drive of the models; a small file is written to it and removed (default: the current folder)"
+        "a folder on the disk of your models; a small file is written to it and removed (default: the current folder)"
     )
     command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
     command.set_defaults(run=_doctor)
@@ -89,12 +89,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     problem = ""
     try:
-        backend = backend_for(chosen_device(arguments.device))
+        backend = chosen_backend(arguments.device)
     except Exception as error:
         if arguments.device is not None:
             raise
         backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
-    say_meanwhile("Trying out what this machine allows takes some seconds ...")
+    say_meanwhile("Checking this machine takes some seconds ...")
     with _file_to_try(folder) as file:
         machine = Machine(folder, file, backend, problem, ask_nvidia(backend))
         rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
@@ -106,7 +106,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for name, row in rows.items():
         say(f"{name.replace('_', ' '):<14}{row.verdict:<9}{row.found}")
         if row.remedy:
-            say(f"{'':<14}{'':<9}What to do: {row.remedy}")
+            say(f"{'':<14}{'':<9}Fix: {row.remedy}")
     return 0
 
 
@@ -115,7 +115,7 @@ def _ask(probe: Callable[[Machine], Row], machine: Machine) -> Row:
     try:
         return probe(machine)
     except Exception as error:  # a system or a driver may fail in any way, and the other rows still come
-        return Row(f"could not be told: {_in_one_line(error)}", UNKNOWN)
+        return Row(f"unknown: {_in_one_line(error)}", UNKNOWN)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -139,8 +139,8 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
             advise(file.fileno(), 0, 0, "DONTNEED")
         except OSError as error:
             raise GroupFileError(
-                f"Cannot write to {folder}: {error.strerror or error}. Give a folder on the drive of the models that this user "
-                f"can write to and that has {describe_bytes(size)} free."
+                f"Cannot write to {folder}: {error.strerror or error}. Pass a folder on the disk of your models that you can "
+                f"write to, with {describe_bytes(size)} free."
             ) from error
         yield Path(file.name)
 
@@ -163,14 +163,14 @@ def ask_nvidia(backend: Backend) -> dict[str, str]:
 
 def _page_map(machine: Machine) -> Row:
     if scans_quickly():
-        return Row("PAGEMAP_SCAN: one call finds edits of weights at rest")
+        return Row("PAGEMAP_SCAN: one call finds edits of weights")
     if can_detect_writes():
-        found = "only /proc/self/pagemap: threads read it to find edits of weights at rest"
-        return Row(found, SLOWER, "Linux 6.7 or newer has PAGEMAP_SCAN, unless a sandbox forbids it.")
+        found = "only /proc/self/pagemap: finding edits of weights takes longer"
+        return Row(found, SLOWER, "Use Linux 6.7 or newer, which has PAGEMAP_SCAN (sandboxes may forbid it).")
     return Row(
-        "refused: nothing is prefetched across passes, and the host waits for copies at the end of each pass",
+        "refused: no prefetch across forwards, and a sync after each",
         MISSING,
-        "Allow this process to read /proc/self/pagemap: sandboxes such as gVisor do not.",
+        "Allow this process to read /proc/self/pagemap; sandboxes such as gVisor don't.",
     )
 
 
@@ -178,7 +178,7 @@ def _page_locking(machine: Machine) -> Row:
     soft = max_locked_bytes()
     said = f"ulimit -l: {'unlimited' if soft is None else describe_bytes(soft)}"
     if is_wsl2():
-        said += f"; WSL2: Windows gives half of the RAM to page-lock, {describe_bytes(careful_bytes())}"
+        said += f"; WSL2 pins at most half of its RAM, {describe_bytes(careful_bytes())}"
     if not machine.backend.has_streams:
         return Row(f"{_CPU} ({said})")
     limit = LockLimit(machine.backend)
@@ -186,21 +186,21 @@ def _page_locking(machine: Machine) -> Row:
     num_locked = limit.num_locked + limit.num_by_driver
     if limit.was_refused:
         return Row(
-            f"{describe_bytes(num_locked)} of {describe_bytes(num_tried)} were locked, then the system refused: threads copy "
-            f"the other weights to a staging buffer ({said})",
+            f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)}, then the system refused: the rest is copied "
+            f"through a staging buffer ({said})",
             SLOWER if num_locked else MISSING,
-            "`ulimit -l unlimited`; for containers `--ulimit memlock=-1` and a larger `--memory`; for WSL2 .wslconfig.",
+            "`ulimit -l unlimited`; containers: `--ulimit memlock=-1` and more `--memory`; WSL2: `memory=` in .wslconfig.",
         )
     if limit.num_by_driver:
-        locked = f"only memory of the driver's own making, {describe_bytes(num_locked)} tried"
-        found = f"{locked}: it may take twice as much ({said})"
-        return Row(found, SLOWER, "A newer driver may lock memory where it is.")
-    found = f"{describe_bytes(num_locked)} were tried, and none refused ({said})"
-    return Row(found, SLOWER, "Set `memory=` in .wslconfig to more of the RAM of Windows.") if is_wsl2() else Row(found)
+        locked = f"{describe_bytes(num_locked)} of driver-allocated memory only"
+        found = f"{locked}, which can take up to twice the RAM ({said})"
+        return Row(found, SLOWER, "A newer driver may pin memory in place.")
+    found = f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)} ({said})"
+    return Row(found, SLOWER, "Raise `memory=` in .wslconfig.") if is_wsl2() else Row(found)
 
 
 def _try_locks(backend: Backend, limit: LockLimit) -> int:
-    """Lock RAM as weights at rest are locked, segment by segment, and give it back.
+    """Pin RAM as that of weights is pinned, segment by segment, and give it back.
 
     Returns:
         The bytes that were tried.
@@ -218,7 +218,7 @@ def _try_locks(backend: Backend, limit: LockLimit) -> int:
 
 @contextmanager
 def _opened(machine: Machine) -> Iterator[SourceFile]:
-    """The file, as weights rest in it."""
+    """The file, as one of weights."""
     fd = open_to_read(machine.file)
     try:
         source = SourceFile(machine.file, fd, 0, os.fstat(fd).st_size)
@@ -235,9 +235,9 @@ def _mapped_files(machine: Machine) -> Row:
         return Row(_CPU)
     with _opened(machine) as source:
         if source.lock(None, machine.backend, lambda: None):
-            return Row("the driver page-locks files in the page cache: checkpoints are sent from there")
-    found = "the driver page-locks no mapped file: threads copy checkpoints to a staging buffer"
-    return Row(found, SLOWER, "A newer driver may do it, and another file system may allow it.")
+            return Row("the driver pins files in the page cache: checkpoints are copied from there")
+    found = "the driver can't pin files in the page cache: checkpoints are copied through a staging buffer"
+    return Row(found, SLOWER, "Try a newer driver or another file system.")
 
 
 def _direct_reads(machine: Machine) -> Row:
@@ -250,30 +250,30 @@ def _direct_reads(machine: Machine) -> Row:
                 break
         area = memory_of(flat_view(map_anonymous(size), 0, size))
         if source.read(area, 0, size, direct=True):
-            return Row("O_DIRECT works: where RAM is scarce, files are read past the page cache")
+            return Row("O_DIRECT works: if RAM is short, files are read without the page cache")
     why = "files stay in the page cache" if is_cached else "the file system has no O_DIRECT"
-    remedy = "Keep models on a local drive with ext4, XFS or btrfs, if they are larger than RAM."
+    remedy = "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
     return Row(f"{why}: files are read through the page cache", SLOWER, remedy)
 
 
 def _ram(machine: Machine) -> Row:
     total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
-    found += f'; ram_budget="auto" takes {describe_bytes(auto)}'
+    found += f'; ram_budget="auto" is {describe_bytes(auto)} now'
     if not auto:
-        return Row(found, MISSING, "End programs that take RAM, or keep weights in files.")
+        return Row(found, MISSING, "Close programs that take RAM.")
     if limit < total:
-        found += (
-            f"; the container's limit is {describe_bytes(limit)}: a larger model is read from its files in each pass"
+        found += f"; the container's limit is {describe_bytes(limit)}"
+        return Row(
+            found, SLOWER, "Raise the container's `--memory`, or larger models are read from disk in every forward."
         )
-        return Row(found, SLOWER, "Give the container a larger `--memory`.")
     return Row(found)
 
 
 def _device(machine: Machine) -> Row:
     backend, nvidia = machine.backend, machine.nvidia
     if machine.driver_problem:
-        remedy = "Repair or update the driver: `nvidia-smi` and `torch.accelerator.current_accelerator()` have to work."
+        remedy = "Repair or update the driver: `nvidia-smi` and `torch.accelerator.current_accelerator()` must work."
         return Row(f"the driver failed: {machine.driver_problem}", MISSING, remedy)
     if backend.has_streams:
         total, free = describe_bytes(backend.total_bytes()), describe_bytes(backend.free_bytes())
@@ -294,7 +294,7 @@ def _link(machine: Machine) -> Row:
     found = f"{measured / 1e9:.1f} GB/s from RAM to the device"
     if measured >= _SLOW_LINK:
         return Row(found)
-    remedy = "PCIe 4 x16 carries 25 GB/s: use a slot with all lanes. If page-locking is refused, see there."
+    remedy = "Use a slot with all PCIe lanes (PCIe 4 x16 carries 25 GB/s). If page locking isn't ok, fix that first."
     return Row(found, SLOWER, remedy)
 
 
@@ -307,10 +307,10 @@ def _drive(machine: Machine) -> Row:
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
-    found += f", {speed / 1e9:.2f} GB/s from the drive to RAM"
+    found += f", {speed / 1e9:.2f} GB/s from disk to RAM"
     if speed >= _SLOW_DRIVE:
         return Row(found)
-    remedy = "Keep models on an NVMe drive, or have RAM for all weights. Under WSL2 keep them outside of /mnt."
+    remedy = "Keep models on an NVMe drive; under WSL2 outside of /mnt."
     return Row(found, SLOWER, remedy)
 
 
@@ -329,7 +329,7 @@ def _versions(machine: Machine) -> Row:
     found = ", ".join(f"{name} {numbers.get(name) or '-'}" for name in dict.fromkeys((*numbers, *_LIBRARIES)))
     if numbers.get("diffusers"):
         return Row(found)
-    return Row(found, MISSING, "pip install 'group-offload[diffusers]', to offload pipelines.")
+    return Row(found, MISSING, "To offload pipelines: pip install 'group-offload[diffusers]'")
 
 
 PROBES: dict[str, Callable[[Machine], Row]] = {

@@ -1,4 +1,4 @@
-"""The command `group-offload`: plan what rests where, measure and examine this machine, pack models."""
+"""The command `group-offload`: plan where weights are stored, measure and check this machine, compress models."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from ..base.mapping import flat_view, reserve
 from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError
 from ..integrations.opening import open_in_place
-from ..packing.codec import MIN_SAVING
 from ..partition import partition
 from ..plan.placement import PlannedGroup
+from ..stores.packed import is_packable
 
 _FILE = re.compile(r"(?:diffusion_pytorch_model|model)(\.\w+?)?(?:-\d{5}-of-\d{5})?(\.\w+)?\.safetensors")
 """The files that the libraries' loaders take: a variant stands before or behind the number."""
-_SAVE_IT = "Give the folder of one model or of a pipeline, as save_pretrained writes them."
+_SAVE_IT = "Pass the folder of a model or a pipeline, as save_pretrained writes it."
 _PACKED_RATIO = 0.72
 """What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks.md)."""
 
@@ -90,7 +90,7 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
     models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[_UnknownClassError]()
     for name, part in _parts_in(path).items():
         if not (path / name).is_dir():
-            left_out[name] = "It is not there: what was downloaded may not be all of it."
+            left_out[name] = "It is not there: the download may be incomplete."
         elif any((path / name).glob("*.safetensors")):
             try:
                 models[name] = _find(path / name, _variant_in(path / name), *part)
@@ -131,11 +131,12 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
     groups, outer = [], set()
     for group, height in zip(cut.groups, cut.heights, strict=True):
         plain = [ref.tensor.detach() for ref in group.tensors]
-        num_bytes = lay_out([ref.fqn for ref in group.tensors], plain).num_bytes
+        layout = lay_out([ref.fqn for ref in group.tensors], plain)
+        num_bytes = layout.num_bytes
         if not num_bytes or group.is_table:
             continue
         saved = int((1 - _PACKED_RATIO) * sum(each.nbytes for each in plain if each.dtype == torch.bfloat16))
-        packed_bytes = num_bytes - saved if packs and saved > MIN_SAVING * num_bytes else 0
+        packed_bytes = num_bytes - saved if packs and is_packable(layout) else 0
         groups.append(
             PlannedGroup(
                 name=group.group_id,
@@ -196,19 +197,17 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
         module: Any = importlib.import_module(library if is_library else "diffusers.pipelines")
     except ImportError as error:
         raise ConfigError(
-            f"The model's class is needed, and {error.name} is not installed: pip install 'group-offload[diffusers]'"
+            f"The model's class needs {error.name}, which is not installed: pip install 'group-offload[diffusers]'"
         ) from error
     try:
         model_class = getattr(module if is_library else getattr(module, library, None), class_name, None)
     except (ImportError, RuntimeError) as error:  # the libraries import their classes when they are asked for them
-        raise _UnknownClassError(
-            f"{path} is that of a {class_name!r:.80}, which cannot be imported: {error}"
-        ) from error
+        raise _UnknownClassError(f"{path} names {class_name!r:.80}, which cannot be imported: {error}") from error
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
-        reason = f"the {library!r:.80} that is installed has no such model. Install a version that has it."
+        reason = f"the installed {library!r:.80} has no such model. Install a version that has it."
         if not is_library and not hasattr(module, library):
-            reason = f"{library!r:.80} is neither diffusers nor transformers, whose models alone can be read."
-        raise _UnknownClassError(f"{path} is that of a {class_name!r:.80}, and {reason}")
+            reason = f"{library!r:.80} is neither diffusers nor transformers."
+        raise _UnknownClassError(f"{path} names {class_name!r:.80}, and {reason}")
     return FoundModel(folder, variant, model_class)
 
 

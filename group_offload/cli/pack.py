@@ -12,37 +12,37 @@ from typing import Any
 
 import torch
 
-from ..base.device import backend_for
 from ..base.progress import progress_bar
 from ..base.text import table
 from ..errors import ConfigError
 from ..integrations.packing import PackedModel, pack_model
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
-from .arguments import add_device, add_dtype, chosen_device, find_checkpoint, new_command, path_of
+from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
 from .outline import find_models, usual_dtype
 from .output import say
 
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = "Pack the weights of a model or pipeline without loss into group files in DIR. A run that was ended goes on."
+    text = "Compress the weights of a model or pipeline without loss, into group files in DIR. Rerun it to continue."
     command = new_command(commands, "pack", text)
-    text = "the folder of a model or a pipeline, a variant's safetensors file in one, or a name in the hub's cache"
+    text = "the folder of a model or a pipeline, a safetensors file in one, or a downloaded name of the hub"
     command.add_argument("model", metavar="MODEL", help=text)
-    command.add_argument("folder", metavar="DIR", type=path_of, help="what will be given as offload_to_disk_path")
+    command.add_argument("folder", metavar="DIR", type=path_of, help="pass it later as offload_to_disk_path")
     add_dtype(command)
     add_device(command)
     command.set_defaults(run=_pack)
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    device = chosen_device(arguments.device)
+    device = chosen_backend(arguments.device).device
     if not can_unpack(device):
         if arguments.device is not None:
-            raise ConfigError(f"--device {arguments.device}: it needs Triton, and there is none. Pass --device cpu.")
+            raise ConfigError(
+                f"--device {arguments.device} needs Triton. Run `pip install triton`, or pass --device cpu."
+            )
         device = torch.device("cpu")
-    device = backend_for(device).device
     path = find_checkpoint(arguments.model)
     models, left_out = find_models(path)
     packed: dict[str, PackedModel] = {}
@@ -60,7 +60,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
-    rows = [("model", "plain", "packed", "ratio")]
+    rows = [("model", "original", "packed", "ratio")]
     for name, model in models.items():
         groups = packed[name].groups
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
@@ -70,9 +70,8 @@ def _pack(arguments: argparse.Namespace) -> int:
     say(*(f"Not packed: {name}. {reason}" for name, reason in left_out.items()))
     if num_changed := sum(each.num_changed for each in packed.values()):
         say(
-            f"The checkpoint changed since {num_changed} groups of it were packed: these were packed again. The old "
-            f"files are still in {arguments.folder}: to free them, delete its group files while no program uses them, and pack "
-            f"again."
+            f"Packed {num_changed} groups again: the checkpoint changed. The old files are still in {arguments.folder}. To "
+            f"free them, delete its group files while no program uses them, and pack again."
         )
     return 0
 

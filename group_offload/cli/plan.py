@@ -1,4 +1,4 @@
-"""The command `group-offload plan`: where each group of a model will rest, and how fast a pass will be."""
+"""The command `group-offload plan`: where each group of a model will be stored, and how fast a forward will be."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ..base.ram import available_ram
+from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
-from ..integrations.sharing import DENOISERS, NUM_STEPS
-from ..plan.budgets import describe_bytes
+from ..integrations.sharing import NUM_STEPS
 from ..plan.placement import ASSUMED_UNPACK, Budgets, Problem, Speeds, smallest_device_bytes
 from ..plan.planner import Plan, make_plan
 from ..plan.ram_shares import ComponentLoad, share_ram
@@ -35,6 +35,7 @@ from ..report.facts import (
     predicted_pass,
 )
 from ..report.page import write_page
+from ..runtime.convoy.contract import DENOISERS
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
 from .hub import sketched
 from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
@@ -42,36 +43,36 @@ from .output import say
 
 _PROCESS_RAM = "1.5GiB"
 _MAX_SECONDS = 1e6
-"""A pass that is said to take longer is a mistake."""
+"""A forward that is said to take longer is a mistake."""
 
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = "Show what rests where, and how fast a pass is predicted to be, from a checkpoint. No weight is read."
+    text = "Show where a checkpoint's weights will be stored, and how fast a forward will be. No weights are read."
     plan = new_command(commands, "plan", text)
     add = plan.add_argument
     text = (
-        "the folder of a model or a pipeline, a safetensors file in such a folder, or a name on the Hugging Face hub, of which "
-        "configs and headers are downloaded"
+        "the folder of a model or a pipeline, a safetensors file in one, or a name on the Hugging Face hub, whose configs and "
+        "headers are downloaded"
     )
     add("model", metavar="MODEL", help=text)
     add("--vram", metavar="SIZE", type=positive_size_of, help="device memory for the whole process, such as 8GiB")
     text = "RAM for the whole process (default: enough for all weights)"
     add("--ram", metavar="SIZE", type=positive_size_of, help=text)
-    text = "the part of --vram that is no weights (default: 0)"
+    text = "the part of --vram for activations (default: 0)"
     add("--activations", metavar="SIZE", type=size_of, default=0, help=text)
-    text = f"the part of --ram that Python, torch and the driver take (default: {_PROCESS_RAM}, which is a guess)"
+    text = f"the part of --ram for Python, torch and the driver (default: {_PROCESS_RAM}, a guess)"
     add("--process-ram", metavar="SIZE", type=size_of, default=_PROCESS_RAM, help=text)
     add_dtype(plan)
-    text = "pack bfloat16 weights, to an assumed 0.72 of their size, as pack=True does"
+    text = "compress bfloat16 weights to an assumed 0.72 of their size, as pack=True does"
     add("--pack", action="store_true", help=text)
-    add("--step-seconds", type=_seconds, metavar="S", help="compute of one pass (default: not known)")
-    text = "passes of a pipeline's denoiser (default: %(default)s)"
+    add("--step-seconds", type=_seconds, metavar="S", help="compute time of one forward (default: unknown)")
+    text = "forwards of a pipeline's denoiser (default: %(default)s)"
     add("--steps", type=_number, default=NUM_STEPS, metavar="N", help=text)
-    text = "{}, such as {} (a second; default: what bench measured)"
+    text = "{}, such as {}, per second (default: as bench measured)"
     add("--h2d", metavar="SPEED", type=speed_of, help=text.format("RAM to device", "25GB"))
-    add("--drive", metavar="SPEED", type=speed_of, help=text.format("drive to RAM", "3.5GB"))
-    text = "write a page: each group, a pass over time, memory, what bounds it"
+    add("--drive", metavar="SPEED", type=speed_of, help=text.format("disk to RAM", "3.5GB"))
+    text = "write a page: groups, timeline, memory, bottleneck"
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
 
@@ -138,19 +139,20 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
         return 0
     for component in components:
         outline, outer = component.outline, component.outline.outer_bytes
-        uses = f", {component.uses} passes" if component.uses > 1 else ""
-        held = f" {describe_bytes(outer)} of it is on the device during a pass only." if outer else ""
+        uses = f", {component.uses} forwards" if component.uses > 1 else ""
+        held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
         say(f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
-        say("", *str(OffloadPlan(component.title, component.plan)).splitlines())
+        details = component.plan if component.plan.problem.groups else None
+        say("", *str(OffloadPlan(component.title, details)).splitlines())
         if outline.num_cast:
             say(
-                f"{outline.num_cast} weights are cast to {arguments.dtype}: what rests in files is written to a folder for "
-                f"group files first (offload_to_disk_path)."
+                f"{outline.num_cast} weights are cast to {arguments.dtype}. Those on disk are written to offload_to_disk_path "
+                f"first."
             )
         say("")
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
-        say(f"One image or video, all passes of all models: {seconds:.4g} s.")
+        say(f"One image or video, all forwards of all models: {describe_seconds(seconds)}.")
     say(*facts.sentences, "", "To run it here:", *(f"    {line}" for line in call))
     if arguments.html is not None:
         say(f"Wrote {arguments.html}.")
@@ -199,8 +201,8 @@ def _shares(
     others = arguments.process_ram + len(models) * tuning().reading_bytes + tuning().ram_margin_bytes
     if arguments.ram < others:
         raise ConfigError(
-            f"--ram is {describe_bytes(arguments.ram)}, and the process takes {describe_bytes(others, round_up=True)} without "
-            f"any weights, by --process-ram and what files are read into. Give it that at least."
+            f"--ram {describe_bytes(arguments.ram)} is too small: --process-ram and buffers for reads alone need "
+            f"{describe_bytes(others, round_up=True)}."
         )
     loads = [ComponentLoad(num_bytes=model.num_bytes, uses=uses[name], must_bytes=0) for name, model in models.items()]
     return dict(zip(models, share_ram(loads, arguments.ram - others), strict=True))
@@ -236,29 +238,29 @@ def _problem(
     least = smallest_device_bytes(problem) + others
     if vram < least:
         raise ConfigError(
-            f"{f'{name}: ' if name else ''}--vram is {describe_bytes(vram)}, and the smallest that works is "
-            f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} for groups to take turns in, "
-            f"{describe_bytes(outer)} for what is needed around them, {describe_bytes(activations)} of activations, "
-            f"{describe_bytes(tuning().device_margin_bytes)} to spare."
+            f"{f'{name}: ' if name else ''}--vram {describe_bytes(vram)} is too small. The smallest that works is "
+            f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} of buffers, {describe_bytes(outer)} of "
+            f"weights around the blocks, {describe_bytes(activations)} of activations, and a margin of "
+            f"{describe_bytes(tuning().device_margin_bytes)}."
         )
     return replace(problem, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram))
 
 
 def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component]) -> Iterator[str]:
-    """Sentences about what the numbers stand on."""
+    """Sentences about what the numbers assume."""
     if arguments.vram is None:
-        yield "Without --vram nothing stays on the device."
+        yield "Without --vram, no weights stay on the device between forwards."
     if arguments.ram is None:
-        yield "Without --ram all weights rest in RAM."
+        yield "Without --ram, all weights are in RAM."
     elif len(components) > 1:
         yield "RAM goes first to the models that run most often."
-    names = {"h2d": "RAM to device", "drive": "drive"} | ({"unpack": "unpacking"} if arguments.pack else {})
+    names = {"h2d": "RAM to device", "drive": "disk to RAM"} | ({"unpack": "unpacking"} if arguments.pack else {})
     told = {label: speeds[name] for name, label in names.items()}
     yield f"Speeds: {', '.join(f'{label} {speed / 1e9:.3g} GB/s ({source})' for label, (speed, source) in told.items())}."
     if any(source == "assumed" for name, (_, source) in speeds.items() if name != "unpack"):
-        yield "What is assumed can be measured: group-offload bench DIR."
+        yield "To measure what is assumed: group-offload bench DIR"
     if arguments.pack:
-        yield "Packed weights that rest in files take a folder for packed files (offload_to_disk_path)."
+        yield "Compressed weights on disk need offload_to_disk_path."
     untimed = [each.name for each in components if not each.plan.prediction.compute_seconds]
     if len(untimed) == len(components):
         yield "Times cover weight transfers only. Pass --step-seconds to include compute."
@@ -306,8 +308,8 @@ def _facts(
     arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], left_out: Mapping[str, str]
 ) -> ReportFacts:
     ram = [
-        ("weights, page-locked", sum(component.plan.ram_bytes for component in components), "locked"),
-        ("buffers for files", len(components) * tuning().reading_bytes, "file"),
+        ("pinned weights", sum(component.plan.ram_bytes for component in components), "locked"),
+        ("buffers for reads", len(components) * tuning().reading_bytes, "file"),
         ("Python, torch and everything else, as given", arguments.process_ram, "pass"),
     ]
     return ReportFacts(
@@ -318,7 +320,7 @@ def _facts(
             MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram),
         ],
         sentences=[
-            "Nothing has run: all times are predicted.",
+            "All times are predicted; nothing has run.",
             *_notes(arguments, speeds, components),
             *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
         ],
@@ -357,8 +359,8 @@ def _model_facts(component: _Component) -> ModelFacts:
 def _device_facts(component: _Component, arguments: argparse.Namespace) -> MemoryFacts:
     plan = component.plan
     parts = [
-        ("weights that stay", plan.device_bytes - plan.slot_bytes, "device"),
-        ("weights that take turns", plan.slot_bytes, "locked"),
+        ("resident weights", plan.device_bytes - plan.slot_bytes, "device"),
+        ("buffers for streamed weights", plan.slot_bytes, "locked"),
         ("weights around the blocks", component.outline.outer_bytes, "ram"),
         ("activations, as given", arguments.activations, "pass"),
     ]

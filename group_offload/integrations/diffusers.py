@@ -681,8 +681,8 @@ def _install_seams() -> None:
                 )
         elif any(map(is_offloaded, module.modules())):
             raise StateError(
-                f"{type(module).__name__}, or a part of it, is group-offloaded by group_offload already. Call "
-                f"remove_group_offloading() on the module that it was applied to first."
+                f"{type(module).__name__}, or a part of it, is already offloaded by group_offload. Call "
+                f"remove_group_offloading() on the module that you offloaded first."
             )
         else:
             before(module, config)

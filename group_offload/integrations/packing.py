@@ -13,6 +13,7 @@ import torch
 from ..api import handle_of
 from ..runtime.packer import wanted_of
 from ..stores.folder import Folder
+from ..stores.packed import is_packable
 from ..stores.packed_files import PackedFiles, may_overlap
 from .opening import errors_of_loading, from_pretrained
 
@@ -24,7 +25,7 @@ class PackedGroup:
     group_id: str
     plain_bytes: int
     packed_bytes: int
-    """Of the packed file; `plain_bytes` if packing them saves too little, so that there is none."""
+    """Of the packed file; `plain_bytes` if there is none, because packing saves too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +74,27 @@ def pack_model(
         for index, part in enumerate(group.parts)
         if part.blob.layout.num_bytes
     ]
-    total = sum(part.blob.layout.num_bytes for _, part in parts)
+    packable = {part: group_id for group_id, part in parts if is_packable(part.blob.layout)}  # runs pack no others
+    total = sum(part.blob.layout.num_bytes for part in packable)
     on_done = on_start(total)
     files = Folder(folder, type(model).__name__)
     groups: list[PackedGroup] = []
     with files.locked(total):
         packed_files = PackedFiles(files)
         found_or_packed = packed_files.find_or_pack(
-            (wanted_of(group_id, part.blob) for group_id, part in parts),
+            (wanted_of(group_id, part.blob) for part, group_id in packable.items()),
             device,
-            overlaps=may_overlap(part.blob.layout.num_bytes for _, part in parts),
+            overlaps=may_overlap(part.blob.layout.num_bytes for part in packable),
         )
         try:
-            for (group_id, part), one in zip(parts, found_or_packed, strict=True):
-                if one is not None:
-                    os.close(one.fd)
-                part.blob.check()
-                size = part.blob.layout.num_bytes
-                on_done(size)
+            for group_id, part in parts:
+                one, size = None, part.blob.layout.num_bytes
+                if part in packable:
+                    one = next(found_or_packed)
+                    if one is not None:
+                        os.close(one.fd)
+                    part.blob.check()
+                    on_done(size)
                 groups.append(PackedGroup(group_id, size, size if one is None else one.packed.packed_bytes))
         finally:
             found_or_packed.close()

@@ -15,13 +15,12 @@ from ..handle import link
 from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..runtime.budget.budgeter import ram_for_weights
+from ..runtime.convoy.contract import DENOISERS
 from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 
 NUM_STEPS = 28
 """Times that a denoiser is taken to run for one image or video. Encoders and decoders run once."""
-DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
-"""How the names of those models in a pipeline begin that run in each step."""
 
 
 def shares_of(

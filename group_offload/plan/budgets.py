@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from ..base.control_groups import memory_limits
 from ..base.ram import available_ram
 from ..base.system import ram_of_machine
+from ..base.text import describe_bytes as describe_bytes
 from ..errors import ConfigError
 
 logger = logging.getLogger("group_offload")
@@ -28,7 +28,6 @@ _UNITS = {
 }
 _AMBIGUOUS = frozenset("kmgt")
 _NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)", re.IGNORECASE)
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _LEAST_PLAIN_BYTES = 1024
 _MIN_RESERVE_BYTES = 1 << 30
 _RESERVED_SHARE = 0.1
@@ -72,7 +71,7 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
     with _refusing(value, name, "bytes, '8GiB', '8GB', '80%' or 'auto'"):
         num_bytes = _from_text(value, total) if isinstance(value, str) else _from_number(value)
         if num_bytes <= 0:
-            raise ValueError("a budget is more than 0 bytes")
+            raise ValueError("it must be more than 0")
     if num_bytes > total:
         _warn_of_less(name, f"{value!r:.80}", total)
         return total
@@ -101,23 +100,6 @@ def parse_bytes(value: str, name: str) -> int:
         return _from_text(value, None)
 
 
-def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False) -> str:
-    """Bytes for people: `"8 GiB"`, `"1.5 MiB"`. `parse_budget` understands it.
-
-    Args:
-        round_up: whether the text never says less than `num_bytes`, as the smallest budget that works needs it.
-    """
-    power = 0
-    while power + 1 < len(_BINARY) and num_bytes >= 1024 ** (power + 1):
-        power += 1
-    amount = Fraction(num_bytes) / 1024**power
-    decimals = max(0, digits - len(str(int(amount)))) if power else 0
-    scale = 10**decimals
-    rounded = (math.ceil(amount * scale) if round_up else round(amount * scale)) / scale
-    text = f"{rounded:.{decimals}f}"
-    return f"{text.rstrip('0').rstrip('.') if decimals else text} {_BINARY[power]}"
-
-
 def auto_ram() -> int:
     """Bytes of `ram_budget="auto"` now: the RAM that is available, less a tenth of it or 1 GiB, whichever is more."""
     available = available_ram()
@@ -136,17 +118,17 @@ def _from_text(value: str, total: int | None) -> int:
     """
     found = _NUMBER.fullmatch(value.strip())
     if found is None or (found[2] == "%" and total is None):
-        raise ValueError("it is no amount of memory")
+        raise ValueError("it isn't an amount of memory")
     number, unit = _fraction(found[1]), found[2].lower()
     if unit == "%" and total is not None:
         if not 0 < number <= 100:
-            raise ValueError("a share is more than 0% and at most 100%")
+            raise ValueError("a share must be more than 0% and at most 100%")
         return max(1, int(total * number / 100))
     if unit in _AMBIGUOUS:
         binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
         raise ValueError(f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?")
     if unit not in _UNITS:
-        raise ValueError(f"{found[2]!r} is no unit of memory")
+        raise ValueError(f"{found[2]!r} isn't a unit of memory")
     num_bytes = int(number * _UNITS[unit])
     return num_bytes if unit else _plain(num_bytes)
 
@@ -169,7 +151,7 @@ def _from_number(value: Any) -> int:
         return _plain(int(number))
     if 0 < number < 1:
         raise ValueError(f"a share is written {f'{100 * number:g}%'!r}")
-    raise ValueError("bytes are a whole number")
+    raise ValueError("bytes must be a whole number")
 
 
 def _fraction(text: str) -> Fraction:

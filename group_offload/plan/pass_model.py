@@ -60,9 +60,9 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The part of the machine that is busy longest: "compute" (which unpacking is a part of), "PCIe" or "drive"."""
+        """The part of the machine that is busy longest: "compute" (which unpacking is a part of), "PCIe" or "disk"."""
         compute = self.compute_seconds + self.unpack_seconds
-        busy = {"compute": compute, "PCIe": self.h2d_seconds, "drive": self.drive_seconds}
+        busy = {"compute": compute, "PCIe": self.h2d_seconds, "disk": self.drive_seconds}
         return max(busy, key=lambda name: busy[name])
 
     @property
@@ -224,7 +224,7 @@ class PassModel:
         has s bytes, all larger ones are on the device, resident or in slots. Hence s is no smaller than the last group that
         still fits there, taking groups by size.
         """
-        speeds, most = self.problem.speeds, max(self.num_sent)
+        speeds, most = self.problem.speeds, max(self.num_sent, default=0)
         read = sum([self.read[i] * self.num_sent[i] for i in self.used if rests[i] is Placement.FILE])
         sent = read + sum([self.sent[i] * self.num_sent[i] for i in self.used if rests[i] is not Placement.FILE])
         unpack = sum(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .budgets import describe_bytes
+from ..base.text import describe_bytes, describe_seconds
 from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .search import find_fastest
@@ -17,7 +17,7 @@ from .search import find_fastest
 _NEAR = 0.05
 """What sets the time of a pass is known if the measured time is as near as this to its limit."""
 _SOME = 0.001
-"""What saves a smaller share of a pass changes nothing."""
+"""What saves a smaller share of a pass doesn't help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +56,18 @@ class Plan:
         step, limit = self.prediction.step_seconds, self.prediction.limit_seconds
         if not step:
             return "No transfers needed. Compute time hasn't been measured yet."
-        over = step / limit - 1
-        distance = "which is the limit" if over < 0.001 else f"{over:.1%} over the limit of {limit:.4g} s"
+        bound, told, over = self.prediction.bound, describe_seconds(limit), step / limit - 1
         if self.measured_seconds is not None:
-            took = f"A pass took {self.measured_seconds:.4g} s, measured"
-            over = self.measured_seconds / limit - 1
+            took, over = describe_seconds(self.measured_seconds), self.measured_seconds / limit - 1
             if over < -_NEAR:
-                bound = f"less than the {limit:.4g} s that {self.prediction.bound} alone was expected to take"
-                why = (
-                    " (files in the page cache are read faster than the drive)" if self.prediction.drive_seconds else ""
-                )
-                return f"{took}: {bound}{why}; {self._busy()}."
+                cached = "; the page cache is faster than the disk" if self.prediction.drive_seconds else ""
+                why = f"less than the {told} predicted for {bound} alone{cached}"
+                return f"Measured {took} a forward, {why} ({self._busy()})."
             if over > _NEAR:
-                bound = f"{over:.0%} more than the {limit:.4g} s that {self.prediction.bound} alone takes"
-                return f"{took}: {bound}; {self._busy()}."
-            return f"{self.prediction.bound} bounds a pass. {took}: the limit is {limit:.4g} s; {self._busy()}."
-        return f"{self.prediction.bound} bounds a pass: it takes {step:.4g} s, {distance}; {self._busy()}."
+                return f"Measured {took} a forward, {over:.0%} over the {told} of {bound} alone ({self._busy()})."
+            return f"Bottleneck: {bound}, measured {took} a forward; the limit is {told} ({self._busy()})."
+        distance = "" if over < 0.001 else f", {over:.1%} over the limit of {told}"
+        return f"Bottleneck: {bound}, predicted {describe_seconds(step)} a forward{distance} ({self._busy()})."
 
     def sentences(self) -> list[str]:
         """The verdict, and what more of each memory would save: of one without a budget only if that is something."""
@@ -89,15 +85,15 @@ class Plan:
     def would_save(self, memory: str, gain: float) -> str:
         """A sentence about `more_bytes` of a memory, which gain so many seconds."""
         step, size = self.prediction.step_seconds, describe_bytes(self.more_bytes, round_up=True)
-        saves = (
-            f"save {gain:.3g} s of {step:.3g} s a pass ({gain / step:.0%})" if gain > step * _SOME else "change nothing"
-        )
-        return f"{size} more of {memory} would {saves}."
+        if gain <= step * _SOME:
+            return f"{size} more {memory} wouldn't help."
+        saves = f"{describe_seconds(gain)} of {describe_seconds(step)} a forward ({gain / step:.0%})"
+        return f"{size} more {memory} would save {saves}."
 
     @property
     def more_bytes(self) -> int:
         """The memory that gains are told for: 1 GiB, or one more group where the largest takes more than that."""
-        return max(1 << 30, *(group.num_bytes for group in self.problem.groups))
+        return max([1 << 30, *(group.num_bytes for group in self.problem.groups)])
 
     def gain_from(self, *, device_bytes: int = 0, ram_bytes: int = 0) -> float:
         """Seconds by which a pass would be faster if the budgets were larger by so much.
@@ -116,9 +112,10 @@ class Plan:
 
     def _busy(self) -> str:
         p = self.prediction
-        compute = f"compute {p.compute_seconds:.4g} s" if p.compute_seconds else "compute not known"
-        unpacking = f", unpacking {p.unpack_seconds:.4g} s" if p.unpack_bytes else ""
-        return f"{compute}, PCIe {p.h2d_seconds:.4g} s, drive {p.drive_seconds:.4g} s{unpacking}"
+        parts = [f"compute {describe_seconds(p.compute_seconds) if p.compute_seconds else 'unknown'}"]
+        parts += [f"PCIe {describe_seconds(p.h2d_seconds)}", f"disk {describe_seconds(p.drive_seconds)}"]
+        parts += [f"unpacking {describe_seconds(p.unpack_seconds)}"] if p.unpack_bytes else []
+        return ", ".join(parts)
 
 
 def make_plan(problem: Problem) -> Plan:

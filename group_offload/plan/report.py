@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from ..base.text import html_table, printable, table
-from .budgets import describe_bytes
+from ..base.text import describe_bytes, describe_seconds, html_table, printable, table
 from .placement import Placement, PlannedGroup
 from .planner import Plan
 
@@ -53,14 +52,14 @@ class OffloadPlan:
     def verdict(self) -> str:
         """What bounds a forward, how far from that limit it is, and how much time more memory would save."""
         if self.details is None:
-            return "There are no weights that take turns." if self.device_has_memory else _ALL_IN_RAM
+            return "No weights are streamed." if self.device_has_memory else _ALL_IN_RAM
         if self.device_has_memory:
             return " ".join(self.details.sentences())
         p = self.details.prediction
         if not p.drive_bytes:
             return _ALL_IN_RAM
         gain = self.details.gain_from(device_bytes=self.details.more_bytes)
-        reading = f"{p.bound.capitalize()} bounds a forward: reading takes {p.drive_seconds:.4g} s."
+        reading = f"Bottleneck: {p.bound}. Reading takes {describe_seconds(p.drive_seconds)} a forward."
         return f"{reading} {self.details.would_save('RAM', gain)}"
 
     def __str__(self) -> str:
@@ -77,7 +76,7 @@ class OffloadPlan:
     def _tables(self) -> Iterator[Sequence[Sequence[str]]]:
         if self.details is not None:
             words = _WHERE if self.device_has_memory else _WHERE_ON_CPU
-            yield [("groups", "number", "size", "rests on"), *_rows(self.details, words)]
+            yield [("groups", "number", "size", "stored on"), *_rows(self.details, words)]
         if self.memory:
             yield memory_rows(self.memory)
 
@@ -86,15 +85,15 @@ class OffloadPlan:
             return
         found = self.shared
         yield (
-            f"Shared passes: {found.num_shared} of {found.num_forwards} forwards shared one with others, and "
-            f"{describe_bytes(found.bytes_spared)} of weights did not have to move again."
+            f"share_passes: {found.num_shared} of {found.num_forwards} forwards ran together with others, which saved "
+            f"{describe_bytes(found.bytes_spared)} of transfers and reads."
         )
         if self.details is not None:
             p = self.details.prediction
-            spared = [f"sending {describe_bytes(p.h2d_bytes)}"] if self.device_has_memory else []
-            spared += [f"reading {describe_bytes(p.drive_bytes)} from the drive"] if p.drive_bytes else []
-            if spared:
-                yield f"Each further forward in a pass spares {' and '.join(spared)}."
+            saved = [f"transferring {describe_bytes(p.h2d_bytes)}"] if self.device_has_memory else []
+            saved += [f"reading {describe_bytes(p.drive_bytes)} from disk"] if p.drive_bytes else []
+            if saved:
+                yield f"Each further forward that runs along saves {' and '.join(saved)}."
 
     def _summary(self) -> list[str]:
         plan = self.details
@@ -104,14 +103,15 @@ class OffloadPlan:
         p = plan.prediction
         if not self.device_has_memory:
             in_ram = sum(g.num_bytes for g, placement in _placed(plan) if placement is not Placement.FILE)
-            turns = f"what is read takes turns in {describe_bytes(plan.slot_bytes)} of it; " if p.drive_bytes else ""
-            what = f"{self.model}: {describe_bytes(in_ram)} stay in RAM; {turns}each forward reads"
-            return [f"{what} {describe_bytes(p.drive_bytes)} from the drive.", self.verdict]
-        unpacked = f", and unpacks {describe_bytes(p.unpack_bytes)}" if p.unpack_bytes else ""
+            told = f"{describe_bytes(p.drive_bytes)} from disk, into {describe_bytes(plan.slot_bytes)} of buffers"
+            reads = f"; each forward reads {told}" if p.drive_bytes else ""
+            return [f"{self.model}: {describe_bytes(in_ram)} in RAM{reads}.", self.verdict]
+        moves = [f"transfers {describe_bytes(p.h2d_bytes)}"]
+        moves += [f"reads {describe_bytes(p.drive_bytes)} from disk"] if p.drive_bytes else []
+        moves += [f"unpacks {describe_bytes(p.unpack_bytes)}"] if p.unpack_bytes else []
         return [
-            f"{self.model}: on the device {describe_bytes(resident)} stay and {describe_bytes(plan.slot_bytes)} are slots; "
-            f"{describe_bytes(plan.ram_bytes)} of RAM; each forward sends {describe_bytes(p.h2d_bytes)} and reads "
-            f"{describe_bytes(p.drive_bytes)} from the drive{unpacked}.",
+            f"{self.model}: {describe_bytes(resident)} resident on the device and {describe_bytes(plan.slot_bytes)} of "
+            f"buffers; {describe_bytes(plan.ram_bytes)} in RAM. Each forward {' and '.join(moves)}.",
             self.verdict,
         ]
 
@@ -126,7 +126,7 @@ def _placed(plan: Plan) -> list[tuple[PlannedGroup, Placement]]:
 
 
 def _rows(plan: Plan, words: Mapping[Placement, str]) -> Iterator[tuple[str, str, str, str]]:
-    """Rows of the table. Neighbours that rest on the same tier are one row."""
+    """Rows of the table. Neighbors that are stored alike are one row."""
     for where, run in groupby(_placed(plan), key=lambda each: _where(each[0], each[1], words)):
         mine = [group for group, _ in run]
         name = mine[0].name if len(mine) == 1 else f"{mine[0].name} to {mine[-1].name}"
@@ -140,10 +140,10 @@ def _where(group: PlannedGroup, placement: Placement, words: Mapping[Placement, 
     return f"{words[placement]}, packed" if is_packed else words[placement]
 
 
-_WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "drive"}
+_WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "disk"}
 _WHERE = {
     Placement.DEVICE: "device",
     Placement.PACKED: "device, packed",
     Placement.RAM: "RAM",
-    Placement.FILE: "drive",
+    Placement.FILE: "disk",
 }

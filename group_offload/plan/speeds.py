@@ -35,6 +35,7 @@ from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
 from ..base.system import advise, name_of_drive, open_to_read
+from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
 
@@ -241,7 +242,7 @@ def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | 
             target = (take or backend.empty)(copy_bytes, stream)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
-                f"{backend.device} has no room for the {copy_bytes >> 20} MiB that a measurement takes: give some of it free."
+                f"{backend.device} has no {describe_bytes(copy_bytes)} free, which a measurement needs. Free some."
             ) from error
 
         def copy() -> None:
@@ -319,7 +320,7 @@ def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | Non
     """
     chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
     if chosen is None:
-        return None, f"{path} has no safetensors file of {min_bytes >> 20} MiB or more, so the drive was not measured."
+        return None, f"Not measuring the disk: {path} has no safetensors file of {describe_bytes(min_bytes)} or more."
     try:
         fd = open_to_read(chosen, follows_links=True)
         try:
@@ -327,7 +328,7 @@ def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | Non
         finally:
             os.close(fd)
     except OSError as error:
-        return None, f"Cannot read {chosen} to measure the drive: {error.strerror or error}."
+        return None, f"Cannot read {chosen} to measure the disk: {error.strerror or error}."
 
 
 def _files_of_the_model(path: Path) -> Iterator[Path]:
@@ -365,12 +366,12 @@ def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[
         finally:
             os.close(direct)
     if not cold:
-        return None, f"Direct reads of {path} are not possible, and all of it is in RAM: the drive was not measured."
+        return None, f"Direct reads of {path} aren't possible, and all of it is in RAM, so the disk was not measured."
     speed = _read_all(fd, cold, buffers)
     for start, num in cold:
         with suppress(OSError):
             advise(fd, start, num, "DONTNEED")
-    return speed, "Direct reads are not possible there: the drive was measured without."
+    return speed, "Direct reads aren't possible there, so the disk was measured without."
 
 
 def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:

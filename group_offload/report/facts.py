@@ -13,7 +13,7 @@ from ..plan.placement import Placement
 from ..plan.planner import Plan
 
 LANES = {
-    READS: "drive",
+    READS: "disk",
     COPIES: "link",
     GATHERS: "gather",
     DECODE: "decode",
@@ -24,15 +24,15 @@ LANES = {
 
 
 class Place(Enum):
-    """Where a group rests between its uses."""
+    """Where a group is stored between its uses."""
 
     DEVICE = "on the device"
     PACKED = "on the device, packed"
-    LOCKED = "page-locked RAM"
+    LOCKED = "pinned RAM"
     RAM = "RAM"
     FILE = "file"
-    PASS = "on the device during a pass"
-    """A plan does not say where such a group rests."""
+    PASS = "on the device during a forward"
+    """A plan does not say where such a group is stored."""
 
 
 PLACES = {

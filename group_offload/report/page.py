@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.publish import check_path, publish
-from ..base.text import html_table, printable
+from ..base.text import describe_seconds, html_table, printable
 from ..base.timeline import COMPUTE, COPIES, READS, Slice, side_by_side
 from ..errors import GroupFileError
 from ..plan.budgets import describe_bytes
@@ -25,7 +25,7 @@ from .facts import LANES, GroupFacts, MemoryFacts, ModelFacts, PassFacts, Report
 _MAX_PIECES = 240
 """Pieces of one row of a timeline. Neighbors become one where there are more, so a page stays below 2 MB."""
 _MAX_CELLS = 1000
-"""Pieces of the picture of where groups rest."""
+"""Pieces of the picture of where weights are stored."""
 _MAX_LISTS = 40
 _MAX_ROWS = 8
 """Rows of one lane: several threads read."""
@@ -60,11 +60,11 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
 def render(facts: ReportFacts) -> str:
     """The page."""
     css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    overview = [("model", "weights", "a pass", "what bounds it")]
+    overview = [("model", "weights", "a forward", "bottleneck")]
     for model in facts.models:
         size = describe_bytes(sum(group.num_bytes for group in model.groups))
         last = next((one for one in reversed(model.passes) if one.is_forward), None)
-        overview.append((model.title, size, "" if last is None else seconds(last.seconds), model.sentences[0]))
+        overview.append((model.title, size, "" if last is None else describe_seconds(last.seconds), model.sentences[0]))
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -94,12 +94,6 @@ def _safe(text: object) -> str:
     return escape(printable(str(text)))
 
 
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    scale, unit = (1.0, "s") if value >= 1 or not value else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
-    return f"{value * scale:.4g} {unit}"
-
-
 def value_text(name: str, value: Any) -> str:
     """A statistic or a figure of a plan for people: its unit follows from its name."""
     if isinstance(value, Mapping):
@@ -112,7 +106,7 @@ def value_text(name: str, value: Any) -> str:
         return f"{value / 1e9:.3g} GB/s"
     if "bytes" in name:
         return f"{describe_bytes(value)} ({value} B)" if value >= 1024 else f"{value} B"
-    return seconds(value) if name.endswith("_seconds") else str(value)
+    return describe_seconds(value) if name.endswith("_seconds") else str(value)
 
 
 # ------------------------------------------------------------------------------------------------ parts of the page
@@ -147,7 +141,7 @@ def _memory(memory: MemoryFacts) -> Iterator[str]:
     used = sum(num_bytes for _, num_bytes, _ in memory.parts)
     limit = memory.budget_bytes if memory.budget_bytes is not None else memory.total_bytes or 0
     budget = "" if memory.budget_bytes is None else f", budget {describe_bytes(memory.budget_bytes)}"
-    total = "" if memory.total_bytes is None else f", of {describe_bytes(memory.total_bytes)} there are"
+    total = "" if memory.total_bytes is None else f", of {describe_bytes(memory.total_bytes)}"
     yield f"{memory.name}: {describe_bytes(used)}{budget}{total}"
     whole = max(used, limit, 1)
     shown = [(size, color, f"{label}: {describe_bytes(size)}") for label, size, color in memory.parts if size]
@@ -165,14 +159,14 @@ def _section(model: ModelFacts) -> Iterator[str]:
     yield _card(f"{describe_bytes(total)} in {len(model.groups)} groups{where}", *sentences)
     if model.memory:
         yield _card("Device memory now", html_table(memory_rows(model.memory)))
-    yield _card("Where each group rests", *_groups(model, total or 1))
+    yield _card("Where weights are stored", *_groups(model, total or 1))
     if model.passes:
         last = model.passes[-1]
         timelines = (_timeline(one, model.outer, is_open=one is last) for one in model.passes)
-        hint = '<p class="soft">The pointer tells of a group: its times, and its bytes.</p>'
-        yield _card("Passes over time", hint, *timelines)
+        hint = '<p class="soft">Hover over a group for its times and bytes.</p>'
+        yield _card("Timeline", hint, *timelines)
     else:
-        yield _card("There is no timeline: no pass was recorded, and none can be foreseen.")
+        yield _card("No timeline: no forward was recorded, and none can be predicted.")
     for title, figures in model.figures.items():
         rows = [("", "value"), *((name, value_text(name, value)) for name, value in figures.items())]
         yield f'<details class="card scroll"><summary>{_safe(title)}</summary>{html_table(rows)}</details>'
@@ -216,13 +210,15 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
-    busy = [f"{label} {seconds(took)}" for lane, label in LANES.items() if (took := one.busy_seconds(lane, outer))]
-    summary = f"{one.title}, {seconds(one.seconds)}: {', '.join(busy) or 'nothing moved'}."
+    busy = [
+        f"{label} {describe_seconds(took)}" for lane, label in LANES.items() if (took := one.busy_seconds(lane, outer))
+    ]
+    summary = f"{one.title}, {describe_seconds(one.seconds)}: {', '.join(busy) or 'nothing ran'}."
     length = one.seconds or 1e-9
     rows = [(label, [*_thinned(row, length)]) for label, row in _rows(one, outer)]
     width = min(_MAX_WIDTH, 5 * max((len(row) for _, row in rows), default=0))
     ticks = max(4, width // 250)
-    axis = "".join(f"<span>{seconds(length * tick / ticks)}</span>" for tick in range(ticks + 1))
+    axis = "".join(f"<span>{describe_seconds(length * tick / ticks)}</span>" for tick in range(ticks + 1))
     drawn = (
         f'<div class="lane {label}"><span>{label}</span>{_bar(_piece(each, label, length) for each in row)}</div>'
         for label, row in rows
@@ -253,7 +249,7 @@ def _piece(each: Slice, color: str, length: float) -> _Piece:
         start,
         max(0.0, end - start),
         color,
-        f"{each.name}: {seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}",
+        f"{each.name}: {describe_seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}",
     )
 
 

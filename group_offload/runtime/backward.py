@@ -485,8 +485,8 @@ class Backward:
                     self.leave(task, completed=False)
             if self._tasks and time.monotonic() > deadline:
                 raise StateError(
-                    f"A pass of {self._passes.name} has waited {patience:.0f} s for a backward of it in "
-                    f"another thread. Let no backward wait for a thread that calls the module."
+                    f"A forward of {self._passes.name} waited {patience:.0f} s for a backward in another thread. Don't let a "
+                    f"backward wait for a thread that calls the module."
                 )
             if self._tasks:
                 self._over.wait(min(1.0, patience))

@@ -296,8 +296,8 @@ class Changes:
         was_replaced = group.was_replaced()
         if was_replaced and binds and not self._commit_replacements([group]):
             raise StateError(
-                f"A weight of {group.group_id!r} was given another dtype, shape or memory that others share, or what it "
-                f"was before is kept, in the middle of a forward. Do that between forwards."
+                f"A weight of {group.group_id!r} was given another dtype, shape or memory in the middle of a forward. Do that "
+                f"between forwards."
             )
         if group.was_touched() and (binds or not was_replaced):
             group.commit_edits(self._transfer)

@@ -241,11 +241,11 @@ class Engine:
             return ()
         memory, (need, margin) = self.memory, self.placer.kept_free
         return (
-            ("slots to take turns in", memory.slot_bytes),
-            ("residents", memory.resident_bytes),
+            ("buffers for streamed weights", memory.slot_bytes),
+            ("resident weights", memory.resident_bytes),
             ("trained parameters", self.trained.num_bytes),
-            ("kept free for activations", need),
-            ("reserve", margin),
+            ("reserved for activations", need),
+            ("safety margin", margin),
             ("weights of other models", memory.arena.others_bytes(memory)),
         )
 
@@ -286,7 +286,7 @@ class Engine:
             scope = self._changes.notice(top, all_edits=True)
             if scope is not None:
                 return scope
-        raise StateError(f"{self._passes.name} was changed by another thread while a pass began.")
+        raise StateError(f"{self._passes.name} was changed by another thread while a forward began.")
 
     # ---------------------------------------------------------------- cutting
 

@@ -52,7 +52,7 @@ from ..errors import StateError
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
-from .convoy.contract import is_function
+from .convoy.contract import DENOISERS, is_function
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
@@ -481,10 +481,10 @@ class Gates:
         top, passes = self._top, self.passes
         if isinstance(passes, SharedPasses):
             self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
-        elif self._config.share_passes == "auto":
+        elif self._config.share_passes == "auto" and (self._config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
-                "Not sharing passes of %s: it's none of diffusers' denoisers as they are. If a forward is a function of its "
-                "inputs and the weights, share_passes=True copies the weights once for all calls of a step.",
+                "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
+                "If a forward has no side effects, pass share_passes=True.",
                 passes.name,
             )
 

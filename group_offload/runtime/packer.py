@@ -188,7 +188,7 @@ class Packer:
         return [part for part, packed in sent if packed is None or packed.is_read != (part in self._to_read)]
 
     def _lose(self, part: Part) -> None:
-        logger.warning("The packed weights of group %r are lost: it is read as it is.", self._ids[part])
+        logger.warning("The packed weights of group %r are lost; the original ones are used.", self._ids[part])
         part.drop_packed()
         part.may_pack = False
         part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
@@ -274,7 +274,7 @@ class Packer:
         left = sum(part.blob.layout.num_bytes for part in parts)
         for part in parts:
             part.may_pack = False
-        logger.warning("%s of weights are not packed, and used as they are: %s", describe_bytes(left), error)
+        logger.warning("%s of weights are not packed: %s", describe_bytes(left), error)
         return []
 
     def _with_room(self, parts: Sequence[Part]) -> list[Part]:
@@ -307,9 +307,8 @@ class Packer:
                 left += size
         if left:
             logger.warning(
-                "%s of weights are not packed, because there is too little RAM for their packed bytes: they are sent, or read "
-                "from the drive, as they are. A larger ram_budget, or less RAM in use, makes room; packed bytes of weights in "
-                "files are read from the folder offload_to_disk_path, if there is one.",
+                "%s of weights are not packed: RAM has too little space for the packed copy. Raise ram_budget, free RAM, or "
+                "pass offload_to_disk_path to keep packed weights of files on disk.",
                 describe_bytes(left),
             )
         return [part for part in parts if part.may_pack]

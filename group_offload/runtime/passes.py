@@ -551,9 +551,9 @@ class Passes:
         found = self._group_of.get(part)
         if found is None:
             raise StateError(
-                f"Backward needs weights of {self.name} that are not offloaded any more: it was cut into groups "
-                f"again between forward and backward, because modules were changed, weights in files were edited, or others "
-                f"require gradients now. Do that after backward()."
+                f"Backward needs weights of {self.name} that are not offloaded any more: its groups were rebuilt after the "
+                f"forward, because modules were changed, weights in files were edited, or others require gradients now. Do "
+                f"that after backward()."
             )
         return found
 

@@ -317,13 +317,13 @@ class Placer:
             self._told = told
             return
         logger.info(
-            "Plan for %s: %s stay on %s, each step sends %s, which takes %.3g s%s.",
+            "Plan for %s: %s resident on %s; each forward transfers %s and takes %.3f s%s.",
             self._name,
             describe_bytes(stays),
             self._backend.device,
             describe_bytes(sent),
             plan.prediction.step_seconds,
-            "" if plan.prediction.compute_seconds else " (compute isn't measured yet)",
+            "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
 
     def check_files(self) -> None:
@@ -579,8 +579,8 @@ class Placer:
         self._backend.release_unused()
         self._needs.add(given)
         return torch.OutOfMemoryError(
-            f"{error} Evicted {describe_bytes(given)} of resident weights: call {name} again. The call was not repeated by "
-            f"itself, because gradients are recorded, or it may have changed something before it failed."
+            f"{error} Evicted {describe_bytes(given)} of resident weights: call {name} again. (It wasn't retried: "
+            f"gradients are recorded, or it may have changed something before it failed.)"
         )
 
     # ---------------------------------------------------------------- how far ahead

@@ -124,8 +124,8 @@ class Repeater:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "An operator of %s found no device memory for the algorithm that it prefers, and took another one: its output "
-                "may have other bits than on an empty device. A smaller vram_budget leaves it more memory.",
+                "Short of device memory, an operator of %s fell back to another algorithm, so the last bits of its output may "
+                "differ. Lower vram_budget to leave it more memory.",
                 type(self._module).__name__,
             )
 

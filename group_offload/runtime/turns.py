@@ -31,7 +31,7 @@ def join(passes: Passes) -> None:
             raise StateError(f"{_shared(others)}, which is in the middle of a forward. Offload this one afterwards.")
         if len({id(other.lock) for other in others}) > 1:
             raise StateError(
-                f"{_shared(others)}, and others are of models that do not take turns with it. Call "
+                f"{_shared(others)}, and other weights are shared with models that run at the same time. Call "
                 f"remove_group_offloading() on those, and offload this one first."
             )
         for other in others:
@@ -54,8 +54,8 @@ def check(passes: Passes) -> None:
         others = {other: shared for other, shared in _sharing(passes).items() if other.lock is not passes.lock}
     if others:
         raise StateError(
-            f"{_shared(others)}, which was offloaded by itself. Models that share weights take turns, which is "
-            f"settled when they are offloaded: call remove_group_offloading() on one of the two, and offload it again."
+            f"{_shared(others)}, which was offloaded before they shared it. Call remove_group_offloading() on one of the two, "
+            f"and offload it again."
         )
 
 

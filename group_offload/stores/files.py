@@ -22,6 +22,7 @@ from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, s
 from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, written_pages
 from ..base.system import IS_LINUX, open_to_read
+from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Tier, moves_of_rest
@@ -82,7 +83,7 @@ class Checkpoint(SourceFile):
         mapping = mapping_at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != file.identity:
             found.release()
-            raise OSError(f"{path} is not what was mapped any more")
+            raise OSError(f"{path} has changed since it was mapped")
         found._mapping = mapping.path, mapping.identity
         return found
 
@@ -357,8 +358,8 @@ def write_blob(
         rest = layout.views_by_extent(_mapper(found.fd, start, layout))
     except OSError as error:
         raise GroupFileError(
-            f"Cannot map {found.path} ({size:,} bytes), which group {group_id!r} rests in: {error.strerror or error}. A "
-            f"limit of address space (ulimit -v) has to leave room for all weights twice."
+            f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
+            f"-v: all weights must fit into the address space twice."
         ) from error
     finally:
         os.close(found.fd)

@@ -1,4 +1,4 @@
-"""A folder of group files: which file a group of a model rests in, and which files have to be written.
+"""A folder of group files: which file a group of a model is stored in, and which files have to be written.
 
 [Note: Files of a folder]
 Files are written when a model is set up, and never changed or deleted: what changes later stays in RAM. A file that is found
@@ -26,6 +26,7 @@ from ..base.layout import BlobLayout, memory_of
 from ..base.ownership import ForeignFileError, Owners
 from ..base.publish import boot, folder_lock, publish, remove_if_dead, temporary_name
 from ..base.system import NEW_FILE
+from ..base.text import describe_bytes
 from ..errors import GroupFileError
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
 
@@ -100,27 +101,21 @@ class Folder:
                 stack.enter_context(folder_lock(self.path))
                 present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
                 free = self._free_bytes(may_be_full=present >= max(num_bytes, 1))
-            except ForeignFileError as error:
-                raise GroupFileError(
-                    f"Cannot keep group files in {self.path}: {error}. Pass a folder of your own as offload_to_disk_path. The "
-                    f"weights were left where they are."
-                ) from error
             except OSError as error:
                 raise GroupFileError(
-                    f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder that this user can "
-                    f"write to as offload_to_disk_path."
+                    f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder of your own as "
+                    f"offload_to_disk_path. Nothing was changed."
                 ) from error
             if num_bytes > free + present:  # files that are present may turn out to be ours
                 raise GroupFileError(
-                    f"{self.path} has {free:,} bytes free, and the group files take {num_bytes:,}. Free some room (group files "
-                    f"that no program uses can be deleted), or pass another folder as offload_to_disk_path. The weights were "
-                    f"left where they are."
+                    f"Not enough disk space in {self.path}: {describe_bytes(free)} free, {describe_bytes(num_bytes)} needed. "
+                    f"Free some (delete group files that no program uses), or pass another folder as offload_to_disk_path. "
+                    f"Nothing was changed."
                 )
             yield
         if self._of_others:
             logger.warning(
-                "Didn't use %d files in %s: other users own them or can write to them. They were left alone, and other names "
-                "were used.",
+                "Didn't use %d files in %s: other users own them or can write to them.",
                 len(self._of_others),
                 self.path,
             )
@@ -137,7 +132,7 @@ class Folder:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not may_be_full:
                 raise
-            logger.info("%s cannot be written to: its files have to be those that are needed.", self.path)
+            logger.info("%s is read-only: using the files in it.", self.path)
             self.owners.check_folder(self.path)
             return 0
         self.owners.check_folder(self.path)
@@ -220,8 +215,8 @@ class Folder:
                     self._of_others.add(path)
                 elif not os.path.lexists(path):  # it isn't about the file
                     raise GroupFileError(
-                        f"Cannot look for the file of group {group_id!r} in {self.path}: {error.strerror or error}. Mend that "
-                        f"(ulimit -n, the modes of the folder, the drive), or pass another folder as offload_to_disk_path."
+                        f"Cannot look for the file of group {group_id!r} in {self.path}: {error.strerror or error}. Check "
+                        f"ulimit -n, the folder's permissions and the disk, or pass another folder as offload_to_disk_path."
                     ) from error
                 continue
             found = None
@@ -235,7 +230,7 @@ class Folder:
             finally:
                 if not found:
                     os.close(fd)
-            logger.info("%s is not what group %r rests in: left alone, another name is used.", path, group_id)
+            logger.info("Didn't use %s for group %r: it holds other weights.", path, group_id)
         raise GroupFileError(
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
@@ -270,7 +265,7 @@ class Folder:
             self._make()  # it may have been deleted: files in use stay open
             written = publish(path, content(), replaces=replaces, written_at=written_at)
         except OSError as error:
-            remedy = "Free some room, or pass" if error.errno in _NO_ROOM else "Pass"
+            remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
             raise GroupFileError(
                 f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
                 f"offload_to_disk_path. The weights are still in RAM."
@@ -305,7 +300,7 @@ class Folder:
                 self._write_probe()  # its file system may have no modes
         if self.owners.is_open_to_all(self.path):
             own = self.owners.own_folder(self.path)
-            logger.info("Every user can replace files in %s. Group files go to %s.", self.path, own)
+            logger.info("Every user can replace files in %s, so group files go to %s.", self.path, own)
             self.path = own
 
     def _make(self) -> None:
@@ -340,4 +335,4 @@ def _size_of(file: Path) -> int:
 def _why_not(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError) and os.path.lexists(path) and not path.is_dir():
         return "it is a link that leads nowhere" if path.is_symlink() and not path.exists() else "it is not a folder"
-    return str(error.strerror)
+    return str(error.strerror or error)

@@ -88,8 +88,8 @@ class _PackedSource(SourceFile):
     def lost(self, position: int, what: str) -> GroupFileError:
         self.is_lost = True
         return GroupFileError(
-            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: the next forward "
-            f"reads them as they are at rest. Delete the file, and it is packed again when the model is offloaded again."
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: call the model "
+            f"again, and it uses the original ones. Delete the file to have it packed again when you offload next."
         )
 
 
@@ -311,7 +311,7 @@ def _prove(contents: FileContents) -> str:
         contents.prove()
     except GroupFileError as error:  # whoever kept it would keep the memory
         why = error.__cause__ or "its data is not what was written"
-        return f"{contents.source.path} cannot be used: {why}. Delete it: it is packed again when it is needed."
+        return f"{contents.source.path} cannot be used: {why}. Delete it, and it is packed again."
     return ""
 
 

@@ -121,7 +121,7 @@ class PackedFile(ProvenFile):
             check(memory, self.packed)
         except OSError as error:
             raise GroupFileError(
-                f"{self.path} cannot be used: {error.strerror or error}. Delete it: it is packed again when it is needed."
+                f"{self.path} cannot be used: {error.strerror or error}. Delete it, and it is packed again."
             ) from error
 
 
@@ -263,8 +263,8 @@ class PackedFiles:
         group_id, layout, _, origin = wanted
         if origin is not None and not _is_there(origin):
             raise GroupFileError(
-                f"{origin.path} changed while it was being packed: the result may be of the old weights and the new ones, and "
-                f"was thrown away. Keep other programs from changing it, and try again."
+                f"{origin.path} changed while it was being packed, so the result was thrown away. Keep other programs from "
+                f"changing it, and try again."
             )
         content = content_of([packed.data])
         now = int(time.time()) // 2 * 2  # every file system keeps such times

@@ -34,6 +34,7 @@ from ..base.page_lock import LockLimit, PageLock
 from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
 from ..base.release import release_later
 from ..base.system import on_fork
+from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import StateError
 from .base import Tier, moves_of_rest
@@ -136,7 +137,7 @@ class Segment:
             if not names:
                 raise
             logger.warning(
-                "Weights take RAM in each process: the memory of another one cannot be used here (%s).", error
+                "Each process holds its own copy of the weights: sharing memory between processes failed (%s).", error
             )
             self._is_of_another, self._host = False, None
             return TwiceMapped(num_bytes)
@@ -342,12 +343,12 @@ class RamBlob:
 
     def find_tier(self) -> None:
         """The memory was locked, or unlocked."""
-        self.tier, self.where = Tier.RAM, "RAM, page-locked"
+        self.tier, self.where = Tier.RAM, "pinned RAM"
         if not self.store.backend.has_streams or not self.layout.num_bytes:
             # Without streams every copy is done when it returns: page-locking would buy nothing.
             self.where = "RAM"
         elif not self.store.is_locked:
-            self.tier, self.where = Tier.PAGEABLE, "RAM, not page-locked"
+            self.tier, self.where = Tier.PAGEABLE, "pageable RAM"
 
     @property
     def pinned_bytes(self) -> int:
@@ -408,10 +409,10 @@ class RamBlob:
 def _no_room(num_bytes: int, error: OSError) -> Exception:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StateError(
-            f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. Let the process have more descriptors "
-            f"(ulimit -n), or close files that it does not need."
+            f"Cannot take {describe_bytes(num_bytes)} of RAM for weights: {error.strerror}. Raise ulimit -n, or close files "
+            f"that the process doesn't need."
         )
     return MemoryError(
-        f"Cannot take {num_bytes:,} bytes of RAM for weights: {error.strerror}. offload_to_disk_path, or "
-        f"offload_device='disk', takes less RAM. A limit of address space (ulimit -v) has to leave room for all weights twice."
+        f"Cannot take {describe_bytes(num_bytes)} of RAM for weights: {error.strerror}. Pass offload_to_disk_path or "
+        f"offload_device='disk' to keep them on disk, or raise ulimit -v: all weights must fit into the address space twice."
     )

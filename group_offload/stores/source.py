@@ -52,6 +52,7 @@ from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, forked_free, max_descriptors, open_to_read, own_descriptor
+from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 
@@ -200,8 +201,9 @@ class SourceFile:
                 lock = PageLock.take(backend, memory, wait, read_only=True)
                 seconds += time.perf_counter() - begun
                 if lock is None or seconds > tuning().lock_patience_seconds:
-                    why = "the device refuses" if lock is None else f"it took {seconds:.3g} s already"
-                    logger.info("Page-locked no more than %d of %d bytes of %s: %s.", first, end, self.path, why)
+                    why = "the device refused" if lock is None else f"it took {describe_seconds(seconds)} already"
+                    told = describe_bytes(first), describe_bytes(end), self.path, why
+                    logger.info("Pinned only %s of %s of %s in the page cache: %s.", *told)
                     if lock is not None:
                         lock.release()
                     for _, other in parts:
@@ -403,8 +405,8 @@ class SourceFile:
 
     def lost(self, position: int, what: str) -> GroupFileError:
         return GroupFileError(
-            f"Cannot read {self.path} at byte {position:,}: {what}. The weights in it cannot be had from there any more: load "
-            f"the model again, and keep other programs from changing the file."
+            f"Failed to read {self.path} at byte {position:,}: {what}. Reload the model, and don't modify checkpoint files "
+            f"while they are in use."
         )
 
     def _pread(self, fd: int, target: memoryview, position: int) -> int:
@@ -492,8 +494,8 @@ class SourceFile:
             elif not self._is_explained(self._stamp, now):
                 raise self.lost(
                     self.start,
-                    "another program may have changed it after it was opened: its st_ctime says so, and its content is not "
-                    "known (with verify_files=True it is, once it was read)",
+                    "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
+                    "its content is compared instead)",
                 )
             self._stamp = now
 
@@ -504,7 +506,7 @@ class SourceFile:
     def _out_of_reach(self, error: OSError) -> GroupFileError:
         return self.lost(
             self.start,
-            f"{error.strerror}. This process has not descriptors enough to hold all files of weights (ulimit -n), so it opens "
+            f"{error.strerror}. This process has too few descriptors to keep all files of weights open (ulimit -n), and opens "
             f"this one by its name",
         )
 
@@ -553,7 +555,7 @@ class Proof:
         elif contents.content != found:
             raise contents.source.lost(
                 contents.pieces[0].position,
-                f"the content of {contents.name!r} and what lies beside it was not what it should be (XXH3 "
-                f"{found}, not {contents.content}): the drive, or memory, fails, or another program changed it",
+                f"the content of {contents.name!r} is wrong (XXH3 {found}, not {contents.content}): another program changed "
+                f"it, or the disk or memory fails",
             )
         contents.is_proven = True

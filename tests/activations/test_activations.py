@@ -252,7 +252,7 @@ def test_host_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture, mon
         stats = check(plain, "random")
     everything = check(plain, "cpu")
     assert stats.offloads == 0 and 0 < stats.refused_bytes <= everything.offloaded_bytes + everything.kept_bytes
-    assert [record.message.partition(" 0 MiB")[0] for record in caplog.records] == ["Couldn't pin"]
+    assert [record.message.partition(" 16 KiB")[0] for record in caplog.records] == ["Couldn't pin"]
 
 
 # ---------------------------------------------------------------- what is saved

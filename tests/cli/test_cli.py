@@ -56,7 +56,7 @@ def test_interrupt(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatc
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "backend_for", interrupted)
+    monkeypatch.setattr(doctor, "chosen_backend", interrupted)
     run("doctor", tmp_path, status=130)
 
 

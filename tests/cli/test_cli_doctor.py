@@ -106,8 +106,9 @@ def test_what_cannot_be_tried(run: Terminal, folder: Path, monkeypatch: pytest.M
     (folder / "file").touch()
     for path, why in ((folder / "nothing", "No such file"), (folder / "file", "Not a directory")):
         said = run("doctor", path, status=2)
-        assert str(path) in said and why in said and "Give a folder" in said
-    assert "cuda" in run("doctor", folder, "--device", "cuda:999", status=2)
+        assert str(path) in said and why in said and "Pass a folder" in said
+    missing = run("doctor", folder, "--device", "cuda:99", status=2)
+    assert "'cuda:99'" in missing and "--device" in missing and "onload_device" not in missing
 
     def refuses(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -115,7 +116,7 @@ def test_what_cannot_be_tried(run: Terminal, folder: Path, monkeypatch: pytest.M
     # No test fills a drive: the last step of writing fails in its place.
     monkeypatch.setattr(os, "fsync", refuses)
     said = run("doctor", folder, status=2)
-    assert str(folder) in said and "No space left" in said and "Give a folder" in said and "1 MiB free" in said
+    assert str(folder) in said and "No space left" in said and "Pass a folder" in said and "1 MiB free" in said
     assert [path.name for path in folder.iterdir()] == ["file"]
 
 
@@ -188,7 +189,7 @@ def test_all_is_locked(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.Mo
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (infinity, infinity))
     rows = ask()
     assert rows["page_locking"]["verdict"] == rows["mapped_files"]["verdict"] == "ok"
-    assert "64 KiB were tried, and none refused (ulimit -l: unlimited)" in rows["page_locking"]["found"]
+    assert "pinned 64 KiB of 64 KiB (ulimit -l: unlimited)" in rows["page_locking"]["found"]
 
 
 @pytest.mark.parametrize(("num_locked", "verdict"), [(2, "slower"), (0, "missing")])
@@ -210,7 +211,7 @@ def test_little_is_locked(
     assert row["verdict"] == verdict and "--ulimit memlock=-1" in row["remedy"]
     assert sum(asked) == (num_locked + 1) * SEGMENT_BYTES
     locked, tried = describe_bytes(num_locked * SEGMENT_BYTES), describe_bytes(sum(asked))
-    assert f"{locked} of {tried} were locked, then the system refused" in row["found"]
+    assert f"pinned {locked} of {tried}, then the system refused" in row["found"]
 
 
 def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatc
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     rows = ask()
     assert rows["page_locking"]["verdict"] == "slower"
-    assert "only memory of the driver's own making, 64 KiB tried" in rows["page_locking"]["found"]
+    assert "64 KiB of driver-allocated memory only" in rows["page_locking"]["found"]
     assert rows["mapped_files"]["verdict"] == "slower" and "staging" in rows["mapped_files"]["found"]
 
 
@@ -234,10 +235,10 @@ def test_no_more_is_locked_than_is_left(
     assert release in rows["versions"]["found"]
     said = rows["page_locking"]["found"]
     if "microsoft" in release:
-        assert "16 KiB were tried" in said and "WSL2: Windows gives half of the RAM to page-lock, 16 KiB" in said
+        assert "pinned 16 KiB of 16 KiB" in said and "WSL2 pins at most half of its RAM, 16 KiB" in said
         assert ".wslconfig" in rows["page_locking"]["remedy"]
     else:
-        assert "48 KiB were tried" in said and rows["page_locking"]["verdict"] == "ok"
+        assert "pinned 48 KiB of 48 KiB" in said and rows["page_locking"]["verdict"] == "ok"
 
 
 # ---------------------------------------------------------------- files
@@ -282,7 +283,7 @@ def test_the_drive_is_that_of_the_folder(ask: Ask, folder: Path, monkeypatch: py
     mounts = [("/", "zfs"), (str(folder.parent), "xfs"), (str(folder)[:-1], "nfs"), (str(folder / "in"), "vfat")]
     found = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: found)
-    assert re.fullmatch(r"xfs, [0-9.]+ \w+ free, [0-9.]+ GB/s from the drive to RAM", ask()["drive"]["found"])
+    assert re.fullmatch(r"xfs, [0-9.]+ \w+ free, [0-9.]+ GB/s from disk to RAM", ask()["drive"]["found"])
 
 
 # ---------------------------------------------------------------- RAM
@@ -293,7 +294,7 @@ def test_ram_and_the_limit_of_a_container(ask: Ask, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=40 * GIB))
     groups.say("0::/docker")
     row = ask()["ram"]
-    assert row["verdict"] == "ok" and row["found"] == '64 GiB, 40 GiB available; ram_budget="auto" takes 36 GiB'
+    assert row["verdict"] == "ok" and row["found"] == '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now'
     groups.write("/docker", memory__max=8 * GIB)
     row = ask()["ram"]
     assert (

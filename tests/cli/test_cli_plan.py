@@ -37,6 +37,7 @@ from ..support import tiny_models
 from ..support.pages import Page
 from ..support.speeds import SIZES, SPEEDS
 from ..support.terminal import Terminal
+from ..support.tuning import tune
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -208,7 +209,7 @@ def test_variants(tmp_path: Path, run: Terminal) -> None:
 CLASSES: dict[str, tuple[str, str]] = {
     "unknown": ('{"_class_name": "NoSuchModel"}', "'NoSuchModel'"),
     "no config for it": ('{"_class_name": "Model"}', "Model.from_pretrained cannot load"),
-    "of another library": ('{"architectures": ["NoSuchModel"]}', "'transformers' that is installed"),
+    "of another library": ('{"architectures": ["NoSuchModel"]}', "the installed 'transformers'"),
     "cut off": ("{", "not valid JSON"),
     "a list": ("[]", "not a JSON object"),
 }
@@ -408,19 +409,19 @@ def test_the_call_to_copy_of_a_pipeline(pipeline: Path, run: Terminal, monkeypat
 def test_plan_as_json(model: Path, run: Terminal) -> None:
     given = "--vram", "4GiB", "--ram", "6GiB", "--step-seconds", "0.2", "--h2d", "20GB", "--drive", "2 GB/s"
     found = plan(run, model, *given)
-    assert found["title"] == f"Plan of {model}" and "drive 2 GB/s (given)" in found["sentences"][-1]
+    assert found["title"] == f"Plan of {model}" and "disk to RAM 2 GB/s (given)" in found["sentences"][-1]
     [part] = found["models"]
     assert (part["name"], part["model_class"], part["num_passes"], part["num_cast"]) == ("", "Model", 1, 0)
     assert part["num_bytes"] == 10 * GIB + 64 * MIB == sum(group["num_bytes"] for group in part["groups"])
-    assert part["outer_bytes"] == bytes_at(part, "on the device during a pass") == 64 * MIB
+    assert part["outer_bytes"] == bytes_at(part, "on the device during a forward") == 64 * MIB
     assert part["slot_bytes"] == GIB
     assert part["device_bytes"] == bytes_at(part, "on the device") + GIB > GIB
-    assert 0 < bytes_at(part, "page-locked RAM") <= part["ram_bytes"] <= part["ram_share_bytes"] < 4.5 * GIB
-    assert part["step_seconds"] >= part["drive_seconds"] > part["h2d_seconds"] and part["bound"] == "drive"
+    assert 0 < bytes_at(part, "pinned RAM") <= part["ram_bytes"] <= part["ram_share_bytes"] < 4.5 * GIB
+    assert part["step_seconds"] >= part["drive_seconds"] > part["h2d_seconds"] and part["bound"] == "disk"
     assert part["drive_seconds"] == part["drive_bytes"] / 2e9 and part["drive_bytes"] == bytes_at(part, "file") > 0
     assert [sentence.split(" would ")[0] for sentence in part["sentences"][1:]] == [
-        "1 GiB more of VRAM",
-        "1 GiB more of RAM",
+        "1 GiB more VRAM",
+        "1 GiB more RAM",
     ]
     [device, ram] = found["memories"]
     assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
@@ -434,18 +435,18 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
 
 def test_plan_for_people(model: Path, run: Terminal) -> None:
     said = run("plan", model, "--vram", "4GiB", "--ram", "6GiB")
-    assert "Model: 10.1 GiB in 21 groups. 64 MiB of it is on the device during a pass only." in said
-    for place in ("device", "RAM", "drive"):
+    assert "Model: 10.1 GiB in 21 groups. 64 MiB around its blocks are on the device only during a forward." in said
+    for place in ("device", "RAM", "disk"):
         assert re.search(rf"blocks_\d+_\d+ .*MiB|GiB  {place}\n", said)
-    assert "drive bounds a pass" in said
-    assert "1 GiB more of VRAM would save" in said and "1 GiB more of RAM would save" in said
+    assert "Bottleneck: disk, predicted " in said
+    assert "1 GiB more VRAM would save" in said and "1 GiB more RAM would save" in said
     assert (
         "Times cover weight transfers only" in said and said.count("(assumed)") == 2 and "group-offload bench" in said
     )
     said = run("plan", model, "--step-seconds", "0.5", "--dtype", "float32", "--h2d", "1TB", "--drive", "1GB")
     assert "21 weights are cast to torch.float32" in said and "Compute is taken" not in said
     assert "Without --vram" in said and "Without --ram" in said and "1 GiB more" not in said
-    assert "compute bounds a pass: it takes 0.5 s" in said and "assumed" not in said
+    assert "Bottleneck: compute, predicted 500 ms a forward (" in said and "assumed" not in said
 
 
 def test_a_model_that_fits(model: Path, run: Terminal) -> None:
@@ -454,8 +455,19 @@ def test_a_model_that_fits(model: Path, run: Terminal) -> None:
     assert bytes_at(part, "on the device") == 10 * GIB and "would" not in " ".join(part["sentences"])
 
 
-def test_packed(tmp_path: Path, run: Terminal) -> None:
+def test_a_model_without_streamed_weights(tmp_path: Path, run: Terminal) -> None:
+    """All its weights lie around its blocks."""
+    path = write_model(tmp_path / "model", num_blocks=2, block_bytes=0)
+    said = run("plan", path, "--vram", "1GiB", "--html", tmp_path / "plan.html")
+    assert "64 MiB around its blocks are on the device only during a forward." in said
+    assert "Model: No weights are streamed." in said
+    [part] = plan(run, path)["models"]
+    assert part["outer_bytes"] == 64 * MIB and part["step_seconds"] == part["slot_bytes"] == 0
+
+
+def test_packed(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in bf16 are assumed to take 0.72 of their bytes on the link, in RAM and where they stay on the device."""
+    tune(monkeypatch, min_packed_bytes=1024)
     for dtype in (torch.bfloat16, torch.float32):
         tiny_models.flux_transformer().to(dtype).save_pretrained(tmp_path / str(dtype))
     model = tmp_path / "torch.bfloat16"
@@ -465,7 +477,7 @@ def test_packed(tmp_path: Path, run: Terminal) -> None:
     (other,) = plan(run, tmp_path / "torch.float32", "--pack")["models"]
     assert other["ram_bytes"] == other["num_bytes"] - other["outer_bytes"]
     text = run("plan", model, "--pack")
-    assert "RAM, packed" in text and "unpacking 400 GB/s (assumed)." in text and "folder for packed files" in text
+    assert "RAM, packed" in text and "unpacking 400 GB/s (assumed)." in text and "need offload_to_disk_path" in text
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4])
@@ -492,7 +504,7 @@ def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     assert denoiser["ram_share_bytes"] + encoder["ram_share_bytes"] < 12.5 * GIB
     assert denoiser["compute_seconds"] == pytest.approx(0.1) and encoder["compute_seconds"] == 0
     said = run("plan", *arguments, "--steps", "7")
-    assert "transformer Model" in said and "7 passes" in said and "text_encoder Model" in said
+    assert "transformer Model" in said and "7 forwards" in said and "text_encoder Model" in said
     assert "One image or video" in said and "Times of text_encoder cover weight transfers only" in said
 
 
@@ -508,7 +520,7 @@ def test_a_part_that_is_not_there(pipeline: Path, run: Terminal) -> None:
     ("part", "reason"),
     [
         (["open_clip", "Tower"], "'open_clip' is neither diffusers nor transformers"),
-        (["diffusers", "OfLaterVersions"], "the 'diffusers' that is installed has no such model"),
+        (["diffusers", "OfLaterVersions"], "the installed 'diffusers' has no such model"),
         (["diffusers", "Broken"], "cannot be imported: No module named 'flash'"),
     ],
     ids=lambda value: str(value[1]) if isinstance(value, list) else "",
@@ -553,7 +565,7 @@ def test_a_package_that_quantized_weights_need(model: Path, run: Terminal, monke
 ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "argument --vram: SIZE='8G': it is ambiguous. Did you mean '8GiB' or '8GB'?"),
     "vram of nothing": (["--vram", "0"], "more than 0"),
-    "too little vram": (["--vram", "512MiB"], "the smallest that works is 1.19 GiB"),
+    "too little vram": (["--vram", "512MiB"], "The smallest that works is 1.19 GiB"),
     "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
     "too little ram": (["--ram", "1GiB"], "--process-ram"),
     "dtype": (["--dtype", "bf17"], "argument --dtype: 'bf17' is no floating point dtype"),
@@ -588,13 +600,13 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
     budgets = ["--vram", "4GiB", "--ram", "12GiB", "--activations", "256MiB", "--step-seconds", "0.2"]
     found = as_json(run("plan", pipeline, *budgets, "--json", "--html", path))
     page = Page(path)
-    assert "Nothing has run: all times are predicted." in page.words and "(assumed)" in page.words
+    assert "All times are predicted; nothing has run." in page.words and "(assumed)" in page.words
     assert "budget 4 GiB" in page.words and "budget 12 GiB" in page.words
     for part in found["models"]:
         assert f"{part['name']} Model" in page.words and all(sentence in page.words for sentence in part["sentences"])
-    assert page.words.count("Passes over time") == page.words.count("predicted, ") == 2
+    assert page.words.count("Timeline") == page.words.count("predicted, ") == 2
     assert "Wrote" in run("plan", pipeline / "transformer", "--html", path)  # without budgets
-    assert "1 GiB more of VRAM would save" in Page(path).words
+    assert "1 GiB more VRAM would save" in Page(path).words
 
 
 def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> None:
@@ -633,11 +645,11 @@ def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
     speeds.record(replace(SPEEDS, device="RTX 4060", h2d=12_000_000_000, drive=None, unpack=1))
     speeds.record(replace(SPEEDS, device="H200", h2d=55_000_000_000, drive=None))
     assert f"RAM to device 55 GB/s (measured on H200, {SPEEDS.measured_at})" in said()
-    assert "drive 3.5 GB/s (assumed), unpacking 400 GB/s (assumed)" in said()
+    assert "disk to RAM 3.5 GB/s (assumed), unpacking 400 GB/s (assumed)" in said()
     here = speeds.filesystem_of(model)
     speeds.record(replace(SPEEDS, device="CPU x", drive=2_000_000_000, filesystem=here))
-    assert f"drive 2 GB/s (measured on CPU x, {SPEEDS.measured_at})" in said()
-    assert "RAM to device 10 GB/s (given), drive 1 GB/s (given)." in run(
+    assert f"disk to RAM 2 GB/s (measured on CPU x, {SPEEDS.measured_at})" in said()
+    assert "RAM to device 10 GB/s (given), disk to RAM 1 GB/s (given)." in run(
         "plan", model, "--h2d", "10GB", "--drive", "1GB"
     )
 
@@ -646,7 +658,7 @@ def test_no_device_is_asked(model: Path, run: Terminal, monkeypatch: pytest.Monk
     def asked(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("asked")
 
-    for module, name in ((torch.cuda, "_lazy_init"), (cli_bench, "backend_for"), (speeds, "measure")):
+    for module, name in ((torch.cuda, "_lazy_init"), (cli_bench, "chosen_backend"), (speeds, "measure")):
         monkeypatch.setattr(module, name, asked)
     run("plan", model, "--vram", "4GiB", "--ram", "8GiB")
 
@@ -670,14 +682,14 @@ def test_bench(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -
     assert found["h2d"] > 0 and found["drive"] > 0 and found["filesystem"] == speeds.filesystem_of(tmp_path)
     assert speeds.recorded() == [speeds.MachineSpeeds(**found)]
     said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("GB/s") == 2 and "Kept in" in said and str(speeds.record_file()) in said.replace("\n", "")
+    assert said.count("GB/s") == 2 and "Saved to" in said and str(speeds.record_file()) in said.replace("\n", "")
     assert len(speeds.recorded()) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.usefixtures("_small")
 def test_bench_where_there_is_no_file_to_read(tmp_path: Path, run: Terminal) -> None:
     said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("not measured") == 2 and "no safetensors file" in said and "Kept in" in said
+    assert said.count("not measured") == 1 and "no safetensors file" in said and "Saved to" in said
     (kept,) = speeds.recorded()
     assert kept.drive is None and kept.filesystem == "" and kept.h2d > 0 and not list(tmp_path.iterdir())
 

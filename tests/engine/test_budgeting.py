@@ -248,6 +248,8 @@ def test_more_tokens_beside_a_long_text(
         assert all(peak_of(model, batch) <= budget for _ in range(passes))
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
     assert "over vram_budget" not in caplog.text
+    peak_of(model, 500)
+    assert f"{kind.__name__}: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
     handle.remove()
 
 

@@ -395,11 +395,11 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert {group.tier for group in handle.groups} == {tier}
     assert handle.module is model and model in handle.gated_modules
     lines = str(handle).splitlines()
-    assert lines[0].split() == ["group", "tensors", "size", "rests", "in"] and set(lines[1]) == {"-"}
+    assert lines[0].split() == ["group", "tensors", "size", "stored", "in"] and set(lines[1]) == {"-"}
     assert len(lines) == 3 + len(handle.groups)
     for line, group in zip(lines[2:-1], handle.groups, strict=True):
         assert line.startswith(group.group_id) and line.rstrip().endswith(group.where)
-    assert "Model" in lines[-1] and "cpu" in lines[-1]
+    assert "Model: " in lines[-1] and "computed on cpu" in lines[-1]
     assert "Model" in repr(handle)
     handle.remove()
     assert "removed" in str(handle) and not handle.is_active

@@ -76,7 +76,7 @@ def test_packed_bytes_cross_the_link(options: dict[str, Any], device: SimulatedD
     assert gained(handle, before, "bytes_unpacked") == size - plain
     assert gained(handle, before, "stalls") == 0
     assert handle.stats().packed_bytes == packed
-    assert all(("packed RAM" in group.where) == (group.packed_bytes > 0) for group in handle.groups)
+    assert all(("packed to" in group.where) == (group.packed_bytes > 0) for group in handle.groups)
     end(device, model, resident, handle)
 
 
@@ -189,7 +189,7 @@ def test_what_does_not_fit_into_ram_stays_plain(
     model = twin_of(resident, source, tmp_path)
     with caplog.at_level(logging.WARNING, "group_offload"), watch_file_reads(device):
         handle = offload(model, pack=True, **options)
-        assert "A larger ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
+        assert "Raise ram_budget" in caplog.text and "offload_to_disk_path" in caplog.text
         check(device, model, resident, 2)
         assert not handle.stats().bytes_unpacked
         end(device, model, resident, handle)

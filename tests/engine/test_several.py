@@ -114,12 +114,19 @@ def test_a_group_that_was_destroyed_is_named(group: Any) -> None:
         apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=other)
 
 
+def test_a_group_of_other_ranks_is_refused(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1])
+    with pytest.raises(ConfigError, match=r"rank 0 \(this process\) isn't in process_group"):
+        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"share": True}, "needs process_group"),
         ({"share": "yes"}, "expected True, False or 'auto'"),
         ({"process_group": "world"}, "expected a torch.distributed.ProcessGroup"),
+        ({"process_group": dist, "share_passes": True}, "share_passes=True can't be combined with process_group"),
         ({"process_group": dist, "verify_files": True, "share": True}, "verify_files=True contradicts share=True"),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload.base.text import describe_seconds
 from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
 
@@ -259,8 +260,8 @@ def test_the_plan_says_what_passes_took(monkeypatch: pytest.MonkeyPatch) -> None
             plan = handle.plan
             assert plan.details is not None and plan.step_seconds == pytest.approx(seconds, rel=0.01)
             assert plan.details.prediction.step_seconds == pytest.approx(seconds * factor, rel=0.05)
-            assert f"A pass took {plan.step_seconds:.4g} s, measured: " in str(plan)
-            assert ("% more than the" if factor < 1 else "less than the") in str(plan)
+            assert f"Measured {describe_seconds(plan.step_seconds)} a forward, " in str(plan)
+            assert ("% over the" if factor < 1 else "less than the") in str(plan)
 
 
 def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

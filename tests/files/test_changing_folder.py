@@ -68,7 +68,7 @@ def test_a_folder_that_somebody_keeps_locked(tmp_path: Path, caplog: pytest.LogC
     with held_by_another(tmp_path):
         assert_holds(set_up(tmp_path))
         waiting, going_on = (record.getMessage() for record in caplog.records)
-        assert waiting.startswith("Another process is setting a model up in") and "going on without" in going_on
+        assert waiting.startswith("Another process is setting a model up in") and "continuing without" in going_on
 
 
 # ---------------------------------------------------------------- files that go while they are looked at
@@ -139,5 +139,8 @@ def test_temporary_files_that_a_set_up_does_not_remove(
 
 
 def test_a_full_drive_says_what_helps(tmp_path: Path) -> None:
-    with pytest.raises(GroupFileError, match="Free some room"), Folder(tmp_path).locked(1 << 60):
+    with (
+        pytest.raises(GroupFileError, match=r"Not enough disk space in .* free, 1\d* TiB needed\. Free"),
+        Folder(tmp_path).locked(1 << 60),
+    ):
         pass

@@ -252,7 +252,7 @@ def test_write_that_fails_in_the_middle(code: int, after: int, tmp_path: Path, m
             offload_to(tmp_path, model)
     message = str(caught.value)
     assert os.strerror(code) in message and "group_" in message and str(tmp_path) in message
-    assert code != errno.ENOSPC or "Free some room" in message
+    assert code != errno.ENOSPC or "Free some space" in message
     assert "blocks_" in message or "Model_unmatched_group" in message
     assert_untouched(model, reference, before)
     for path in tmp_path.iterdir():  # one that had its name already is whole, and is used the next time

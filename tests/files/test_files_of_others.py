@@ -137,12 +137,13 @@ def test_group_files(verifies: bool, how: str, tmp_path: Path, monkeypatch: pyte
     handle.remove()
 
 
-def test_files_that_others_can_write_to(tmp_path: Path) -> None:
+def test_files_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Hazard: others may write to a file, and so decide what is computed."""
     files = set_up(tmp_path)
     files[0].path.chmod(0o666)
     again = set_up(tmp_path)
     assert again[0].path != files[0].path and again[1].path == files[1].path
+    assert f"Didn't use 1 files in {tmp_path}: other users own them or can write to them." in caplog.text
 
 
 def test_a_folder_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +164,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCap
         (own,) = names(groups) - before
         assert {file.path.parent for file in files} == {groups / own}
         assert stat.S_IMODE((groups / own).stat().st_mode) == 0o700
-    assert caplog.text.count(f"Every user can replace files in {groups}. Group files go to {groups / own}.") == 2
+    assert caplog.text.count(f"Every user can replace files in {groups}, so group files go to {groups / own}.") == 2
     (groups / own).chmod(0o770)
     with pytest.raises(
         GroupFileError, match=rf"every user can replace.*{own} there can't be used: others can write to it"

@@ -340,7 +340,7 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
     else:
         data[found.start + (10 if what == "table" else 70_000)] ^= 1
     found.path.write_bytes(data)
-    with pytest.raises(GroupFileError, match="Delete it: it is packed again"):
+    with pytest.raises(GroupFileError, match="Delete it, and it is packed again"):
         image_in(found)
     again = packed(tmp_path)
     assert again.path != found.path and torch.equal(image_in(again), IMAGE)

@@ -140,14 +140,22 @@ def test_two_models_of_one_file(path: Path, device: SimulatedDevice) -> None:
 # ---------------------------------------------------------------- not in the page cache
 
 
-@pytest.mark.parametrize("options", [{"low_cpu_mem_usage": True}, {"offload_device": "disk"}], ids=str)
-def test_what_is_read_from_the_checkpoint(options: Any, path: Path, device: SimulatedDevice) -> None:
-    """RAM that is not to be locked; files that were asked for."""
+@pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}, {"offload_device": "disk"}], ids=str)
+def test_what_is_read_from_the_checkpoint(
+    options: Any,
+    path: Path,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """RAM that is too small, which is said; RAM that is not to be locked; files that were asked for."""
+    if not options:
+        monkeypatch.setattr("group_offload.runtime.groups.build.fits", lambda num_bytes: False)
     resident = RoutedModel(NARROW)
     model = from_file(resident, path)
     handle = offload(model, **options)
     assert {(group.tier, group.where) for group in handle.groups} == {("file", path.name)}
-    assert device.pinned_bytes == 0
+    assert device.pinned_bytes == 0 and ("doesn't fit in available RAM" in caplog.text) == (not options)
     x = torch.randn(2, DIM)
     for _ in range(2):
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
@@ -208,7 +216,7 @@ def test_files_are_locked_in_pieces(
     end(handle, device, model, resident, path)
 
 
-@pytest.mark.parametrize(("why", "last"), [("the device refuses", 1), ("the device refuses", 3), ("it took", 3)])
+@pytest.mark.parametrize(("why", "last"), [("the device refused", 1), ("the device refused", 3), ("it took", 3)])
 def test_a_driver_that_locks_some_pieces_and_no_more(
     why: str, last: int, path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +232,7 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
         if not read_only:
             return pin(memory, undo, read_only=read_only)
         num_pieces += 1
-        if num_pieces == last and why == "the device refuses":
+        if num_pieces == last and why == "the device refused":
             return False
         if num_pieces == last:
             tune(monkeypatch, lock_patience_seconds=0.0)  # it took longer than that
@@ -247,7 +255,7 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
     assert num_pieces == last and num_locked == 0
     assert len(messages) == 2 and all(str(path) in message for message in messages)
     assert why in messages[0] and "to RAM" in messages[1]
-    assert {group.where for group in handle.groups} == {"RAM, page-locked"}
+    assert {group.where for group in handle.groups} == {"pinned RAM"}
     assert mappings_of(path) == []
     x = torch.randn(2, DIM)
     for _ in range(3):

@@ -700,7 +700,7 @@ def test_budgets(
     assert torch.cuda.max_memory_allocated(device) <= budget
     stats = handle.stats()
     assert stats.resident_bytes > 0 and sent[-1] < sent[0]
-    assert "A pass took" in str(handle.plan)
+    assert "easured " in str(handle.plan) and " a forward" in str(handle.plan)
     handle.remove()
     assert torch.equal(run(model.to(device), x).cpu(), expected)
 

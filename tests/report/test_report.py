@@ -106,7 +106,7 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
     told = [line for line in caplog.messages if line.startswith("Plan for ")]
     assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
     stays, sent = (describe_bytes(num_blocks * BYTES) for num_blocks in (3, 5))
-    assert f": {stays} stay on cpu, each step sends {sent}, which takes " in told[-1]
+    assert f": {stays} resident on cpu; each forward transfers {sent} and takes " in told[-1]
     path = handle.report(tmp_path / "run.html")
     assert path == tmp_path / "run.html"
     page, plan, stats = Page(path), handle.plan, handle.stats()
@@ -119,12 +119,12 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
     assert figures["measured_seconds"] == pytest.approx(took)
     gains = {"VRAM": plan.details.gain_from(device_bytes=1 << 30), "RAM": plan.details.gain_from(ram_bytes=1 << 30)}
     assert gains == {"VRAM": 0, "RAM": 0}  # compute takes longer than copies
-    assert "1 GiB more of VRAM would change nothing." in page.words and plan.details.verdict() in page.words
+    assert "1 GiB more VRAM wouldn't help." in page.words and plan.details.verdict() in page.words
     assert f"onloads {stats.onloads}" in page.words
     # Who holds device memory.
     held = dict(plan.memory)
-    assert held["residents"] == stats.resident_bytes and held["weights of other models"] == 0
-    assert held["residents"] + held["slots to take turns in"] == device.bytes_in_use()
+    assert held["resident weights"] == stats.resident_bytes and held["weights of other models"] == 0
+    assert held["resident weights"] + held["buffers for streamed weights"] == device.bytes_in_use()
     for label, num_bytes in plan.memory:
         assert f"{label} {describe_bytes(num_bytes)}" in page.words
         assert re.search(rf"{label} +{describe_bytes(num_bytes)}", str(plan))
@@ -143,7 +143,7 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
     assert f"forward 8, {took * 1e3:.4g} ms: link 20.48 ms, compute 24 ms" in page.words
     computed = [hint for hint in page.hints if f": {SECONDS * 1e3:g} ms, from" in hint]
     assert len({hint.split(":")[0] for hint in computed}) == 8
-    assert memory.budget_bytes == BYTES * 5 and memory.parts[0] == ("weights that stay", stats.resident_bytes, "device")
+    assert memory.budget_bytes == BYTES * 5 and memory.parts[0] == ("resident weights", stats.resident_bytes, "device")
     assert sum(num_bytes for _, num_bytes, _ in memory.parts) <= memory.budget_bytes
     handle.remove()
 
@@ -157,7 +157,7 @@ def test_before_any_pass(device: CountingDevice, tmp_path: Path) -> None:
     model = timed_model(device)
     handle = offload(model)
     page = Page(handle.report(tmp_path / "run.html"))
-    assert "No pass has run yet. The timeline is what the plan foresees." in page.words
+    assert "No forward has run yet. The timeline is a prediction." in page.words
     [only] = facts_of(handle).passes
     assert only.title == "predicted" and only.seconds == handle.plan.step_seconds
     handle.remove()
@@ -233,7 +233,7 @@ def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
         with pytest.raises(Stop):
             forward(device, model, x)
         page = Page(handle.report(tmp_path / "run.html"))
-        assert "No pass was recorded that completed." in page.words
+        assert "No complete forward was recorded." in page.words
         model.stop_at = -1
         num_waits = device.num_host_waits
         forward(device, model, x)
@@ -249,7 +249,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "groups" if tier == "file" else None)
     first = Page(handle.report(tmp_path / "run.html"))
-    assert "No pass has run yet." in first.words
+    assert "No forward has run yet." in first.words
     for _ in range(2):
         run(model, inputs())
     page = Page(handle.report(tmp_path / "run.html"))
@@ -259,7 +259,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     assert facts.passes[-1].seconds > 0
     assert {group.place for group in facts.groups} == {Place.FILE if tier == "file" else Place.RAM}
     assert [memory.name for memory in report_of({"": handle}).memories] == ["RAM of this process"]
-    assert "compute waited for weights" in page.words
+    assert "compute waited" in page.words
     handle.remove()
 
 
@@ -332,7 +332,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
     pages = [Page(write_report(models, tmp_path / "run.html")) for models in (pipe, handles, models_of(pipe))]
     for page in pages:
         assert all(f"{name} {type(pipe.components[name]).__name__}" in page.words for name in handles)
-        assert "Models model weights a pass what bounds it" in page.words
+        assert "Models model weights a forward bottleneck" in page.words
     assert "FluxPipeline" in pages[0].words and "Not offloaded: vae." in pages[0].words
     one = Page(write_report(pipe.transformer, tmp_path / "run.html"))
     assert one.words.startswith("FluxTransformer2DModel") and "T5EncoderModel" not in one.words
@@ -399,7 +399,7 @@ def test_many_groups(tmp_path: Path) -> None:
     path = write_page(ReportFacts(title="Many", models=[model], memories=[], sentences=[]), tmp_path / "many.html")
     assert path.stat().st_size < 2 << 20
     page = Page(path)
-    assert page.words.count("drive 500 ms, link 500 ms, compute 500 ms, stalls 500 ms") == 4
+    assert page.words.count("disk 500 ms, link 500 ms, compute 500 ms, stalls 500 ms") == 4
     assert f"all {num_groups} {describe_bytes(sum(group.num_bytes for group in model.groups))}" in page.words
 
 

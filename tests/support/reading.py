@@ -177,7 +177,7 @@ def assert_tells(error: GroupFileError, rig: Rig, what: str) -> None:
     assert any(str(path) in message for path in (rig.folder, *rig.paths())), message
     assert any(repr(group.group_id) in message for group in rig.handle.groups), message
     assert re.search(r"at byte [\d,]+", message), message
-    assert what in message and "load the model again" in message, message
+    assert what in message and "Reload the model" in message, message
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -214,9 +214,9 @@ def large(share: float, *, compute: float, shape: str = "mixed") -> Problem:
 
 def test_verdict() -> None:
     half = make_plan(within(problem_of(groups_of([100 * MIB] * 8, 0.25)), 600 * MIB))
-    assert half.verdict() == ("PCIe bounds a pass: it takes 4 s, which is the limit; compute 2 s, PCIe 4 s, drive 0 s.")
+    assert half.verdict() == "Bottleneck: PCIe, predicted 4 s a forward (compute 2 s, PCIe 4 s, disk 0 s)."
     streamed = make_plan(problem_of(groups_of([100 * MIB] * 8, 0.5), num_slots=1))
-    assert "it takes 12 s, 50.0% over the limit of 8 s; compute 4 s, PCIe 8 s" in streamed.verdict()
+    assert "predicted 12 s a forward, 50.0% over the limit of 8 s (compute 4 s, PCIe 8 s" in streamed.verdict()
     unknown = make_plan(within(problem_of(groups_of([100 * MIB] * 8)), GIB))
     assert "measured yet" in unknown.verdict()
 
@@ -252,7 +252,7 @@ def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
     groups, speeds = groups_of([100 * MIB] * 4, 0.1), Speeds(h2d=1000 * MIB, drive=100 * MIB, unpack=2000 * MIB)
     plain = simulate(problem_of(packed(groups, 0.5), speeds=speeds), [F] * 4)
     assert (plain.drive_bytes, plain.h2d_bytes, plain.unpack_bytes) == (400 * MIB, 400 * MIB, 0)
-    assert (plain.step_seconds, plain.bound) == (pytest.approx(4.0), "drive")
+    assert (plain.step_seconds, plain.bound) == (pytest.approx(4.0), "disk")
     problem = problem_of(packed(groups, 0.5, reads_packed=True), speeds=speeds)
     read = simulate(problem, [F] * 4)
     assert (read.drive_bytes, read.h2d_bytes, read.unpack_bytes) == (200 * MIB, 200 * MIB, 400 * MIB)

@@ -93,7 +93,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(device, "empty", full)
-    with pytest.raises(speeds.DeviceError, match="no room for the 2 MiB"):
+    with pytest.raises(speeds.DeviceError, match="has no 2 MiB free"):
         measure(device, None, **SIZES)
     assert device.pinned_bytes == 0
 
@@ -162,7 +162,7 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
     if drop(path):
         found = measure(HostBackend(), path, **SIZES)
         assert found.drive is not None and found.drive > 0
-        assert "not possible" in found.problem and in_page_cache(path) < MIB
+        assert "aren't possible" in found.problem and in_page_cache(path) < MIB
     path.read_bytes()
     found = measure(HostBackend(), path, **SIZES)
     assert found.drive is None and "all of it is in RAM" in found.problem and in_page_cache(path) == 3 * MIB

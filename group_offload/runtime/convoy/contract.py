@@ -39,6 +39,8 @@ UNetMotionModel UNetSpatioTemporalConditionModel WanAnimateTransformer3DModel Wa
 ZImageTransformer2DModel
 """
 _LIBRARIES = frozenset(["diffusers.", "peft.", "torch.", "transformers."])
+DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
+"""How the names of those models in a pipeline begin that run in each step."""
 LISTED = frozenset(f"diffusers.{name}" for name in _DENOISERS.split())
 """Classes, by their package and name. A subclass may do anything, so it is no such class."""
 

@@ -176,9 +176,9 @@ def examine(root: nn.Module, is_ours: Callable[[Any], bool]) -> Fingerprint | st
         elif others:
             finding = f"has the hook {others[0]!r} of diffusers, which keeps state"
         elif own is not None and getattr(own, "__func__", None) is not type(module).forward:
-            finding = "has another forward than its class"
+            finding = "has a replaced forward"
         elif any(isinstance(each, torch.Tensor) and each.is_inference() for each in tensors):
-            finding = "has inference tensors, in which nobody sees changes"
+            finding = "has inference tensors, whose changes can't be detected"
         else:
             continue
         name = next((name for name, each in root.named_modules() if each is module), "")

@@ -145,8 +145,7 @@ class SharedPasses(Passes):
             self._state = State.UNKNOWN
         if convoy.has_begun and self._state is State.UNKNOWN:
             raise Broken(
-                f"A forward of {self.name} shares its pass with one of another thread that was interrupted. "
-                f"Call it again."
+                f"A forward of {self.name} ran together with one of another thread that was interrupted. Call it again."
             )
 
     # ---------------------------------------------------------------- a pass

@@ -121,7 +121,7 @@ class SharingPolicy:
         if self._passes.lock is not self._turns:
             reason = "it shares weights with another offloaded model"
         if now.other is not None:
-            reason = f"an input has a {type(now.other).__name__} in it, which is neither a tensor nor a plain value"
+            reason = f"an input has a {type(now.other).__name__} in it, which can't be compared between calls"
         if reason is not None:
             self._say(reason)
             self._discard(steps)
@@ -136,7 +136,7 @@ class SharingPolicy:
             steps.begin(now, args, kwargs)
         is_first = not steps.calls
         if not now.are_counted:
-            self._say("its inputs are inference tensors, in which nobody sees changes: call it under torch.no_grad()")
+            self._say("its inputs are inference tensors: call it under torch.no_grad()")
             steps.forget()
         elif len(steps.calls) <= MOST_CALLS:  # of a step with more calls none is foreseen
             steps.calls.append(now)
@@ -149,8 +149,8 @@ class SharingPolicy:
             return self.alone(*args, **kwargs)
         reason = self._examined()
         if reason is None and len(calls) > room and self._passes.counters.passes:
-            is_vain, most = self._passes.sends_nothing, f"there is room for {room} in one pass, not for {len(calls)}"
-            self._say("by its plan no forward sends any weights" if is_vain else most)
+            is_vain, most = self._passes.sends_nothing, f"the device has space for {room} at once, not for {len(calls)}"
+            self._say("by its plan, forwards transfer no weights" if is_vain else most)
         may_share = [self._judgement(call.key) for call in calls[:room]]
         if False in may_share:
             del may_share[1:]
@@ -160,7 +160,7 @@ class SharingPolicy:
         if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
             if self._num_in_vain < _MOST_IN_VAIN:
                 return self._trial(steps, calls, args, kwargs)
-            self._say("no two steps are alike, or modules change between steps, so that each step would be tried anew")
+            self._say("its inputs or modules differ from step to step")
         return self.alone(*args, **kwargs)
 
     def _examined(self) -> str | None:
@@ -225,13 +225,13 @@ class SharingPolicy:
         if steps.ahead:
             self._passes.counters.discarded += len(steps.ahead)
             if steps.miss():
-                self._say("calls of a step were foreseen wrongly twice in a row")
+                self._say("the calls of a step were predicted wrongly twice in a row")
 
     def _foreseen(self, steps: Steps) -> list[Arguments]:
         """The other calls of the step that begins."""
         sees_edits = scans_quickly() and self._passes.detects_edits
         if steps.foreseen and self._backend.has_streams and not sees_edits:
-            self._say("there is no quick way here to tell whether weights were edited between two calls of a step")
+            self._say("edits of weights between two calls of a step can't be detected quickly here")
             return []
         return steps.foreseen
 
@@ -255,7 +255,7 @@ class SharingPolicy:
                 raise
             is_void = True
             if isinstance(error, torch.OutOfMemoryError):
-                self._say(f"there is no room for {size} forwards in one pass")
+                self._say(f"the device is out of memory with {size} at once")
                 self._passes.ran_out(size)
         finding = None
         if ahead and self._passes.counters.changed != changed:
@@ -360,7 +360,7 @@ class SharingPolicy:
             self._judge(keys, None)
             self._keep(steps, results[1:], epoch, caller)
         else:
-            self._judge(keys, "forwards that shared a pass had other bits than those made alone, or none to compare")
+            self._judge(keys, "outputs differ from those of separate forwards, or can't be compared")
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
@@ -383,7 +383,7 @@ class SharingPolicy:
             if changes:
                 finding = "it changes attributes of its modules"
             elif before != RandomStates(self._backend.device):
-                finding = "random numbers are drawn in it"  # or in another thread meanwhile
+                finding = "it draws random numbers"  # or in another thread meanwhile
             elif self._passes.counters.changed != changed:
                 finding = "it changes its weights or buffers"
         if finding is None and not call.are_unchanged(args, kwargs):
@@ -412,7 +412,7 @@ class SharingPolicy:
         """
         if size < 2 or before == RandomStates(self._backend.device):
             return False
-        finding = "random numbers are drawn in it"
+        finding = "it draws random numbers"
         if size != len(keys) or others_may_draw():
             self._note(keys, finding)
             return False
@@ -443,16 +443,16 @@ class SharingPolicy:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said[reason] = None
-            logger.info("Not sharing passes of %s: %s.", type(self._root).__name__, reason)
+            logger.info("Running forwards of %s separately (share_passes): %s.", type(self._root).__name__, reason)
 
 
 def _state_of_thread() -> str | None:
     if torch.is_grad_enabled():
         return "gradients are enabled: call it under torch.no_grad()"
     if has_global_hooks():
-        return "there is a hook for all modules of the process"
+        return "a global module hook is registered"
     compiler = set_eval_frame(None)
     set_eval_frame(compiler)
     if compiler:
-        return "it is called in compiled code: compile its blocks instead"
+        return "it is compiled as a whole: compile its blocks instead"
     return None
