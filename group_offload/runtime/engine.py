@@ -99,7 +99,7 @@ class Engine:
             self.transfer,
             self._lookahead,
             self._files,
-            self._probe.stopwatch,
+            self.recorder,
             self._packer,
         )
         self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
@@ -353,7 +353,6 @@ class Engine:
     def _forget_groups(self) -> None:
         """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
         self._changes.clear()
-        self._probe.stopwatch.clear()
         self.recorder.clear()
         self.groups, self._refs, self._left = (), (), {}
         self._passes.set_groups(())
@@ -369,7 +368,7 @@ class Engine:
         before = self.groups
         if before:  # blobs are about to go, and slots will have other sizes
             self._lookahead.abandon()
-            self._probe.stopwatch.clear()
+            self.recorder.forget_measured()
             self.memory.release()
         self.groups = Builder(
             root=self.root,

@@ -306,16 +306,14 @@ class Passes:
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self.memory.take()
         is_timed = self._placer.begin_pass(kind)
-        self._probe.begin_forward(
-            self.number,
-            type(call.module).__name__,
-            kind,
-            self._backend.current_stream(),
-            self._transfer.stream,
-            is_timed=is_timed,
-        )
+        name = type(call.module).__name__
+        self._begin_record("forward", name, kind if is_timed else None)
         self._teaches = True
         self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
+
+    def _begin_record(self, what: str, name: str, kind: Kind | None = None) -> None:
+        stream, recorder = self._backend.current_stream(), self._probe.recorder
+        recorder.begin(what, self.number, name, stream, self._transfer.stream, kind=kind)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -343,7 +341,7 @@ class Passes:
         self._lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self._backend.current_stream()
-        self._probe.end_pass(stream)
+        self._probe.recorder.end(stream)
         self._placer.end_pass()
         self._end_slots(stream)
         self.memory.give_back()
@@ -578,8 +576,7 @@ class Passes:
         self._placer.make_room(kind, begins_stint=False)
         self.memory.take()
         self._placer.begin_pass(kind)
-        stream = self._backend.current_stream()
-        self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
+        self._begin_record("backward", self.name)
         self._teaches = True
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN

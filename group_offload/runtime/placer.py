@@ -33,12 +33,12 @@ from ..stores.base import Tier
 from ..stores.files import FileBlob
 from .budget.budgeter import Budgeter, ram_for_weights
 from .budget.need import Kind, Needs
-from .budget.stopwatch import Stopwatch
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.schedule import first_guess
 from .groups.group import Group
+from .measure.recorder import Recorder
 from .measure.weighing import Weighing
 from .memory import DeviceMemory
 from .packer import Packer
@@ -77,7 +77,7 @@ class Placer:
         transfer: Transfer,
         lookahead: LookAhead,
         files: CachedFiles,
-        stopwatch: Stopwatch,
+        recorder: Recorder,
         packer: Packer,
     ) -> None:
         self._top = weakref.ref(root)
@@ -88,7 +88,7 @@ class Placer:
         self._transfer = transfer
         self._lookahead = lookahead
         self._files = files
-        self._stopwatch = stopwatch
+        self._recorder = recorder
         self._packer = packer
         # A function and not a method: the budgeter and the placer would keep each other alive.
         speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
@@ -347,7 +347,7 @@ class Placer:
             return
         logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
         self._lookahead.abandon()
-        self._stopwatch.clear()
+        self._recorder.forget_measured()
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
@@ -513,9 +513,9 @@ class Placer:
         return frozenset(group for group in self._groups if group.group_id in names)
 
     def _note_times(self) -> None:
-        for timed, by_group, rest, total in self._stopwatch.results():
-            assert isinstance(timed, Kind)
-            self._budgeter.note_times(timed, by_group, rest, total)
+        names = {group.group_id for group in self._groups if not group.height}
+        for measured in self._recorder.measured(names):
+            self._budgeter.note_times(*measured)
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""

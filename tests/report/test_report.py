@@ -197,7 +197,7 @@ def test_what_recording_costs(device: CountingDevice) -> None:
         forward_of(model)
         events.append((device.num_events - before, handle.stats().copies - copies))
     assert events[4] == events[5] == events[6] == (0, 8)
-    # The stopwatch: the pass, and three for each group. The trace: its beginning, what was sent ahead, two for each copy.
+    # The pass, and three for each group; the trace's beginning, what was sent ahead, two for each copy.
     assert events[7] == (2 + 3 * 8 + 2 + 2 * 8, 8)
     handle.remove()
 

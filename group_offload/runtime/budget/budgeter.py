@@ -289,7 +289,7 @@ class Budgeter:
         """The seconds that a forward of the last kind took; None if none was timed since weights rest where they do."""
         return median_low(took for kind, took in self._passes if kind == self._passes[-1][0]) if self._passes else None
 
-    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
+    def note_times(self, kind: Kind, by_group: dict[str, float], rest: float, total: float) -> None:
         """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
         if total and not kind.is_backward:  # the CPU has no clock of its own
             self._passes.append((kind, total))
@@ -298,7 +298,7 @@ class Budgeter:
         timed = sum(by_group.values())
         factor = 1 + rest / timed if timed else 1.0
         last = self._timed.get(kind) or deque(maxlen=NUM_TIMED)
-        last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
+        last.append({name: seconds * factor for name, seconds in by_group.items()})
         self._timed[kind] = last  # the kind timed last comes last
         for name in last[-1]:
             # The faster one of two counts: the module's first pass warms up.
