@@ -47,7 +47,6 @@ from .memory import DeviceMemory
 from .packer import Packer
 from .passes import Passes
 from .placer import Placer
-from .probe import Probe
 from .sharing.sharing import Sharing
 
 _MOST_REBUILDS = 3
@@ -86,8 +85,7 @@ class Engine:
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(config, self.transfer, self._folder)
-        self._probe = Probe(backend, self.recorder)
-        self.memory = DeviceMemory(config, self.transfer, self._probe.stalls, self.counters)
+        self.memory = DeviceMemory(config, self.transfer, self.counters)
         self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
         commit_late, name = self._changes.commit_late, type(root).__name__
@@ -111,7 +109,7 @@ class Engine:
             self._files,
             self.placer,
             self._changes,
-            self._probe,
+            self.recorder,
             self.counters,
             weakly(self._prepare),
         )
@@ -227,7 +225,7 @@ class Engine:
     @property
     def seconds_stalled(self) -> dict[str, float]:
         """Seconds that compute waited, by the group that it waited for."""
-        return self._probe.stalls.by_group()
+        return self.memory.stalls.by_group()
 
     @property
     def groups_staying(self) -> frozenset[Group | PackedGroup]:

@@ -75,7 +75,7 @@ class CountingDevice(TimedDevice):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
     tune(monkeypatch, max_run_bytes=BYTES, resident_bytes=0, device_margin_bytes=0)
     with use_simulated_device(CountingDevice(LINK)) as device:  # type: ignore[arg-type]
         yield device  # type: ignore[misc]

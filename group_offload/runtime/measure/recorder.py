@@ -117,6 +117,21 @@ class Recorder:
             by_group, waited = found.trace.compute_seconds(names)
             yield found.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total
 
+    def arrives(self, stream: Stream) -> None:
+        """Compute on `stream` is about to wait for a group."""
+        if self.trace is not None:
+            self.trace.compute_arrives(stream)
+
+    def begins(self, name: str, stream: Stream) -> None:
+        """The bytes of the group of this name are there, and its compute is enqueued next."""
+        if self.trace is not None:
+            self.trace.compute_begins(name, stream)
+
+    def ends(self, name: str, num_bytes: int, stream: Stream) -> None:
+        """All uses of the group are enqueued, which has `num_bytes`."""
+        if self.trace is not None:
+            self.trace.compute_ends(name, num_bytes, stream)
+
     def recover(self) -> None:
         """The pass in progress failed."""
         self._now = None

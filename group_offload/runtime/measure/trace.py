@@ -78,22 +78,23 @@ class WeightTrace:
         """What other GPUs have brought of a group was enqueued on `stream` behind `begun`, which `now` gave."""
         self._on_device.append((GATHERS, name, begun, self.now(stream), num_bytes))
 
-    def compute_arrives(self, at: Event) -> None:
+    def compute_arrives(self, stream: Stream) -> None:
         """Compute is about to wait for a group."""
-        self._arrived = at
+        self._arrived = self.now(stream)
 
-    def compute_begins(self, name: str, at: Event) -> None:
+    def compute_begins(self, name: str, stream: Stream) -> None:
         """Compute has the group of this name, for which it has waited since `compute_arrives`."""
+        now = self.now(stream)
         if self._arrived is not None:
-            self._on_device.append((STALLS, name, self._arrived, at, 0))
+            self._on_device.append((STALLS, name, self._arrived, now, 0))
             self._arrived = None
-        self._open.setdefault(name, at)
+        self._open.setdefault(name, now)
 
-    def compute_ends(self, name: str, num_bytes: int, at: Event) -> None:
+    def compute_ends(self, name: str, num_bytes: int, stream: Stream) -> None:
         """Compute is done with all uses of the group, which has `num_bytes`."""
         begun = self._open.pop(name, None)
         if begun is not None:
-            self._on_device.append((COMPUTE, name, begun, at, num_bytes))
+            self._on_device.append((COMPUTE, name, begun, self.now(stream), num_bytes))
 
     def compute_seconds(self, names: Collection[str]) -> tuple[dict[str, float], float]:
         """The seconds of compute of each of these groups, and those that compute waited. The device is past all of it."""
