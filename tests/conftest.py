@@ -124,7 +124,7 @@ def _patches_of_all_tests() -> Iterator[None]:
         # Some thousand files are written; on many a drive each would take milliseconds. A closed file is an error still.
         patch.setattr("os.fsync", os.fstat)
         # Nothing is measured behind a test's back, and nothing written to the user's folders.
-        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
+        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
         # The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same.
         # Their files are small enough to be locked in the page cache: then nothing would ever be read.
         tune(patch, min_window_bytes=0, locked_share=0.0)

@@ -45,18 +45,14 @@ class Holding:
     def evict_residents(self, num_bytes: int) -> None:
         """Evict residents until `num_bytes` are free. In the module's own pass: those that are needed last, none in use."""
 
-    def take_back(self) -> tuple[torch.Tensor, list[Event]]:
+    def take_back(self) -> tuple[torch.Tensor | None, list[Event]]:
         """Take back all but residents. Whatever is in it, or on its way there, is forgotten.
 
         Returns:
-            The memory, and the events behind all that is done to it and that compute has not waited for.
+            The memory, and the events behind all that is done to it and that compute has not waited for. None if other code
+            keeps views of the memory: then it is freed with the last view, and not given to others.
         """
         raise NotImplementedError
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether other code keeps views of the memory. Then it is freed with the last view, and not given to others."""
-        return False
 
 
 class Arena:
@@ -222,10 +218,9 @@ class Arena:
 
     def _take_over(self, last: Holding, num_bytes: int, stream: Stream) -> torch.Tensor | None:
         """The memory of the last module; None if it has another size. It is freed then, before the new memory is allocated."""
-        is_aliased = last.is_aliased  # asked before the slots are forgotten, which know of the views
         memory, unread = last.take_back()
-        if memory.numel() != num_bytes or is_aliased:
-            if not is_aliased:
+        if memory is None or memory.numel() != num_bytes:
+            if memory is not None:
                 self.backend.free(memory)
             return None
         # The last module may have computed on another stream, and may have more copies on their way. Only `stream` waits for
@@ -251,9 +246,8 @@ class Arena:
         """Give the memory back to the device, if it was not taken back already. Residents stay."""
         with self._lock:
             if mine.memory is not None:
-                is_aliased = mine.is_aliased
                 memory, _ = mine.take_back()
-                if not is_aliased:
+                if memory is not None:
                     self.backend.free(memory)
 
     def release_idle(self) -> None:

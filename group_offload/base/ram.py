@@ -16,8 +16,8 @@ _RESERVE_BYTES = 1 << 30
 """RAM that is left to the process itself and to the system, whatever is asked for."""
 
 
-class _Locked:
-    """The bytes of files that this process has page-locked. The kernel still counts their pages as reclaimable."""
+class Tally:
+    """Bytes that are counted for as long as objects exist."""
 
     def __init__(self) -> None:
         self._sizes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -26,12 +26,13 @@ class _Locked:
     def num_bytes(self) -> int:
         return sum([*self._sizes.values()])
 
-    def add(self, lock: object, num_bytes: int) -> None:
-        """Count `num_bytes` for as long as `lock` exists."""
-        self._sizes[lock] = num_bytes
+    def add(self, owner: object, num_bytes: int) -> None:
+        """Count `num_bytes` for as long as `owner` exists."""
+        self._sizes[owner] = num_bytes
 
 
-locked = _Locked()
+locked = Tally()
+"""The bytes of files that this process has page-locked. The kernel still counts their pages as reclaimable."""
 
 
 def available_ram() -> int:

@@ -108,6 +108,9 @@ try:
 
     has_global_hooks: Any = _has_any_global_hook
 
+    # While torch.jit traces, torch calls more than a module's forward.
+    tracing_state: Any = torch._C._get_tracing_state
+
     # Inputs and outputs may be nested, also in classes that somebody has registered there.
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
+from heapq import nlargest
 from typing import Any
 
 import torch
@@ -30,16 +31,16 @@ from torch import nn
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.arena import moved
 from ..base.compiled import is_compiled
+from ..base.layout import span_bytes
 from ..base.text import did_you_mean, short
 from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, release, shared_handle
-from ..partition import tables_of
+from ..partition import partition, tables_of
 from ..plan.budgets import Default
 from ..runtime.gates import HANDLE, is_offloaded, root_of
-from ..runtime.memory import bytes_in_turn
 from .casts import cast_now
 from .modular import LISTENERS
 from .patching import swap
@@ -205,9 +206,12 @@ class PlannedModel:
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
-            return bytes_in_turn(self.model, OffloadConfig.from_options(self.options))
+            config = OffloadConfig.from_options(self.options)
+            groups = partition(self.model, config, is_compiled).groups
         except GroupOffloadError:
             return sys.maxsize  # offloaded first, the model raises this error first
+        sizes = [sum(span_bytes(ref.tensor) for ref in group.tensors) for group in groups if not group.is_table]
+        return sum(nlargest(config.num_slots, sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from ..api import handle_of
 from ..base.tuning import tuning
 from ..handle import link
 from ..plan.budgets import Budget, parse_budget, total_ram
-from ..plan.ram_shares import ComponentLoad, share_ram
-from ..runtime.budget.budgeter import ram_for_weights
+from ..plan.ram_shares import ComponentLoad, ram_for_weights, share_ram
 from ..runtime.convoy.contract import DENOISERS
 from ..stores.checkpoint import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT

@@ -47,7 +47,6 @@ from .memory import DeviceMemory
 from .packer import Packer
 from .passes import Passes
 from .placer import Placer
-from .probe import Probe
 from .sharing.sharing import Sharing
 
 _MOST_REBUILDS = 3
@@ -86,8 +85,7 @@ class Engine:
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(config, self.transfer, self._folder)
-        self._probe = Probe(backend, self.recorder)
-        self.memory = DeviceMemory(config, self.transfer, self._probe.stalls, self.counters)
+        self.memory = DeviceMemory(config, self.transfer, self.counters)
         self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
         commit_late, name = self._changes.commit_late, type(root).__name__
@@ -99,7 +97,7 @@ class Engine:
             self.transfer,
             self._lookahead,
             self._files,
-            self._probe.stopwatch,
+            self.recorder,
             self._packer,
         )
         self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
@@ -111,7 +109,7 @@ class Engine:
             self._files,
             self.placer,
             self._changes,
-            self._probe,
+            self.recorder,
             self.counters,
             weakly(self._prepare),
         )
@@ -227,7 +225,7 @@ class Engine:
     @property
     def seconds_stalled(self) -> dict[str, float]:
         """Seconds that compute waited, by the group that it waited for."""
-        return self._probe.stalls.by_group()
+        return self.memory.stalls.by_group()
 
     @property
     def groups_staying(self) -> frozenset[Group | PackedGroup]:
@@ -353,7 +351,6 @@ class Engine:
     def _forget_groups(self) -> None:
         """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
         self._changes.clear()
-        self._probe.stopwatch.clear()
         self.recorder.clear()
         self.groups, self._refs, self._left = (), (), {}
         self._passes.set_groups(())
@@ -369,7 +366,7 @@ class Engine:
         before = self.groups
         if before:  # blobs are about to go, and slots will have other sizes
             self._lookahead.abandon()
-            self._probe.stopwatch.clear()
+            self.recorder.forget_measured()
             self.memory.release()
         self.groups = Builder(
             root=self.root,

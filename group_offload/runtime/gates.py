@@ -45,6 +45,7 @@ from ..base.torch_internals import (
     not_compiled,
     num_autograd_nodes,
     set_eval_frame,
+    tracing_state,
 )
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
@@ -193,7 +194,7 @@ class Gate(Around):
                 module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or has_global_hooks()
             )
             and getattr(module._call_impl, "__func__", None) is nn.Module._call_impl
-            and not torch.jit.is_tracing()
+            and tracing_state() is None
         )
 
     def _own_forward(self) -> Any:

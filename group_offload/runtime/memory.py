@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import nlargest
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..base.arena import Holding, arena_for
-from ..base.compiled import is_compiled
 from ..base.device import Event
-from ..base.layout import ALIGNMENT, span_bytes
+from ..base.layout import ALIGNMENT
 from ..base.tuning import tuning
 from ..config import OffloadConfig
-from ..partition import partition
 from ..plan.placement import NUM_BERTHS
 from ..stores.base import PlacedBlob
 from .copies.transfer import Transfer
@@ -38,12 +34,12 @@ class DeviceMemory(Holding):
     Order of calls: `reside` once groups are known; `claim`, `take`, then everything else, then `give_back` in each pass.
     """
 
-    def __init__(self, config: OffloadConfig, transfer: Transfer, stalls: Stalls, counters: Counters) -> None:
+    def __init__(self, config: OffloadConfig, transfer: Transfer, counters: Counters) -> None:
         super().__init__()
         self._config = config
         self._backend = config.backend
         self._transfer = transfer
-        self._stalls = stalls
+        self.stalls = Stalls(config.backend)
         self._counters = counters
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
@@ -81,10 +77,6 @@ class DeviceMemory(Holding):
         """The groups whose tensors are views of slots."""
         self.window_bytes = 0
         """The bytes that may be on their way just in time."""
-        self.most_pooled_bytes: int | None = None
-        """The bytes that slots just in time may have, those in use included, so that more is on its way; None for no limit."""
-        self._bytes_ahead = 0
-        """The bytes of slots just in time with groups that no call has needed yet."""
         self.next_bytes: int | None = 0
         """The bytes just in time that there was no room for; None if all foreseen groups are on their way."""
 
@@ -150,20 +142,17 @@ class DeviceMemory(Holding):
     def slots(self) -> list[Slot[Group]]:
         return [*self.residents, *self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)]
 
-    @property
-    def is_aliased(self) -> bool:
-        return any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
-
-    def take_back(self) -> tuple[torch.Tensor, list[Event]]:
+    def take_back(self) -> tuple[torch.Tensor | None, list[Event]]:
         memory, unread = self.memory, [] if self.berths is None else [*self.berths.last_uses]
+        # Asked before the slots are forgotten, which know of the views.
+        is_aliased = any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
         for slot in (*self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)):
             slot.evict()
             if slot.waited_on is None:
                 unread.append(slot.ready)
-        assert memory is not None
         # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
         self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
-        return memory, unread
+        return None if is_aliased else memory, unread
 
     def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
         """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
@@ -186,29 +175,21 @@ class DeviceMemory(Holding):
     def evict_residents(self, num_bytes: int) -> None:
         if num_bytes <= 0:
             return
-        # Another module's pass takes what came last, whatever this module needs next.
-        for slot in (
-            sorted(self.residents, key=self._next_uses(), reverse=True) if self.is_busy else self.residents[::-1]
-        ):
+        slots = self.residents[::-1]  # another module's pass takes what came last, whatever this module needs next
+        if self.is_busy:
+            next_use: dict[Group | PackedGroup, int] = {}
+            for number, group in enumerate(self.schedule.upcoming(wraps=True)):
+                next_use.setdefault(group, number)
+                next_use.setdefault(group.packed, number)
+            never = len(next_use)
+            slots.sort(key=lambda slot: min((next_use.get(group, never) for group in slot.groups), default=never))
+            slots.reverse()
+        for slot in slots:
             if num_bytes > 0 and not slot.is_held:
                 num_bytes -= slot.memory.numel()
                 self.free(slot)
         # What was evicted is not brought again in this pass: it takes turns.
         self.resident_room = min(self.resident_room, self.resident_bytes)
-
-    def _next_uses(self) -> Callable[[Slot[Any]], int]:
-        """A function that tells how far off the next use of a slot is."""
-        next_use: dict[Group | PackedGroup, int] = {}
-        for number, group in enumerate(self.schedule.upcoming(wraps=True)):
-            next_use.setdefault(group, number)
-            next_use.setdefault(group.packed, number)
-        never = len(next_use)
-        return lambda slot: min((next_use.get(group, never) for group in slot.groups), default=never)
-
-    def limit_residents(self, room: int) -> None:
-        """Let residents take no more than `room` from now on, and evict what takes more. Groups in use stay."""
-        self.evict_residents(self.resident_bytes - room)
-        self.resident_room = room
 
     def release(self) -> None:
         """Give all memory up."""
@@ -242,7 +223,6 @@ class DeviceMemory(Holding):
                 start += size
             if self.berth_bytes:
                 self.berths = Berths(self.memory[start:], self._backend, self._reading_bytes)
-        self._bytes_ahead = sum(slot.num_bytes_ahead for slot in self.pooled)
         self._note_peak()
         for slot in self.slots:
             for group in [*slot.groups]:
@@ -263,7 +243,7 @@ class DeviceMemory(Holding):
         """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
         self.bound.clear()
         self.spared = {}
-        self._bytes_ahead, self.next_bytes = 0, 0
+        self.next_bytes = 0
         slots = [*self.residents, *self.pooled]
         for slot in slots:
             slot.evict()
@@ -273,6 +253,7 @@ class DeviceMemory(Holding):
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
+        self.stalls.recover()
 
     def __del__(self) -> None:
         """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
@@ -321,26 +302,25 @@ class DeviceMemory(Holding):
         if not self.has_room_for(num_bytes):
             self.next_bytes = num_bytes
             return None
-        slot = self.pooled_slot(num_bytes)
-        self._bytes_ahead += num_bytes
-        slot.num_bytes_ahead = num_bytes
-        return slot
+        return self.pooled_slot(num_bytes)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more may be on their way just in time. Without a limit one run may always be."""
+        """Whether `num_bytes` more may be on their way just in time. Without a budget one run may always be."""
         num_pooled = self.pooled_bytes + num_bytes
-        if self.most_pooled_bytes is not None and num_pooled > self.most_pooled_bytes:
+        # A budget's plan counts on as much as a ring would take.
+        if self._config.vram_budget is not None and num_pooled > self.ring_sizes.get(0, num_pooled):
             return False
-        if not self._bytes_ahead:
+        bytes_ahead = sum(slot.memory.numel() for slot in self.pooled if slot.unused)
+        if not bytes_ahead:
             return True
-        if self._bytes_ahead + num_bytes > self.window_bytes:
+        if bytes_ahead + num_bytes > self.window_bytes:
             return False
         # Where memory counts most, slots in use count too.
         return not self.is_tight or num_pooled <= self.window_bytes * 3 // 2
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
-        slot: Slot[Group] = Slot(memory, self._stalls.new_event, start=0, owner=stream)
+        slot: Slot[Group] = Slot(memory, self.stalls.new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
         slot.is_resident = is_resident
         if is_resident:
@@ -371,7 +351,7 @@ class DeviceMemory(Holding):
         after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
             self.evict(old)
-        self._stalls.collect(slot)
+        self.stalls.collect(slot)
         offset = 0
         for group in run:
             group.was_sent(slot, offset)
@@ -397,25 +377,17 @@ class DeviceMemory(Holding):
         slot = group.slot
         assert slot is not None
         slot.groups.remove(group)
-        self.mark_used(group, slot)
+        slot.unused.discard(group)
         group.slot = None
         if not slot.is_fixed and not slot.groups:
             self.free(slot)
-
-    def mark_used(self, group: Group, slot: Slot[Group]) -> None:
-        """Strike `group` from the unused groups of `slot`: no call waits for it there any more."""
-        if group in slot.unused:
-            slot.unused.remove(group)
-            if not slot.unused and not slot.is_fixed:
-                self._bytes_ahead -= slot.num_bytes_ahead
-                slot.num_bytes_ahead = 0
 
     def evict(self, slot: Slot[Group]) -> None:
         """Take all groups out of a slot."""
         for group in [*slot.groups]:
             if group in self.bound:  # the group was expected to be needed again at once
                 self.unbind(group)
-            self.mark_used(group, slot)
+        slot.unused.clear()
         slot.evict()
 
     def try_unbind(self, slot: Slot[Group]) -> bool:
@@ -440,7 +412,7 @@ class DeviceMemory(Holding):
             self.resident_bytes -= slot.memory.numel()
         else:
             self.pooled_bytes -= slot.memory.numel()
-        self._stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
+        self.stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
 
@@ -464,13 +436,3 @@ def size_rings(groups: Iterable[Group], config: OffloadConfig, num_slots: int) -
         if height and config.use_stream:
             rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
     return rings
-
-
-def bytes_in_turn(root: nn.Module, config: OffloadConfig) -> int:
-    """The approximate bytes that weights of `root` take turns in on the device, once offloaded. No weight is touched."""
-    sizes = [
-        sum(span_bytes(ref.tensor) for ref in spec.tensors)
-        for spec in partition(root, config, is_compiled).groups
-        if not spec.is_table
-    ]
-    return sum(nlargest(config.num_slots, sizes))

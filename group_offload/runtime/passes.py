@@ -48,9 +48,9 @@ from .foresight.succession import Model, Succession
 from .groups.group import Group, Residence
 from .groups.part import Part
 from .measure.counters import Counters
+from .measure.recorder import Recorder
 from .memory import DeviceMemory
 from .placer import Placer
-from .probe import Probe
 from .slots.slot import Slot
 from .threads import where_it_waits
 
@@ -93,7 +93,7 @@ class Passes:
         files: CachedFiles,
         placer: Placer,
         changes: Changes,
-        probe: Probe,
+        recorder: Recorder,
         counters: Counters,
         prepare: Callable[[nn.Module, Kind], set[Group]],
     ) -> None:
@@ -111,7 +111,7 @@ class Passes:
         self._files, self.ahead = files, files.ahead
         self._placer = placer
         self._changes = changes
-        self._probe = probe
+        self._recorder = recorder
         self._counters = counters
         self._prepare = prepare
         self._groups: tuple[Group, ...] = ()
@@ -228,7 +228,7 @@ class Passes:
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
-            self._placer.weigh_activations(call.module)
+            self._placer.weigh_activations()
             self._lookahead.before_call()
             if self.succession is not None:
                 self.succession.look(self)
@@ -295,7 +295,7 @@ class Passes:
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
-            self._spare_others()
+            self.memory.spared = self.succession.spared_by(self)
             self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
             if self.succession.is_repeated and not self._placer.has_budget:
                 self.memory.hold(self._stint, self.succession.most_slot_bytes)
@@ -304,16 +304,14 @@ class Passes:
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self.memory.take()
         is_timed = self._placer.begin_pass(kind)
-        self._probe.begin_forward(
-            self.number,
-            type(call.module).__name__,
-            kind,
-            self._backend.current_stream(),
-            self._transfer.stream,
-            is_timed=is_timed,
-        )
+        name = type(call.module).__name__
+        self._begin_record("forward", name, kind if is_timed else None)
         self._teaches = True
         self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
+
+    def _begin_record(self, what: str, name: str, kind: Kind | None = None) -> None:
+        stream = self._backend.current_stream()
+        self._recorder.begin(what, self.number, name, stream, self._transfer.stream, kind=kind)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -341,8 +339,8 @@ class Passes:
         self._lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self._backend.current_stream()
-        self._probe.end_pass(stream)
-        self._placer.end_pass()
+        self._recorder.end(stream)
+        self._placer.end_pass(completed=True)
         self._end_slots(stream)
         self.memory.give_back()
         self._thread = 0
@@ -387,14 +385,9 @@ class Passes:
         """Take the slots, and start the copies of the first groups."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
-    def _spare_others(self) -> None:
-        """Find out what other models of the pipeline keep on the device because this one would gain less by the room."""
-        if self.succession is not None:
-            others = self.succession.spared_by(self)
-            self.memory.spared = {each.memory: each.memory.wanted_bytes if wants else 0 for each, wants in others}
-
     def _start_first(self) -> None:
-        self._spare_others()
+        if self.succession is not None:
+            self.memory.spared = self.succession.spared_by(self)
         if self.kind is not None:
             self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
@@ -471,7 +464,7 @@ class Passes:
             if binds and group.residence is Residence.AT_REST:
                 group.onload()
             group.holds += 1
-            self._probe.begins(group, self._backend.current_stream())
+            self._recorder.begins(group.group_id, self._backend.current_stream())
             return
         if group.slot is None:
             self._counters.stalls += 1
@@ -481,7 +474,9 @@ class Passes:
         stream = self._backend.current_stream()
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
-            self._probe.arrives(group, slot, stream)
+            self._recorder.arrives(stream)
+            if slot.waited_on is None:
+                self.memory.stalls.arrive(slot, group.group_id, stream)
             if slot.job is not None:
                 slot = self._wait_for_files(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
@@ -491,8 +486,8 @@ class Passes:
             group.onload(is_watched=torch.is_grad_enabled())
             self.memory.bound[group] = None
         group.holds += 1
-        self.memory.mark_used(group, slot)
-        self._probe.begins(group, stream)
+        slot.unused.discard(group)
+        self._recorder.begins(group.group_id, stream)
 
     def _wait_for_files(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
         """Let the host wait for the drive, not for the device. A read that failed is tried once more.
@@ -517,9 +512,10 @@ class Passes:
         """End one use of the group: the work enqueued on `stream` so far is the last of that use."""
         group.holds -= 1
         if group.is_in_place:
-            self._probe.ends(group, stream)
-            if not group.holds and group.is_bound:
-                self._counters.changed += group.offload(self._transfer)
+            if not group.holds:
+                self._recorder.ends(group.group_id, group.num_bytes, stream)
+                if group.is_bound:
+                    self._counters.changed += group.offload(self._transfer)
             return
         slot = group.slot
         assert slot is not None
@@ -528,9 +524,9 @@ class Passes:
         slot.note_use(stream)
         if slot.owner is not None and slot.owner != stream:
             self._backend.record_stream(slot.memory, stream)
-        self._probe.ends(group, stream)
         if group.holds:
             return
+        self._recorder.ends(group.group_id, group.num_bytes, stream)
         self._lookahead.was_released(group)
         if not self._lookahead.schedule.expects(group):
             if group in self.memory.bound:
@@ -569,13 +565,12 @@ class Passes:
         self.begin_clean()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._placer.check_files()
+        self._placer.replan(kind)
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=False)
         self.memory.take()
         self._placer.begin_pass(kind)
-        stream = self._backend.current_stream()
-        self._probe.begin_backward(self.number, self.name, stream, self._transfer.stream)
+        self._begin_record("backward", self.name)
         self._teaches = True
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
@@ -624,8 +619,8 @@ class Passes:
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()
-        self._probe.recover()
-        self._placer.recover()
+        self._recorder.recover()
+        self._placer.end_pass(completed=False)
         self._changes.recover()
         self._heir = None
         self._lookahead.recover(self._groups, is_whole=is_whole)

@@ -11,35 +11,29 @@ until compute has got there. So weights that wait for their turn do not add to t
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from functools import partial
-from heapq import nlargest
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..base.arena import arena_for
-from ..base.device import Backend
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import Budget, describe_bytes
-from ..plan.placement import ASSUMED_UNPACK, Placement, Speeds, smallest_device_bytes
+from ..plan.placement import Placement, smallest_device_bytes
 from ..plan.planner import Plan
-from ..plan.speeds import ASSUMED_DRIVE, known_speeds
+from ..plan.ram_shares import promised, ram_for_weights
 from ..stores.base import Tier
 from ..stores.files import FileBlob
-from .budget.budgeter import Budgeter, ram_for_weights
+from .budget.budgeter import Budgeter
 from .budget.need import Kind, Needs
-from .budget.stopwatch import Stopwatch
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.schedule import first_guess
 from .groups.group import Group
-from .measure.weighing import Weighing
+from .measure.recorder import Recorder
 from .memory import DeviceMemory
 from .packer import Packer
 
@@ -58,8 +52,6 @@ _MIN_PACKING_GAIN = 0.05
 """With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _MOST_TOGETHER = 16
 """The most forwards that share a pass."""
-_IN_PLACE = 1e18
-"""Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 
 
 class Placer:
@@ -77,10 +69,9 @@ class Placer:
         transfer: Transfer,
         lookahead: LookAhead,
         files: CachedFiles,
-        stopwatch: Stopwatch,
+        recorder: Recorder,
         packer: Packer,
     ) -> None:
-        self._top = weakref.ref(root)
         self._name = type(root).__name__
         self._config = config
         self._backend = config.backend
@@ -88,11 +79,9 @@ class Placer:
         self._transfer = transfer
         self._lookahead = lookahead
         self._files = files
-        self._stopwatch = stopwatch
+        self._recorder = recorder
         self._packer = packer
-        # A function and not a method: the budgeter and the placer would keep each other alive.
-        speeds = partial(_measure_speeds, self._backend, files, transfer, unpacks=config.pack is not False)
-        self._budgeter = Budgeter(speeds, packer, config.num_slots)
+        self._budgeter = Budgeter(config, files, transfer, packer)
         self._needs = Needs(self._backend)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
@@ -100,13 +89,8 @@ class Placer:
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
-        self._told: tuple[int, int] | None = None
+        self._told = math.inf, math.inf
         """What stayed on the device, and what was sent, by the plan that was logged last."""
-        self._num_modules = 0
-        """The number of modules whose calls need groups."""
-        self._activations: dict[Hashable, Weighing] = {}
-        """Bytes that activations take, by the module or method that a pass begins at."""
-        self._weighed = Weighing()
 
     # ---------------------------------------------------------------- a module that was cut
 
@@ -126,8 +110,7 @@ class Placer:
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
-        self._num_modules = len({module for group in groups for module in group.modules})
-        self._activations = {}
+        self._needs.clear()
         blobs = [part.blob for group in groups for part in group.parts]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
@@ -157,6 +140,7 @@ class Placer:
         self._memory.wanted_bytes = 0
         self._packer.begin(())
         self._budgeter.clear()
+        promised.add(self, 0)
         self._files.begin(())
 
     @property
@@ -164,14 +148,12 @@ class Placer:
         """The most device memory that a pass takes for weights that take turns."""
         if not self._memory.is_just_in_time:
             return self._memory.turn_bytes
-        return self._memory.largest + self._window(None) + self._memory.outer_bytes + self._memory.berth_bytes
+        return self._memory.largest + self._window() + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
     def missing_bytes(self) -> int:
         """The device memory that the next pass takes for weights, beside what the module has by now."""
-        kept = sum(group.num_bytes for group in self._budgeter.at(Placement.DEVICE))
-        kept += sum(group.packed.num_bytes for group in self._budgeter.at(Placement.PACKED))
-        return max(0, self.slot_bytes + kept - self._memory.num_bytes)
+        return max(0, self.slot_bytes + self._budgeter.resident_bytes - self._memory.num_bytes)
 
     @property
     def has_budget(self) -> bool:
@@ -180,28 +162,23 @@ class Placer:
 
     @property
     def vram_budget(self) -> int | None:
-        """The budget of device memory, for the whole process, as far as the device has it now."""
-        return self._available() if self.has_budget and self._backend.has_streams else None
+        """The device memory that this process may use now, for weights and everything else; None without a budget."""
+        vram = self._vram
+        if vram is None or (isinstance(vram, int) and not self._backend.has_streams):
+            return vram  # without streams the device is RAM
+        there = self._backend.free_bytes() + self._backend.reserved_bytes()
+        return min(vram, there) if isinstance(vram, int) else there
 
     @property
     def kept_free(self) -> tuple[int, int]:
         """The device memory that is kept free beside weights: for activations, and as a reserve."""
         return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
 
-    def _available(self) -> int:
-        """Device memory that this process may use now, for weights and everything else."""
-        if not self._backend.has_streams and isinstance(self._vram, int):
-            return self._vram  # the device is RAM
-        there = self._backend.free_bytes() + self._backend.reserved_bytes()
-        return min(self._vram, there) if isinstance(self._vram, int) else there
-
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
         self._note_times()
         self._describe()
-        self._budgeter.refresh()
-        plan = self._budgeter.plan
-        return None if plan is None else replace(plan, measured_seconds=self._budgeter.measured_seconds)
+        return self._budgeter.current_plan()
 
     def _describe(self) -> None:
         if not self._config.has_budgets:
@@ -213,14 +190,14 @@ class Placer:
         blobs = [part.blob for group in self._groups for part in group.parts]
         in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
         self._vram = config.vram_budget
-        self._needs.clear()
         if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
-        ram, promised = None, 0
+        ram = None
+        promised.add(self, 0)
         if self._ram is not None:
             ram = max(self._ram, in_ram)
             if is_apart and (config.ram_budget, config.ram_share) != (None, None):
-                promised = min(ram - in_ram, sum(blob.layout.num_bytes for blob in files))
+                promised.add(self, min(ram - in_ram, sum(blob.layout.num_bytes for blob in files)))
             if not is_apart and files:
                 # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
                 self._vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
@@ -233,8 +210,8 @@ class Placer:
             least += self._packer.limit((group for group in in_no_file if not group.height), ram - outer - least)
             outer += self._packer.limit((group for group in in_no_file if group.height), ram - outer - least)
             ram = max(least, ram - outer)
-        room = self._room(0) - self._memory.outer_bytes if self.has_budget else None
-        self._budgeter.begin(self._groups, first_guess(self._groups), ram, promised, room)
+        room = self._room(0) if self.has_budget else None
+        self._budgeter.begin(self._groups, first_guess(self._groups), ram, room)
         least = self._budgeter.least_bytes + self._memory.outer_bytes
         if isinstance(self._vram, int) and self._groups and self._vram < least:
             if is_apart or (is_first and isinstance(config.ram_budget, int)):
@@ -244,7 +221,7 @@ class Placer:
             self._share_out_files()
         elif isinstance(self._vram, int):
             # Activations in RAM cannot be measured. A share of the budget is theirs.
-            self._budgeter.before_pass((), self._vram - self._memory.outer_bytes)
+            self._budgeter.before_pass((), self._room(0))
 
     def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
         """Bytes of RAM for weights, which take `in_ram` of them already; None for no limit."""
@@ -255,9 +232,7 @@ class Placer:
             return None
         turns = 0
         if is_first and files and not self._backend.has_streams:
-            sizes = [group.num_bytes for group in self._groups if not group.height]
-            least = sum(nlargest(config.num_slots, sizes)) + self._memory.outer_bytes
-            turns = int(least / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+            turns = int(self._memory.turn_bytes / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ram_for_weights(config.ram_budget, in_ram, tuning().reading_bytes if files else 0, turn_bytes=turns)
 
     def _too_small(self, least: int, vram: int) -> ConfigError:
@@ -282,9 +257,12 @@ class Placer:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out.
 
         Raises:
-            GroupFileError: another program changed a packed file that is page-locked.
+            GroupFileError: another program changed a packed file that is page-locked; before a backward, any such file.
         """
         self._packer.check()
+        if kind.is_backward:  # which looks for no edits, and keeps the plan
+            self._files.check()
+            return
         self._note_times()
         if self._config.pack == "auto" and not self._packer.is_on:
             self._pack_if_faster()
@@ -295,12 +273,11 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        need = self._need_of(kind)
+        need = self._needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
         memory = self._memory
-        room = self._room(need) - memory.outer_bytes
-        room -= sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
+        room = self._room(need) - sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
         if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
             self.reside()
             self._tell_plan()
@@ -312,10 +289,9 @@ class Placer:
         if plan is None or not self._backend.has_streams:
             return
         stays, sent = self._budgeter.resident_bytes, plan.prediction.h2d_bytes
-        told, self._told = self._told, (stays, sent)
-        if told is not None and max(abs(stays - told[0]), abs(sent - told[1])) <= _SAME_PLAN * self._total_bytes:
-            self._told = told
+        if max(abs(stays - self._told[0]), abs(sent - self._told[1])) <= _SAME_PLAN * self._total_bytes:
             return
+        self._told = stays, sent
         logger.info(
             "Plan for %s: %s resident on %s; each forward transfers %s and takes %.3f s%s.",
             self._name,
@@ -325,17 +301,6 @@ class Placer:
             plan.prediction.step_seconds,
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
-
-    def check_files(self) -> None:
-        """Look at the files that are page-locked, before a backward: no edits are looked for then.
-
-        Raises:
-            GroupFileError: another program changed one.
-        """
-        self._packer.check()
-        blobs = [part.blob for group in self._groups for part in group.parts if isinstance(part.blob, FileBlob)]
-        for source in {blob.source: None for blob in blobs if blob.is_locked}:
-            source.check()
 
     def _pack_if_faster(self) -> None:
         """Pack from now on, if a plan says that it is worth it."""
@@ -347,23 +312,31 @@ class Placer:
             return
         logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
         self._lookahead.abandon()
-        self._stopwatch.clear()
+        self._recorder.forget_measured()
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
 
     def _pack_again(self) -> None:
         """Pack blobs that were edited since."""
+        if not self._packer.lacking():
+            return
+        try:
+            if self._pack():
+                self._share_out_files()
+        finally:
+            self.reside()  # berths may need another size
+        self._files.look()
+
+    def _pack(self) -> bool:
+        """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
         lacking = self._packer.lacking()
         if lacking:
             self._memory.arena.release(self._memory)  # packing takes device memory too
-            try:
-                self._packer.pack(lacking)
-                if self._settle():
-                    self._share_out_files()
-            finally:
-                self.reside()  # berths may need another size
-            self._files.look()
+            self._packer.pack(lacking)
+        # Ranks that share groups would come to plans of their own.
+        follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
+        return follows and self._budgeter.settle(self._packer.take_missing())
 
     def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
         """Evict what leaves the pass too little room, before it takes slots.
@@ -377,22 +350,20 @@ class Placer:
         memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
         if begins_stint:
             self._needs.begin_stint()
-        need = self._need_of(kind)
+        need = self._needs.of(kind) if self.has_budget else None
         measures = self.has_budget and need is None
         if measures and self._backend.joins_fragments:  # those between residents would count as needed
             need = self._needs.at_most(kind)
-        if need is None:
-            arena.displace(memory, 0)
-            memory.limit_residents(0)
-        else:
-            room = self._room(need) - memory.outer_bytes
-            slots = least = memory.turn_bytes - memory.outer_bytes
-            if plan is not None:
-                arena.displace(memory, max(0, room - max(slots, plan.device_bytes)), memory.spared)
-                # A plan without slots needs room for its groups, or for slots.
-                least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
-            arena.displace(memory, max(0, room - least))
-            memory.limit_residents(max(0, room - slots - arena.others_resident_bytes(memory)))
+        room = 0 if need is None else self._room(need)
+        slots = least = memory.turn_bytes - memory.outer_bytes
+        if plan is not None:
+            arena.displace(memory, max(0, room - max(slots, plan.device_bytes)), memory.spared)
+            # A plan without slots needs room for its groups, or for slots.
+            least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
+        arena.displace(memory, max(0, room - least))
+        to_stay = max(0, room - slots - arena.others_resident_bytes(memory))
+        memory.evict_residents(memory.resident_bytes - to_stay)
+        memory.resident_room = to_stay
         if measures:  # what comes to stay would count as needed, and so would fragments
             memory.resident_room = 0
             self._backend.release_unused()
@@ -418,18 +389,13 @@ class Placer:
             if missing <= 0 or not memory.arena.give_way(missing, memory):
                 return
 
-    def _need_of(self, kind: Kind) -> int | None:
-        """What a pass needs besides weights; None without a budget, and where that has yet to be measured."""
-        if not self.has_budget:
-            return None
-        return self._needs.of(kind) if self._backend.has_streams else 0
-
     def _room(self, need: int) -> int:
-        """Device memory for the weights of all models, in a pass that needs `need` besides."""
-        memory = self._memory
+        """Device memory for the weights of all models, but groups needed around others, in a pass that needs `need` besides."""
+        memory, available = self._memory, self.vram_budget
+        assert available is not None
         others = max(0, self._backend.bytes_in_use() - memory.num_bytes - memory.arena.others_bytes(memory))
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
-        return self._available() - others - need - margin
+        return available - others - need - margin - memory.outer_bytes
 
     def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
@@ -439,18 +405,12 @@ class Placer:
         """
         memory = self._memory
         memory.num_passes += 1
+        memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
         if self.has_budget:
-            self._needs.begin(kind, self._backend.bytes_in_use())
-        # A budget's plan counts on as much as a ring would take.
-        memory.most_pooled_bytes = memory.ring_sizes.get(0) if self.has_budget else None
-        memory.window_bytes = self._window(self._top if kind.is_backward else kind.top)
-        self._weighed = Weighing()
-        if kind.is_backward:
-            return False
-        if memory.is_tight:
-            self._weighed = self._activations.setdefault(kind.top, self._weighed)
-            self._weighed.begin(self._other_bytes())
-        return self._budgeter.count_pass(kind)
+            self._needs.begin(kind, self._backend.bytes_in_use(), has_budget=True)
+        elif memory.is_tight and not kind.is_backward:
+            self._needs.begin(kind, self._other_bytes(), has_budget=False)
+        return not kind.is_backward and self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
         """How many forwards of this kind have room beside one another, if all of them compute with the same weights.
@@ -462,8 +422,7 @@ class Placer:
         need = self._needs.measured(kind)
         if not need or self.sends_nothing:
             return 1
-        room = self._room(0) - self._memory.outer_bytes - self._budgeter.least_bytes
-        return min(_MOST_TOGETHER, room // need)
+        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // need)
 
     @property
     def sends_nothing(self) -> bool:
@@ -471,15 +430,13 @@ class Placer:
         plan = self._budgeter.plan
         return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
-    def weigh_activations(self, module: nn.Module) -> None:
-        """Measure the memory of activations as a gated call of `module` begins."""
-        is_learning = self._lookahead.schedule.is_learning
-        if self._memory.is_tight and self._weighed.is_due(module, is_learning, self._num_modules):
-            self._weighed.note(module, self._other_bytes())
+    def weigh_activations(self) -> None:
+        """Measure the memory of activations as a gated call begins."""
+        self._needs.look(self._other_bytes)
 
-    def end_pass(self) -> None:
-        """Learn from a pass that completed."""
-        measured = self._needs.end(completed=True)
+    def end_pass(self, *, completed: bool) -> None:
+        """Learn from a pass that completed. The measurements of one that failed are dropped."""
+        measured = self._needs.end(completed=completed)
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
             logger.warning(
                 "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
@@ -488,15 +445,11 @@ class Placer:
                 describe_bytes(self._vram, digits=4),
                 describe_bytes(measured[0], digits=4),
                 " Evicting weights to fit inputs of this size from now on."
-                if self._room(measured[0]) >= self._budgeter.least_bytes + self._memory.outer_bytes
+                if self._room(measured[0]) >= self._budgeter.least_bytes
                 else "",
             )
-        if self._files.are_read:
+        if completed and self._files.are_read:
             self._transfer.note_drive(self._budgeter.drive)
-
-    def recover(self) -> None:
-        """Drop the measurements of a pass that failed."""
-        self._needs.end(completed=False)
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""
@@ -513,25 +466,20 @@ class Placer:
         return frozenset(group for group in self._groups if group.group_id in names)
 
     def _note_times(self) -> None:
-        for timed, by_group, rest, total in self._stopwatch.results():
-            assert isinstance(timed, Kind)
-            self._budgeter.note_times(timed, by_group, rest, total)
+        names = {group.group_id for group in self._groups if not group.height}
+        for measured in self._recorder.measured(names):
+            self._budgeter.note_times(*measured)
 
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
         for _ in range(_MOST_PLANS + 1):
-            in_ram = self._agreed("ram", self._budgeter.in_ram)
-            if self._packer.is_on:
-                if self._budgeter.ram_bytes is not None:  # the packed bytes of others stay in their files
-                    self._packer.choose(self._groups, in_ram)
-                lacking = self._packer.lacking()
-                if lacking:
-                    self._memory.arena.release(self._memory)  # packing takes device memory too
-                    self._packer.pack(lacking)
-                self._lookahead.note_tiers(self._groups)
+            in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
+            if self._packer.is_on and self._budgeter.ram_bytes is not None:
+                self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
             # Packed bytes are known exactly once there are some: the plan counts on these, and what it puts in RAM is packed.
-            if not self._settle():
+            if not self._pack():
                 break
+        self._lookahead.note_tiers(self._groups)
         self._files.share_out(
             part.blob
             for group in self._groups
@@ -539,12 +487,6 @@ class Placer:
             if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
             if group in in_ram or group.height
         )
-
-    def _settle(self) -> bool:
-        """Whether the plan puts groups elsewhere, because of what packing brought."""
-        # Ranks that share groups would come to plans of their own.
-        follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
-        return follows and self._budgeter.settle(self._packer.take_missing())
 
     @property
     def _has_ranks(self) -> bool:
@@ -585,8 +527,8 @@ class Placer:
 
     # ---------------------------------------------------------------- how far ahead
 
-    def _window(self, top: Hashable) -> int:
-        """The bytes that may be on their way just in time, in passes that begin at `top`.
+    def _window(self, activations: int = 0) -> int:
+        """The bytes that may be on their way just in time, in passes that take so many for activations.
 
         The window is mostly the largest group. At leaf level that does not hide the copy of a large layer behind a small
         one's compute, which matters where compute, not copies, sets the time. Activations are large then, and the window
@@ -596,23 +538,9 @@ class Placer:
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
         if not self._config.is_leaf_level or self.has_budget:
             return least
-        if not self._memory.is_tight:
+        if self._config.record_stream:
             return _DEEP_WINDOW * least
-        weighed = self._activations.get(top)
-        third = 0 if weighed is None else weighed.most // 3
-        return max(least, min(_DEEP_WINDOW * least, third))
+        return max(least, min(_DEEP_WINDOW * least, activations // 3))
 
     def _other_bytes(self) -> int:
         return self._backend.bytes_in_use() - self._memory.num_bytes
-
-
-def _measure_speeds(backend: Backend, files: CachedFiles, transfer: Transfer, *, unpacks: bool) -> Speeds:
-    path = next((blob.source.path for blob in files.blobs), None)
-    found = known_speeds(backend, path, unpacks=unpacks, take=arena_for(backend).take)
-    h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack or ASSUMED_UNPACK
-    sharing = transfer.sharing
-    if sharing is not None and sharing.speeds is not None:
-        h2d = sharing.speeds.shared if sharing.crew is not None else min(h2d, sharing.speeds.alone)
-    if sharing is not None and sharing.crew is not None:
-        unpack *= sharing.crew.num_ranks  # each unpacks its share
-    return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=unpack)

@@ -50,7 +50,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
         yield device
@@ -301,7 +301,7 @@ def test_residents_give_way_to_all_that_the_package_takes(
         monkeypatch.setattr(
             speeds, "measure_link", lambda backend, num_bytes, **options: link(backend, 4096, **options)
         )
-        monkeypatch.setattr("group_offload.runtime.placer.known_speeds", speeds.known_speeds)
+        monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", speeds.known_speeds)
         handles.append(apply_group_offloading(other, "cpu", vram_budget="1GiB"))
     assert device.card.num_refused and handle.stats().resident_bytes < before
     device.capacity = 1 << 40
@@ -479,7 +479,7 @@ def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     """Routes that change, exceptions, edits, two streams, two models that take turns."""
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
     rng = random.Random(seed)
     options = {
         **rng.choice(MODES),
@@ -548,7 +548,7 @@ def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What the process takes besides weights: now."""
     gc.collect()  # what other tests left behind has been promised RAM
     ram = {"now": RAM_WITHOUT_WEIGHTS}
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.ram_in_use", lambda: ram["now"])
+    monkeypatch.setattr("group_offload.plan.ram_shares.ram_in_use", lambda: ram["now"])
     return ram
 
 

@@ -137,7 +137,7 @@ def sizes_and_speeds(case: Case) -> Iterator[None]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         tune(patch, device_margin_bytes=Tuning().device_margin_bytes // SCALE)
         slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
         if case.pack:
             stack.enter_context(packing())
         yield

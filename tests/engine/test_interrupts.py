@@ -417,7 +417,7 @@ def test_an_interrupt_while_a_slot_is_given_up() -> None:
                 contained(free_slots)
             assert strike.where
             free_slots()
-            spare = memory._stalls._spare
+            spare = memory.stalls._spare
             assert len({id(event) for event in spare}) == len(spare), strike.where
             fill()
 

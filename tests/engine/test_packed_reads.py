@@ -119,7 +119,7 @@ def from_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     """A resident model, the same one from a file, and its bytes."""
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
     resident = routed([2400] * 8)
     model = from_file(resident, tmp_path / "model.safetensors")
     return resident, model, sum(parameter.nbytes for parameter in model.parameters())

@@ -149,7 +149,7 @@ def test_budgets_of_ram_and_of_the_device(
     """RAM holds the packed bytes of as many groups as the budget says; others stay on the device, or are read plain."""
     tune(monkeypatch, device_margin_bytes=0, strip_bytes=1 << 20)  # small strips pack less well than it is assumed
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
     resident = routed([2400] * 8)
     model: Any = from_file(resident, tmp_path / "model.safetensors")
     size = sum(parameter.nbytes for parameter in model.parameters())

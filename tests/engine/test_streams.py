@@ -766,7 +766,7 @@ def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]
     with packing(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
         tune(patch, device_margin_bytes=0, strip_bytes=40 << 10)  # two strips: more would not fit the budget packed
         slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: slow)
+        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
         budget = int(share * num_bytes)
         handles = [offload(model, pack=True, vram_budget=budget, **options) for model in models]
         outputs = []

@@ -78,7 +78,7 @@ def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple
     tune(monkeypatch, min_packed_bytes=tuning().min_packed_bytes // SCALE)
     device = TimedDevice(LINK)
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
     model = Flux()
     for module in model.modules():
         if isinstance(module, Timed):
@@ -435,7 +435,7 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
     """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
     device = TimedDevice(LINK)
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
     budget = TOTAL * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]
         models = [Flux(), Flux()]

@@ -267,7 +267,9 @@ def test_a_block_that_raises_beside_a_cache() -> None:
 def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
     tune(monkeypatch, device_margin_bytes=0)
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *_, **__: replace(KNOWN_SPEEDS, h2d=2))
+    monkeypatch.setattr(
+        "group_offload.runtime.budget.budgeter.known_speeds", lambda *_, **__: replace(KNOWN_SPEEDS, h2d=2)
+    )
     model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
     budget, resident = sum(weight.nbytes for weight in model.parameters()), []
     with use_simulated_device(SimulatedDevice(0, "random")) as device:

@@ -75,7 +75,7 @@ class CountingDevice(TimedDevice):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
     tune(monkeypatch, max_run_bytes=BYTES, resident_bytes=0, device_margin_bytes=0)
     with use_simulated_device(CountingDevice(LINK)) as device:  # type: ignore[arg-type]
         yield device  # type: ignore[misc]
@@ -197,7 +197,7 @@ def test_what_recording_costs(device: CountingDevice) -> None:
         forward_of(model)
         events.append((device.num_events - before, handle.stats().copies - copies))
     assert events[4] == events[5] == events[6] == (0, 8)
-    # The stopwatch: the pass, and three for each group. The trace: its beginning, what was sent ahead, two for each copy.
+    # The pass, and three for each group; the trace's beginning, what was sent ahead, two for each copy.
     assert events[7] == (2 + 3 * 8 + 2 + 2 * 8, 8)
     handle.remove()
 

@@ -258,7 +258,7 @@ def run(
         scaled = {name: getattr(Tuning(), name) // SCALE for name in SCALED}
         tune(patch, **scaled, locked_share=Tuning().locked_share)
         speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-        patch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **kwargs: speeds)
+        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
         pipe = Pipeline(is_unet=is_unet)
         rig = _Rig(

@@ -11,19 +11,19 @@ measured again now and then: a device's speed varies, and other inputs take anot
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cached_property
 from statistics import median_low
 
-from ...base.ram import available_ram, locked, ram_in_use
+from ...base.arena import arena_for
 from ...base.recent import MOST, Recent
 from ...base.tuning import tuning
+from ...config import OffloadConfig
 from ...errors import ConfigError
-from ...plan.budgets import Auto, Budget, auto_ram, describe_bytes
 from ...plan.placement import (
+    ASSUMED_UNPACK,
     Budgets,
     Placement,
     PlannedGroup,
@@ -34,7 +34,10 @@ from ...plan.placement import (
     smallest_ram_bytes,
 )
 from ...plan.planner import Plan, kept_plan, make_plan
+from ...plan.speeds import ASSUMED_DRIVE, known_speeds
 from ...stores.files import FileBlob
+from ..copies.cached import CachedFiles
+from ..copies.transfer import Transfer
 from ..groups.group import Group
 from ..measure.drive import DriveMeter
 from ..packer import Packer
@@ -48,33 +51,22 @@ TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
 NUM_TIMED_KINDS = 8
 """The number of kinds whose times are remembered."""
+_IN_PLACE = 1e18
+"""Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
-
-
-_budgeters: weakref.WeakSet[Budgeter] = weakref.WeakSet()
 
 
 class Budgeter:
     """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
 
-    def __init__(self, speeds: Callable[[], Speeds], packer: Packer, num_slots: int) -> None:
-        """
-        Args:
-            speeds: Function that returns the speeds. It is called once, when they are first needed.
-        """
-        _budgeters.add(self)
-        self._speeds = cache(speeds)
+    def __init__(self, config: OffloadConfig, files: CachedFiles, transfer: Transfer, packer: Packer) -> None:
+        self._config = config
+        self._files = files
+        self._transfer = transfer
         self._packer = packer
-        self._num_slots = num_slots
         self.drive = DriveMeter()
         """The drive's speed, measured in passes."""
-        self._num_passes: Recent[Kind, int] = Recent()
-        """How many passes each kind had, of the last kinds."""
-        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
-        """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
-        self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
-        """The last timed forwards since weights rest where they do now, and the seconds that each took."""
         self.clear()
 
     def clear(self) -> None:
@@ -83,15 +75,14 @@ class Budgeter:
         self.groups: tuple[Group, ...] = ()
         """The groups that the plan places."""
         self._order: tuple[Group, ...] = ()
-        self._rests: tuple[Placement, ...] | None = None
-        """Where each group rests: in RAM, or in a file. It stays so until the module is cut again."""
         self.ram_bytes: int | None = None
         """RAM for weights that are in no file, and for page-locked files."""
-        self.promised_bytes = 0
-        """The part of the process's RAM budget that is promised to the module's weights in files."""
-        self._num_passes.clear()
-        self._timed.clear()
-        self._passes.clear()
+        self._num_passes: Recent[Kind, int] = Recent()
+        """How many passes each kind had, of the last kinds."""
+        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
+        """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
+        self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
+        """The last timed forwards since weights rest where they do now, and the seconds that each took."""
         self._seconds: dict[str, float] = {}
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._pass_seconds = 0.0
@@ -101,15 +92,24 @@ class Budgeter:
         self._asked_to_pack: float | None = None
         """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
+    @cached_property
+    def _speeds(self) -> Speeds:
+        """The speeds as they were measured, now or earlier."""
+        backend, sharing = self._config.backend, self._transfer.sharing
+        path = next((blob.source.path for blob in self._files.blobs), None)
+        found = known_speeds(backend, path, unpacks=self._config.pack is not False, take=arena_for(backend).take)
+        h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack or ASSUMED_UNPACK
+        crew = None if sharing is None else sharing.crew
+        if sharing is not None and sharing.speeds is not None:
+            h2d = min(h2d, sharing.speeds.alone) if crew is None else sharing.speeds.shared
+        if crew is not None:
+            unpack *= crew.num_ranks  # each unpacks its share
+        return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=unpack)
+
     # ---------------------------------------------------------------- plans
 
     def begin(
-        self,
-        groups: Sequence[Group],
-        order: Sequence[Group],
-        ram_bytes: int | None,
-        promised_bytes: int,
-        device_bytes: int | None,
+        self, groups: Sequence[Group], order: Sequence[Group], ram_bytes: int | None, device_bytes: int | None
     ) -> None:
         """Decide where groups rest, once the module was cut into groups, before any measurement. None stays on the device.
 
@@ -119,19 +119,17 @@ class Budgeter:
         """
         self.clear()
         self.groups = tuple(g for g in groups if g.num_bytes and not g.height and not g.is_in_place)
-        self._order, self.ram_bytes, self.promised_bytes = tuple(order), ram_bytes, promised_bytes
+        self._order, self.ram_bytes = tuple(order), ram_bytes
         if self.groups:
-            self._rests = make_plan(self._problem(device_bytes)).rests
+            self.plan = make_plan(self._problem(device_bytes))  # it decides where groups rest
             self.plan = make_plan(self._problem(None))
 
     def describe(self, groups: Sequence[Group], order: Sequence[Group]) -> None:
         """Describe in a plan where groups rest: there is no budget."""
-        self.groups, self._order = (
-            tuple(group for group in groups if group.num_bytes and not group.height),
-            tuple(order),
-        )
-        self._rests = tuple(Placement.FILE if _is_read(group) else Placement.RAM for group in self.groups)
-        self.plan = make_plan(self._problem(None)) if self.groups else None
+        self.groups, self._order = tuple(g for g in groups if g.num_bytes and not g.height), tuple(order)
+        read = [any(isinstance(part.blob, FileBlob) and part.blob.is_read for part in g.parts) for g in self.groups]
+        rests = tuple(Placement.FILE if each else Placement.RAM for each in read)
+        self.plan = make_plan(replace(self._problem(None), rests=rests)) if rests else None
 
     @property
     def least_bytes(self) -> int:
@@ -143,10 +141,13 @@ class Budgeter:
         """What stays on the device by the plan."""
         return 0 if self.plan is None else self.plan.device_bytes - self.plan.slot_bytes
 
-    def refresh(self) -> None:
-        """Predict the times of the plan again, with the speeds of compute and of the drive as they are known by now."""
-        if self.plan is not None:
-            self.plan = kept_plan(self._now(self.plan), self.plan) or self.plan  # the next pass makes another
+    def current_plan(self) -> Plan | None:
+        """The plan, with the speeds of compute and of the drive as they are known by now, and what the last forwards took."""
+        if self.plan is None:
+            return None
+        self.plan = kept_plan(self._now, self.plan) or self.plan  # the next pass makes another
+        took = [seconds for kind, seconds in self._passes if kind == self._passes[-1][0]]
+        return replace(self.plan, measured_seconds=median_low(took) if took else None)
 
     def before_pass(self, order: Sequence[Group], room: int) -> bool:
         """A pass begins, and groups have `room` bytes on the device, slots included.
@@ -166,7 +167,11 @@ class Budgeter:
         if asked == self._for and fits:
             return False
         problem, is_kept, self._for = self._problem(room), fits and self._for is not None, asked
-        self.plan = _plan_if_better(problem, before) if is_kept else make_plan(problem)
+        self.plan = make_plan(problem)
+        if is_kept and self.plan.placements != before.placements:
+            kept = _as_of(problem, before)
+            if self.plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+                self.plan = kept
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
@@ -181,27 +186,27 @@ class Budgeter:
         Returns:
             Whether groups are to rest elsewhere now.
         """
-        before, plan = self._rests, self.plan
-        if before is None or plan is None or self.ram_bytes is None:
+        plan = self.plan
+        if plan is None or self.ram_bytes is None:
             return False
         self.ram_bytes = max(self.ram_bytes - missing, smallest_ram_bytes(self._problem(None)))
-        now, rests = self._now(plan), list(before)
+        now, rests = self._now, [*plan.rests]
         # What could not be packed leaves RAM first. Other groups in its place would have to be packed anew.
         for index in sorted(range(len(rests)), key=lambda index: self.groups[index].packed_bytes > 0):
             if ram_bytes_of(now, rests) <= self.ram_bytes:
                 break
             if self.groups[index].is_in_file:
                 rests[index] = Placement.FILE
-        self._rests = tuple(rests)
-        if self._rests == before:
+        if tuple(rests) == plan.rests:
             self.plan = _as_of(now, plan)
             return False
-        self.plan, self._for = make_plan(replace(now, rests=self._rests)), None
+        self.plan, self._for = make_plan(replace(now, rests=tuple(rests))), None
         return True
 
-    def _now(self, plan: Plan) -> Problem:
-        """The problem of a plan, as of now."""
-        return self._problem(plan.problem.budgets.device_bytes)
+    @property
+    def _now(self) -> Problem:
+        """The problem of the plan, as of now."""
+        return self._problem(None if self.plan is None else self.plan.problem.budgets.device_bytes)
 
     def _problem(self, room: int | None) -> Problem:
         """
@@ -222,15 +227,15 @@ class Budgeter:
             )
             for group in self.groups
         ]
-        speeds, drive = self._speeds(), self.drive.bytes_per_s
+        speeds, drive = self._speeds, self.drive.bytes_per_s
         problem = Problem(
             groups=tuple(planned),
             order=tuple(index[group] for group in self._order if group in index) or tuple(range(len(planned))),
             speeds=speeds if drive is None else replace(speeds, drive=drive),
             budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
-            num_slots=self._num_slots,
+            num_slots=self._config.num_slots,
             staging_bytes=tuning().reading_bytes,
-            rests=self._rests,
+            rests=None if self.plan is None else self.plan.rests,
         )
         if room is None:
             return problem
@@ -238,16 +243,11 @@ class Budgeter:
         return replace(problem, budgets=replace(problem.budgets, device_bytes=room))
 
     def at(self, placement: Placement) -> frozenset[Group]:
-        """The groups to which the plan gives this placement."""
-        return self._where(placement, () if self.plan is None else self.plan.placements)
-
-    @property
-    def in_ram(self) -> frozenset[Group]:
-        """The groups that rest in RAM."""
-        return self._where(Placement.RAM, self._rests or ())
-
-    def _where(self, placement: Placement, found: Sequence[Placement]) -> frozenset[Group]:
-        return frozenset(group for group, each in zip(self.groups, found, strict=False) if each is placement)
+        """The groups to which the plan gives this placement: `RAM` to those that rest there, wherever copies of them stay."""
+        if self.plan is None:
+            return frozenset()
+        found = self.plan.rests if placement is Placement.RAM else self.plan.placements
+        return frozenset(group for group, each in zip(self.groups, found, strict=True) if each is placement)
 
     @property
     def has_learnt_to_pack(self) -> bool:
@@ -260,7 +260,7 @@ class Budgeter:
         self._asked_to_pack = self._pass_seconds
         if self.plan is None:
             return 0.0
-        now = _as_of(self._now(self.plan), self.plan)
+        now = _as_of(self._now, self.plan)
         pairs = zip(now.problem.groups, self.groups, strict=True)
         packed = [
             replace(planned, packed_bytes=self._packer.packed_bytes(group, if_on=True)) for planned, group in pairs
@@ -284,21 +284,16 @@ class Budgeter:
         known[kind] = number = number + 1
         return number <= NUM_TIMED or number % min(TIMED_EVERY, 1 << (number.bit_length() - 1)) == 0
 
-    @property
-    def measured_seconds(self) -> float | None:
-        """The seconds that a forward of the last kind took; None if none was timed since weights rest where they do."""
-        return median_low(took for kind, took in self._passes if kind == self._passes[-1][0]) if self._passes else None
-
-    def note_times(self, kind: Kind, by_group: dict[Group, float], rest: float, total: float) -> None:
-        """Note the seconds of compute in a pass of this kind: those of each group, the rest, and those of the whole pass."""
-        if total and not kind.is_backward:  # the CPU has no clock of its own
+    def note_times(self, kind: Kind, by_group: dict[str, float], rest: float, total: float) -> None:
+        """Note the seconds of compute in a forward of this kind: those of each group, the rest, and those of the whole pass."""
+        if total:  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
         # Compute between groups (attention, at leaf level) is spread over the groups.
         timed = sum(by_group.values())
         factor = 1 + rest / timed if timed else 1.0
         last = self._timed.get(kind) or deque(maxlen=NUM_TIMED)
-        last.append({group.group_id: seconds * factor for group, seconds in by_group.items()})
+        last.append({name: seconds * factor for name, seconds in by_group.items()})
         self._timed[kind] = last  # the kind timed last comes last
         for name in last[-1]:
             # The faster one of two counts: the module's first pass warms up.
@@ -311,54 +306,3 @@ class Budgeter:
 def _as_of(problem: Problem, plan: Plan) -> Plan:
     """The same placements, predicted with the sizes, speeds and times known by now; another plan if they are impossible."""
     return kept_plan(problem, plan) or make_plan(problem)
-
-
-def _plan_if_better(problem: Problem, before: Plan) -> Plan:
-    """Another plan if it is faster than `before` by `MIN_GAIN`; else `before`, predicted with the times known by now."""
-    kept = _as_of(problem, before)
-    worth_it = kept.prediction.step_seconds * (1 - MIN_GAIN)
-    plan = make_plan(problem)
-    return plan if plan.placements == before.placements or plan.prediction.step_seconds <= worth_it else kept
-
-
-def _is_read(group: Group) -> bool:
-    return any(isinstance(part.blob, FileBlob) and part.blob.is_read for part in group.parts)
-
-
-def ram_for_weights(
-    budget: Budget | None, in_ram: int, staging_bytes: int, *, stay: bool = True, turn_bytes: int = 0
-) -> int:
-    """The RAM that a module or pipeline may take for weights when offloaded; its weights take `in_ram` bytes already.
-
-    Args:
-        stay: Whether those weights stay in RAM. Else they get files, and give their RAM back.
-        turn_bytes: Bytes in which weights from files take turns, where these are in RAM.
-        budget: RAM for the whole process; None: `in_ram`, and the share of RAM that files are page-locked in by default.
-        staging_bytes: RAM that the memory to read files into has still to take from the budget.
-
-    Raises:
-        ConfigError: The process takes more already, without any weights in files.
-    """
-    if budget is None:
-        return in_ram + int(available_ram() * tuning().locked_share)
-    if isinstance(budget, Auto):
-        return in_ram + max(0, auto_ram() - staging_bytes)
-    others = max(0, ram_in_use() - in_ram) + staging_bytes + tuning().ram_margin_bytes
-    if not stay:
-        in_ram = 0
-    if budget < others + in_ram + turn_bytes:
-        needs = {
-            "Python, torch and the driver": others - staging_bytes,
-            "read buffers": staging_bytes,
-            "weights without a file (pass offload_to_disk_path to move those to disk)": in_ram,
-            "buffers and activations (less with offload_type='leaf_level')": turn_bytes,
-        }
-        parts = [f"{describe_bytes(size, round_up=True)} for {what}" for what, size in needs.items() if size]
-        raise ConfigError(
-            f"ram_budget={describe_bytes(budget)} is too small. This process needs at least "
-            f"{describe_bytes(others + in_ram + turn_bytes, round_up=True)}: {', '.join(parts)}."
-        )
-    # Files of other offloaded modules have the RAM that they were promised, or have locked without a budget. Files of
-    # later modules may find no RAM left: they are read from the drive.
-    elsewhere = max(locked.num_bytes, sum(budgeter.promised_bytes for budgeter in _budgeters))
-    return max(in_ram, budget - others - elsewhere)

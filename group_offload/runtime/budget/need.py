@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ _NUM_RECENT = 7
 """The number of passes before one whose need is kept free with its own: two sizes of inputs may take turns."""
 _TRIED_AGAIN = 8
 """After so many passes half of what was refused is taken to be there again."""
+_NUM_LOOKS = 64
+"""So many calls of a pass are looked at, and then ever fewer: each look takes 0.1 ms."""
 _SLACK = 1.1
 """Inputs that are larger than known ones by no more than this share get so much more in proportion, and are not measured."""
 
@@ -65,6 +67,9 @@ class Needs:
     before. And a library that tries algorithms out, as cuDNN does, leaves out those whose workspaces are larger than what is
     free, without asking for it: nobody would see that the bits are others.
 
+    Without a budget the need is what activations take, at leaf level (`Placer._window`). It is looked at as calls begin: slots
+    are taken and given back in between, and the peak that users may read is not set back.
+
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
     """
@@ -79,15 +84,17 @@ class Needs:
         """The passes since, or since half of it was tried again."""
         self._measuring: tuple[Kind, int] | None = None
         """The kind that is being measured, and the bytes in use that are not its need."""
+        self._most: int | None = None
+        """The most that was in use when it was looked at; None with a budget, where the device's peak tells."""
+        self._num_looks = 0
 
     def of(self, kind: Kind) -> int | None:
         """The need of a pass of this kind, and of those before it if they take turns; None if it has yet to be measured."""
-        found = self.measured(kind)
+        found = self.measured(kind) if self._backend.has_streams else 0
         if found is None:
             return None
         # Two kinds that take turns would else bring groups to the device and evict them again and again.
-        recent = [self.measured(each) or 0 for each in {*self._recent}] if kind in self._recent else []
-        return max([found, *recent]) + self._more
+        return max(found + self._more, self.kept_bytes) if kind in self._recent else found + self._more
 
     def measured(self, kind: Kind) -> int | None:
         """The need of a pass of this kind alone, as it was measured or as smaller and hardly larger inputs tell it."""
@@ -111,19 +118,28 @@ class Needs:
         """What is kept free for the passes that ran last."""
         return max((self.measured(kind) or 0 for kind in {*self._recent}), default=0) + self._more
 
-    def begin(self, kind: Kind, beside: int) -> None:
+    def begin(self, kind: Kind, beside: int, *, has_budget: bool) -> None:
         """A pass computes from here on.
 
         Args:
-            beside: Bytes in use that are not its need: weights on the device, and what is there besides.
+            beside: Bytes in use that are not its need: weights on the device, and what is there besides. Without a budget,
+                the latter alone.
         """
         self._recent.append(kind)
-        self._measuring = None
+        self._measuring, self._most, self._num_looks = None, None if has_budget else 0, 0
         if self.measured(kind) is None:
             self._measuring = kind, beside
-            self._backend.reset_peak()
+            if has_budget:
+                self._backend.reset_peak()
         elif kind in self._known:
             self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
+
+    def look(self, beside_weights: Callable[[], int]) -> None:
+        """A call in the pass begins: see what is in use beside weights, unless there is a budget."""
+        if self._measuring is not None and self._most is not None:
+            self._num_looks += 1
+            if self._num_looks % (1 + self._num_looks // _NUM_LOOKS) == 0:
+                self._most = max(self._most, beside_weights())
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
@@ -134,7 +150,7 @@ class Needs:
         if measuring is None or not completed:
             return None
         kind, beside = measuring
-        peak = self._backend.peak_reserved_bytes()
+        peak = self._backend.peak_reserved_bytes() if self._most is None else self._most
         self._known[kind] = max(0, peak - beside)
         return self._known[kind], peak
 

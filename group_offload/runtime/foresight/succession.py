@@ -127,16 +127,16 @@ class Succession:
         """The bytes that the model takes turns in that takes most."""
         return max((model.memory.turn_bytes for each in self._models if (model := each()) is not None), default=0)
 
-    def spared_by(self, model: Model) -> list[tuple[Model, bool]]:
-        """The other models that `model` gains too little by displacing: it should run too few times before their next stint.
-        Each with whether it would displace `model`."""
+    def spared_by(self, model: Model) -> dict[Any, int]:
+        """The memories of other models that `model` gains too little by displacing: it should run too few times before their
+        next stint. Each with the bytes that are left free for it, because it would displace `model`."""
         mine = self._numbers[model]
         others = [(number, self._model(number)) for number in range(len(self._models)) if number != mine]
-        return [
-            (other, self._displaces(number, mine))
+        return {
+            other.memory: other.memory.wanted_bytes if self._displaces(number, mine) else 0
             for number, other in others
             if other is not None and not self._displaces(mine, number)
-        ]
+        }
 
     def _displaces(self, mine: int, other: int) -> bool:
         begun = self._begun.get(other)

@@ -1,17 +1,18 @@
 """The recorder keeps timelines of the last passes that were measured, for reports and traces.
 
 [Note: What recording costs]
-A pass is recorded if its compute is measured anyway (`Budgeter.count_pass`: the first three of each kind, the 4th, 8th, 16th
-and 32nd, then every 32nd), or while `OffloadHandle.trace` is open. The events around each group's compute are made for the
-stopwatch already. What is added in such a pass: two events for each copy or chunk of a file, two for the pass, and two calls
-of `time.perf_counter` for each read. In all other passes nothing is added. The host never waits for the device, and events
-are read when somebody asks.
+A pass is recorded if plans are to know how long its groups compute (`Budgeter.count_pass`: the first three of each kind, the
+4th, 8th, 16th and 32nd, then every 32nd), or while `OffloadHandle.trace` is open. That takes three events for each use of a
+group, two for each copy or chunk of a file, two for the pass, and two calls of `time.perf_counter` for each read. In all other
+passes nothing is added. The host never waits for the device, and events are read when somebody asks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ...base.device import Backend, Event, Stream
 from ...base.timeline import COPIES, Slice
@@ -36,6 +37,8 @@ class RecordedPass:
     """The number of the forward, or of the last one before the backward, since the module was offloaded."""
     top: str
     """The class of the module that was called."""
+    kind: Any
+    """The kind of a forward whose compute is measured; None for other passes."""
     before: WeightTrace | None
     """What was recorded just before: copies that were sent ahead."""
     ahead: Event | None
@@ -69,46 +72,76 @@ class Recorder:
         """The last passes that were recorded and completed."""
         self._all: list[WeightTrace] | None = None
         """All traces since `begin_all`."""
+        self._unread: deque[RecordedPass] = deque()
+        """The passes whose compute is measured, and has not been read."""
 
-    def begin(
-        self, number: int, top: str, stream: Stream, copy_stream: Stream, *, is_wanted: bool | None
-    ) -> Event | None:
+    def begin(self, what: str, number: int, top: str, stream: Stream, copy_stream: Stream, *, kind: Any = None) -> None:
         """A pass begins.
 
         Args:
-            is_wanted: Whether to record it. None: it is the backward of the last pass, and is recorded if that was.
-
-        Returns:
-            The event at which a recorded pass begins; None if the pass is not recorded.
+            what: "forward" or "backward". A backward is recorded if the forward before was.
+            kind: The kind of a forward whose compute is to be measured. It is recorded.
         """
-        what = "backward" if is_wanted is None else "forward"
-        self._was_wanted = self._was_wanted if is_wanted is None else is_wanted
+        if what == "forward":
+            self._was_wanted = kind is not None
         self._now = None
         if self._all is None and not self._was_wanted:
             self.trace = None
-            return None
+            return
         was_recorded = bool(self.passes) and self.passes[-1].trace is self.trace
         before, trace = self.trace, self._new_trace()
         begun = trace.now(stream)
         ahead = None if was_recorded or copy_stream == stream else trace.now(copy_stream)
         self.trace = trace
-        self._now = RecordedPass(what, number, top, before, ahead, trace, begun, begun)
-        return begun
+        self._now = RecordedPass(what, number, top, kind, before, ahead, trace, begun, begun)
 
-    def end(self, stream: Stream) -> Event | None:
+    def end(self, stream: Stream) -> None:
         """The pass completed. Its trace goes on until the next one begins: copies for that are on their way."""
         now, self._now = self._now, None
         if now is None:
-            return None
+            return
         now.ended = now.trace.now(stream)
         self.passes.append(now)
-        return now.ended
+        if now.kind is not None:
+            self._unread.append(now)
+
+    def measured(self, names: Collection[str]) -> Iterator[tuple[Any, dict[str, float], float, float]]:
+        """Each measured pass that the device is past by now, once: its kind, the seconds of these groups' compute, those of
+        all other compute, and those of the whole pass."""
+        while self._unread:
+            found = self._unread[0]
+            total = self._backend.seconds_between(found.begun, found.ended)
+            if total is None:
+                return
+            self._unread.popleft()
+            by_group, waited = found.trace.compute_seconds(names)
+            yield found.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total
+
+    def arrives(self, stream: Stream) -> None:
+        """Compute on `stream` is about to wait for a group."""
+        if self.trace is not None:
+            self.trace.compute_arrives(stream)
+
+    def begins(self, name: str, stream: Stream) -> None:
+        """The bytes of the group of this name are there, and its compute is enqueued next."""
+        if self.trace is not None:
+            self.trace.compute_begins(name, stream)
+
+    def ends(self, name: str, num_bytes: int, stream: Stream) -> None:
+        """All uses of the group are enqueued, which has `num_bytes`."""
+        if self.trace is not None:
+            self.trace.compute_ends(name, num_bytes, stream)
 
     def recover(self) -> None:
         """The pass in progress failed."""
         self._now = None
+        self.forget_measured()
         if self._all is None:
             self.trace = None
+
+    def forget_measured(self) -> None:
+        """Forget the measured passes that were not read: the groups are given up."""
+        self._unread.clear()
 
     def clear(self) -> None:
         """Forget all passes: the groups are given up."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ...base.device import Backend, Event, Stream
@@ -49,8 +49,10 @@ class WeightTrace:
         """Lane, name, start, end and bytes."""
         self._reads: list[Slice] = []
         """In values of `time.perf_counter`."""
-        self._open: dict[str, tuple[Event, Event]] = {}
-        """For each group in use, the events at which compute came to wait for it, and went on."""
+        self._arrived: Event | None = None
+        """The event at which compute came to wait for a group."""
+        self._open: dict[str, Event] = {}
+        """For each group in use, the event at which its compute began."""
         self.origin = self.now(idle)
         self.origin_seconds = time.perf_counter()
 
@@ -76,23 +78,34 @@ class WeightTrace:
         """What other GPUs have brought of a group was enqueued on `stream` behind `begun`, which `now` gave."""
         self._on_device.append((GATHERS, name, begun, self.now(stream), num_bytes))
 
-    def compute_arrives(self, name: str, at: Event) -> None:
-        """Compute is about to wait for the group of this name."""
-        self._open[name] = at, at
+    def compute_arrives(self, stream: Stream) -> None:
+        """Compute is about to wait for a group."""
+        self._arrived = self.now(stream)
 
-    def compute_begins(self, name: str, at: Event) -> None:
-        """Compute has the group that it waited for."""
-        arrived = self._open.get(name, (at, at))[0]
-        self._open[name] = arrived, at
+    def compute_begins(self, name: str, stream: Stream) -> None:
+        """Compute has the group of this name, for which it has waited since `compute_arrives`."""
+        now = self.now(stream)
+        if self._arrived is not None:
+            self._on_device.append((STALLS, name, self._arrived, now, 0))
+            self._arrived = None
+        self._open.setdefault(name, now)
 
-    def compute_ends(self, name: str, num_bytes: int, at: Event) -> None:
-        """Compute is done with the group, which has `num_bytes`."""
-        found = self._open.pop(name, None)
-        if found is not None:
-            arrived, begun = found
-            if arrived is not begun:
-                self._on_device.append((STALLS, name, arrived, begun, 0))
-            self._on_device.append((COMPUTE, name, begun, at, num_bytes))
+    def compute_ends(self, name: str, num_bytes: int, stream: Stream) -> None:
+        """Compute is done with all uses of the group, which has `num_bytes`."""
+        begun = self._open.pop(name, None)
+        if begun is not None:
+            self._on_device.append((COMPUTE, name, begun, self.now(stream), num_bytes))
+
+    def compute_seconds(self, names: Collection[str]) -> tuple[dict[str, float], float]:
+        """The seconds of compute of each of these groups, and those that compute waited. The device is past all of it."""
+        by_group: dict[str, float] = {}
+        waited = 0.0
+        for lane, name, begun, ended, _ in [*self._on_device]:
+            if lane == STALLS:
+                waited += max(0.0, self._backend.seconds_between(begun, ended) or 0.0)
+            elif lane == COMPUTE and name in names:
+                by_group[name] = by_group.get(name, 0.0) + (self._backend.seconds_between(begun, ended) or 0.0)
+        return by_group, waited
 
     def read(self, name: str, started: float, ended: float, num_bytes: int) -> None:
         """A file was read, between two values of `time.perf_counter`."""

@@ -57,7 +57,6 @@ class Slot(Generic[T]):
         "job",
         "last_stream",
         "memory",
-        "num_bytes_ahead",
         "owner",
         "ready",
         "start",
@@ -90,8 +89,6 @@ class Slot(Generic[T]):
         """The groups whose blobs are in the slot, or on their way to it."""
         self.unused: set[T] = set()
         """Those of `groups` that no call has needed since they were sent."""
-        self.num_bytes_ahead = 0
-        """For a slot in no ring: its size, as long as some of its groups are unused."""
         self.waited_on: Stream | None = None
         """The stream that waited for `ready` last; None if none has."""
         self.last_stream: Stream | None = None

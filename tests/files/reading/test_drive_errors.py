@@ -157,8 +157,8 @@ def test_the_plan_knows_a_drive_that_became_slow(
     """Much slower than when it was measured: the time of a pass that the plan predicts is that of this drive."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
-    monkeypatch.setattr("group_offload.runtime.placer.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.auto_ram", lambda: 0)
+    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
+    monkeypatch.setattr("group_offload.plan.ram_shares.auto_ram", lambda: 0)
     tune(monkeypatch, min_bytes_for_speed=1)
     seconds = 0.05
 
