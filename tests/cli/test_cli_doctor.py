@@ -26,6 +26,7 @@ from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups
+from ..support.files import failing
 from ..support.page_map import PageMap
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.terminal import Terminal
@@ -52,11 +53,6 @@ def _little_is_tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
     return tmp_path / "models"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
 
 
 @pytest.fixture
@@ -109,11 +105,8 @@ def test_what_cannot_be_tried(run: Terminal, folder: Path, monkeypatch: pytest.M
         assert str(path) in said and why in said and "Give a folder" in said
     assert "cuda" in run("doctor", folder, "--device", "cuda:999", status=2)
 
-    def refuses(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     # No test fills a drive: the last step of writing fails in its place.
-    monkeypatch.setattr(os, "fsync", refuses)
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     said = run("doctor", folder, status=2)
     assert str(folder) in said and "No space left" in said and "Give a folder" in said and "1 MiB free" in said
     assert [path.name for path in folder.iterdir()] == ["file"]

@@ -42,11 +42,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
-
-
 def packed_files(folder: Path) -> dict[str, int]:
     names = [name for name, header in headers_in(folder).items() if header.packed is not None]
     return {name: (folder / name).stat().st_mtime_ns for name in names}

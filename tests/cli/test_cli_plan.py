@@ -66,11 +66,6 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
-
-
 def write_model(folder: Path, num_blocks: int = 20, block_bytes: int = GIB // 2, outer_bytes: int = 64 * MIB) -> Path:
     """The folder of a `Model`, whose weights are holes, in files that any machine can map as loaders do."""
     folder.mkdir(parents=True)

@@ -31,7 +31,7 @@ from group_offload.stores.files import Checkpoint, FileBlob
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
-from ..support.models import DIM, Model, RoutedModel, inputs
+from ..support.models import DIM, Model, RoutedModel, aligned, inputs
 from ..support.on_device import from_file
 from ..support.rigs import LEVELS
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -87,14 +87,6 @@ def offload(module: nn.Module, level: str = "block_level", **options: Any) -> Of
     return apply_group_offloading(module, "cpu", offload_device="disk", offload_type=level, **options)
 
 
-def aligned(module: nn.Module) -> Any:
-    """A resident twin. Kernels of the CPU may round by how weights are aligned, and views of files lie as they lie."""
-    twin = copy.deepcopy(module)
-    for tensor in (*twin.parameters(), *twin.buffers()):
-        tensor.data = tensor.data.clone()
-    return twin
-
-
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
@@ -121,7 +113,7 @@ def test_models(name: str, shards: int, level: str, where: Where, tmp_path: Path
     assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (shards > 1)
     before = tree(tmp_path)
     model = CLASSES[name].from_pretrained(tmp_path, torch_dtype=torch.float32).eval()
-    resident = aligned(model)
+    resident = aligned(copy.deepcopy(model))
     names = {path.name for path in tmp_path.glob("*.safetensors")}
     handle = offload(model, level)
     wheres = {each for group in handle.groups if group.num_bytes for each in group.where.split(", ")}
@@ -337,7 +329,7 @@ def test_copies(how: str, where: Where, tmp_path: Path) -> None:
     path.unlink()
     del model, handle
     gc.collect()
-    edited = aligned(resident)
+    edited = aligned(copy.deepcopy(resident))
     edited.gain.data.mul_(2)
     assert torch.equal(Where(None).call(aligned(twin), x), Where(None).call(edited, x))
 

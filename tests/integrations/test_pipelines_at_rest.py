@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxPipeline
-from torch import nn
 
 from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload
 
 from ..support import tiny_models as tiny
+from ..support.models import aligned
 from ..support.pipelines import any_case, any_model, assert_same_weights, models_of, tier_options, weights_of
 
 
@@ -67,10 +67,3 @@ def test_weights_that_are_views_of_a_checkpoint(tier: str, level: str, device: t
     disable_group_offload(pipe)
     assert_as_saved("saved")
     assert torch.equal(tiny.run(pipe.to(device)), expected)
-
-
-def aligned(model: nn.Module) -> nn.Module:
-    """The model, with weights in memory of their own: kernels may round differently for others."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-    return model

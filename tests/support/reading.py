@@ -21,6 +21,7 @@ import torch
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import pool, reading
 
+from .files import failing
 from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
 from .on_device import from_file
@@ -140,10 +141,7 @@ class Preadv:
             self.first, self.last, self.fault = first, last, fault
 
     def fail(self, code: int, first: int, last: int | None = None) -> None:
-        def raising(*args: Any) -> int:
-            raise OSError(code, os.strerror(code))
-
-        self.arm(first, first if last is None else last, raising)
+        self.arm(first, first if last is None else last, failing(code))
 
     def __call__(self, fd: int, buffers: Any, position: int) -> int:
         with self._lock:

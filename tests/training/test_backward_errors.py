@@ -21,6 +21,7 @@ from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
 from ..support.inside import engine_of
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 
@@ -282,33 +283,21 @@ def test_two_threads_train_two_models_and_share_one(tmp_path: Path) -> None:
     """A forward of one thread waits for the backward of another one, and the other way round."""
     base = make().requires_grad_(False)
     reference = copy.deepcopy(base)
-    expected = {}
+    expected: dict[int, Any] = {}
     for seed in range(4):
         x = data(seed, torch.clone).requires_grad_()
         base.eval(), reference.eval()
         reference(x).square().mean().backward()
         expected[seed] = x.grad
     with offloaded(base, "cpu", tmp_path) as (_, handle, _, _):
-        wrong: list[object] = []
 
         def work(seed: int) -> None:
-            try:
-                for _ in range(5):
-                    x = data(seed, torch.clone).requires_grad_()
-                    base(x).square().mean().backward()
-                    assert x.grad is not None and expected[seed] is not None
-                    if not same_bits(x.grad, expected[seed]):  # type: ignore[arg-type]
-                        wrong.append(seed)
-            except BaseException as error:
-                wrong.append(error)
+            for _ in range(5):
+                x = data(seed, torch.clone).requires_grad_()
+                base(x).square().mean().backward()
+                assert same_bits(x.grad, expected[seed])
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not wrong
+        in_threads([partial(work, seed) for seed in range(4)], 120)
         handle.remove()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from group_offload.base.device import HostBackend
 from group_offload.runtime.sharing import crew
 
 from ..support.allocations import FakeMemory
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 TOPICS = ["1/memories", "1/reached", "1/arrived", "1/closed"]
@@ -125,11 +127,7 @@ def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatc
         roll: Any = SimpleNamespace(rank=rank, exchange=exchange)
         found[rank] = crew._measure(ranks.trials[rank], ranks.places, roll, "1", [0, 1])
 
-    threads = [threading.Thread(target=measure, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads([partial(measure, rank) for rank in range(2)])
     assert found[0] == found[1] and min(found[0].alone, found[0].gather, found[0].shared) > 0
     for trial in ranks.trials:
         assert all(bool((trial.memory[start : start + trial.cut.rest[0]] == 7).all()) for start in trial.starts)

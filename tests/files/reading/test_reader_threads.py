@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from group_offload import apply_group_offloading
 
 from ...support.on_device import from_file
 from ...support.reading import Preadv, Rig, Slow, every_device
+from ...support.travellers import in_threads
 
 
 def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: Preadv) -> None:
@@ -54,29 +56,21 @@ def test_several_threads(num_models: int, where: str, tmp_path: Path) -> None:
         other = from_file(rig.resident, tmp_path / "model.safetensors")
         handle = apply_group_offloading(other, "cpu", offload_device="disk")
         models = [rig.model, other] if num_models == 2 else [rig.model] * 3
-        expected, errors, lock = rig.expected(), list[BaseException](), threading.Lock()
+        expected, lock = rig.expected(), threading.Lock()
 
         def task(model: Any) -> None:
-            try:
-                for _ in range(5):
-                    with torch.no_grad():
-                        if rig.device is None:
-                            output = model(rig.x)
-                        else:
-                            with lock if num_models == 1 else nullcontext(), rig.device.running():
-                                output = rig.device.get(model(rig.device.put(rig.x)))
-                    assert torch.equal(output, expected)
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(5):
+                with torch.no_grad():
+                    if rig.device is None:
+                        output = model(rig.x)
+                    else:
+                        with lock if num_models == 1 else nullcontext(), rig.device.running():
+                            output = rig.device.get(model(rig.device.put(rig.x)))
+                assert torch.equal(output, expected)
 
         for model in models:
             model.alive = Nothing()
-        threads = [threading.Thread(target=task, args=(model,), daemon=True) for model in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads) and not errors
+        in_threads([partial(task, model) for model in models])
         handle.remove()
 
 
