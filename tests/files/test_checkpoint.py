@@ -383,35 +383,6 @@ def test_a_checkpoint_that_is_changed_in_place(
     assert_at_rest(model, resident)
 
 
-@pytest.mark.parametrize("then", ["", "link replaced", "blob replaced"])
-def test_a_checkpoint_behind_a_link(then: str, where: Where, tmp_path: Path) -> None:
-    """As in the cache of huggingface_hub: snapshots/ has links to blobs/."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    link = snapshot / "model.safetensors"
-    resident = RoutedModel([16] * 3).eval()
-    from_file(resident, blobs / "0123")
-    link.symlink_to("../../blobs/0123")
-    model = copy.deepcopy(resident)
-    model.load_state_dict(load_file(link), assign=True)
-    handle = offload(model)
-    x = torch.randn(2, DIM)
-    expected = Where(None).call(resident, x)
-    assert torch.equal(where.call(model, x), expected)
-    if then:
-        (blobs / "4567").write_bytes(bytes((blobs / "0123").stat().st_size))
-    if then == "link replaced":
-        link.unlink()
-        link.symlink_to("../../blobs/4567")
-    elif then == "blob replaced":
-        os.replace(blobs / "4567", blobs / "0123")
-    for _ in range(2):
-        assert torch.equal(where.call(model, x), expected)
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
 def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> None:
     """Their next edits may be those of a blob of another `Checkpoint`, which has to find them."""
     model = from_file(Model(1, 64), tmp_path / "model.safetensors")
