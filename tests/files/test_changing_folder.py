@@ -28,11 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(
-        monkeypatch,
-        seconds_until_said=0.05,
-        setup_patience_seconds=0.3,
-    )
+    tune(monkeypatch, seconds_until_said=0.05, setup_patience_seconds=0.3)
 
 
 # ---------------------------------------------------------------- locks that others keep

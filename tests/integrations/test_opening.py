@@ -21,14 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import MixtralConfig, MixtralModel, PreTrainedTokenizerFast, T5EncoderModel
 
-from group_offload import (
-    ConfigError,
-    ModuleError,
-    apply_group_offloading,
-    disable_group_offload,
-    handle_of,
-    handles_of,
-)
+from group_offload import ConfigError, ModuleError, apply_group_offloading, disable_group_offload, handle_of, handles_of
 from group_offload.integrations.casts import PostponedCasts
 from group_offload.integrations.opening import from_pretrained
 

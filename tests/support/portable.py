@@ -53,7 +53,7 @@ ABOUT_LINUX = {
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
     "files/test_files.py::test_small_weights_share_a_mapping": "the kernel's list of mappings",
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
-    "files/reading/test_other_programs.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
+    "files/reading/test_drive_errors.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
     "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
     "engine/test_streams.py::test_slots_go_to_another_model_while_copies_to_them_are_on_their_way": "copies across passes",
     "engine/test_streams.py::test_right_after_a_forward": "copies across passes",

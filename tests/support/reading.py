@@ -91,8 +91,7 @@ class Rig:
         self.clear()
         with torch.no_grad():
             if self.device is None:
-                result: torch.Tensor = self.model(self.x)
-                return result
+                return self.model(self.x)
             with self.device.running():
                 output = self.model(self.device.put(self.x))
             return self.device.get(output)
@@ -229,5 +228,4 @@ class Slow:
     def __call__(self, real: Any, fd: int, buffers: Any, position: int) -> int:
         self.waiting.set()
         self.go.wait(60)
-        count: int = real(fd, buffers, position)
-        return count
+        return real(fd, buffers, position)
