@@ -619,8 +619,7 @@ class TrainingRig:
 
     def forward(self, model: nn.Module, number: int) -> torch.Tensor:
         x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
-        loss: torch.Tensor = model(self._put(x)).square().mean()
-        return loss
+        return model(self._put(x)).square().mean()
 
     def step(self, strike: Strike) -> None:
         """A step on input 0, beside the graph of an earlier forward."""

@@ -313,8 +313,7 @@ class Cell(nn.Module):
         self.cell = nn.GRUCell(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.cell(x, torch.cos(x))
-        return result
+        return self.cell(x, torch.cos(x))
 
 
 def columns(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from group_offload.activations import host_pool, offloader, streams
 
 from ..support.activations import Call, Calls, check, offload, random_training
 from ..support.asserts import same_bits
+from ..support.models import Stop
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.training import DIM, plain, retained, stopped_backward, two_by_two
 from ..support.tuning import tune
@@ -28,16 +29,6 @@ from ..support.waits import waits_of
 
 def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.sin(x @ w) * torch.cos(x)
-
-
-def resident_gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).sum().backward()
-    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    for parameter in model.parameters():
-        parameter.grad = None
-    return found
 
 
 @contextmanager
@@ -49,7 +40,8 @@ def simulated(
     torch.manual_seed(0)
     model = Calls(*[function] * num_blocks)
     x = torch.randn(DIM, DIM)
-    expected = resident_gradients(model, x)
+    model(x).sum().backward()
+    expected = take_gradients(model)
     with use_simulated_device(device), device.running():
         for parameter in model.parameters():
             parameter.data = device.put(parameter.data)
@@ -68,9 +60,10 @@ def take_gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def assert_gradients(device: SimulatedDevice, actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
+def assert_gradients(device: SimulatedDevice, model: nn.Module, expected: list[torch.Tensor]) -> None:
+    """Of the backward before, which are taken."""
+    assert expected
+    for one, other in zip(take_gradients(model), expected, strict=True):
         assert same_bits(device.get(one), other)
 
 
@@ -91,9 +84,7 @@ def test_backward_on_another_stream_than_forward(laziness: str) -> None:
             with device.use_stream(side):
                 loss.backward()
                 del loss
-                actual = take_gradients(model)
-            assert_gradients(device, actual, expected)
-            del actual
+            assert_gradients(device, model, expected)
 
 
 def test_a_stream_that_only_waited_for_forward_reads_what_left_later() -> None:
@@ -104,10 +95,8 @@ def test_a_stream_that_only_waited_for_forward_reads_what_left_later() -> None:
         order(device, main, side)
         with device.use_stream(side):
             loss.backward()
-            actual = take_gradients(model)
         del loss
-        assert_gradients(device, actual, expected)
-        del actual
+        assert_gradients(device, model, expected)
 
 
 def test_blocks_of_ram_go_to_a_pass_on_another_stream() -> None:
@@ -121,18 +110,12 @@ def test_blocks_of_ram_go_to_a_pass_on_another_stream() -> None:
                 take_gradients(model)
         with device.use_stream(side):
             model(x).sum().backward()
-            actual = take_gradients(model)
-        assert_gradients(device, actual, expected)
-        del actual
-
-
-class _Stop(Exception):
-    pass
+        assert_gradients(device, model, expected)
 
 
 def fail_in_backward(model: Any, x: torch.Tensor, at: int) -> None:
     def stop(*args: Any) -> None:
-        raise _Stop
+        raise Stop
 
     def watch(module: Any, args: Any, output: torch.Tensor) -> None:
         output.register_hook(stop)
@@ -142,7 +125,7 @@ def fail_in_backward(model: Any, x: torch.Tensor, at: int) -> None:
     hook.remove()
     try:
         loss.backward()
-    except _Stop as error:
+    except Stop as error:
         error.__traceback__ = None
     del loss
 
@@ -156,9 +139,7 @@ def test_a_graph_is_dropped_while_its_copies_are_on_their_way() -> None:
                 fail_in_backward(model, x, at)
                 take_gradients(model)
             model(x).sum().backward()
-            actual = take_gradients(model)
-            assert_gradients(device, actual, expected)
-            del actual
+            assert_gradients(device, model, expected)
 
 
 def product_of_sine(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -187,9 +168,7 @@ def step_aside(function: Callable[..., torch.Tensor], last: Callable[[torch.Tens
             assert isinstance(block, Call)
             block.function = hop
         model(x).sum().backward()
-        actual = take_gradients(model)
-        assert_gradients(device, actual, expected)
-        del actual
+        assert_gradients(device, model, expected)
         order(device, main, side)
         alive.clear()
 
@@ -213,20 +192,13 @@ def test_large_activations_travel_in_several_batches(monkeypatch: pytest.MonkeyP
 def test_removed_at_once() -> None:
     """RAM is given back to the system while copies to it, and from it, are on their way: no one waited for them."""
     for at in (-1, 3):
-        device = SimulatedDevice(0, "lazy")
-        model = Calls(*[simple] * 5)
-        with use_simulated_device(device), device.running():
-            for parameter in model.parameters():
-                parameter.data = device.put(parameter.data)
-            x = device.put(torch.randn(DIM, DIM))
-            handle = offload(model, keep_last=0)
+        with simulated() as (device, model, x, _):
             if at < 0:
                 model(x).sum()
             else:
                 fail_in_backward(model, x, at)
-            handle.remove()
+            offload(model, keep_last=0).remove()
             assert device.pinned_bytes == 0
-            device.synchronize()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -253,9 +225,8 @@ def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], mon
                 loss.backward()
         take_gradients(model)
         model(x).sum().backward()
-        actual = take_gradients(model)
-        assert_gradients(device, actual, expected)
-        del actual, loss
+        assert_gradients(device, model, expected)
+        del loss
         held.clear()
 
 
@@ -288,9 +259,7 @@ def test_with_all_waits_everything_is_right() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls
-@pytest.mark.filterwarnings(
-    "ignore:module forward hook with ``always_call=True`` raised"
-)  # what departs then fails as well
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")  # what departs fails as well
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hazard: memory is freed before the copy from it is done, or a wait is on the wrong stream (torchtitan #2581)."""

@@ -202,18 +202,9 @@ def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
             GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=32, use_cache=False, bos_token_id=0, eos_token_id=1)
         )
         data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            **checkpointing,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        steps = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+        quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+        arguments = TrainingArguments(output_dir=str(tmp_path), **steps, **quiet, **checkpointing)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
         trainer.train()
         return model, trainer

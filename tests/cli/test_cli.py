@@ -19,11 +19,6 @@ from ..support.terminal import Terminal
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -26,6 +26,7 @@ from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups
+from ..support.files import failing
 from ..support.page_map import PageMap
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.terminal import Terminal
@@ -52,11 +53,6 @@ def _little_is_tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
     return tmp_path / "models"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
 
 
 @pytest.fixture
@@ -110,11 +106,8 @@ def test_what_cannot_be_tried(run: Terminal, folder: Path, monkeypatch: pytest.M
     missing = run("doctor", folder, "--device", "cuda:99", status=2)
     assert "'cuda:99'" in missing and "--device" in missing and "onload_device" not in missing
 
-    def refuses(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     # No test fills a drive: the last step of writing fails in its place.
-    monkeypatch.setattr(os, "fsync", refuses)
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     said = run("doctor", folder, status=2)
     assert str(folder) in said and "No space left" in said and "Pass a folder" in said and "1 MiB free" in said
     assert [path.name for path in folder.iterdir()] == ["file"]

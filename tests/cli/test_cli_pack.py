@@ -21,16 +21,9 @@ from ..support.tuning import tune
 
 def save(path: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> FluxTransformer2DModel:
     torch.manual_seed(seed)
-    model = FluxTransformer2DModel(
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=8,
-        in_channels=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    sizes = {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 8}
+    sizes |= {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    model = FluxTransformer2DModel(**sizes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(path, max_shard_size="1MB")
@@ -46,11 +39,6 @@ def _small_groups_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     save(tmp_path / "model")
     return tmp_path / "model"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
 
 
 def packed_files(folder: Path) -> dict[str, int]:

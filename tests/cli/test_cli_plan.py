@@ -67,11 +67,6 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Terminal:
-    return Terminal(capsys)
-
-
 def write_model(folder: Path, num_blocks: int = 20, block_bytes: int = GIB // 2, outer_bytes: int = 64 * MIB) -> Path:
     """The folder of a `Model`, whose weights are holes, in files that any machine can map as loaders do."""
     folder.mkdir(parents=True)
@@ -113,8 +108,7 @@ def plan(run: Terminal, *arguments: object) -> dict[str, Any]:
 
 def as_json(said: str) -> dict[str, Any]:
     """The object in an output: libraries may show progress behind it."""
-    found: dict[str, Any] = json.loads(said[said.index("{") : said.rindex("}") + 1])
-    return found
+    return json.loads(said[said.index("{") : said.rindex("}") + 1])
 
 
 def bytes_at(model: Mapping[str, Any], place: str) -> int:
@@ -368,10 +362,7 @@ def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: 
         ((), ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="auto")']),
         (
             ("--vram", "8GiB", "--pack"),
-            [
-                "model = Model.from_pretrained(PATH)",
-                'apply_group_offloading(model, vram_budget="8 GiB", pack=True)',
-            ],
+            ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="8 GiB", pack=True)'],
         ),
         (("--ram", "4GiB"), ['model = from_pretrained(Model, PATH, ram_budget="4 GiB")']),
         (

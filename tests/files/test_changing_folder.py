@@ -19,6 +19,7 @@ from group_offload import GroupFileError
 from group_offload.base.publish import boot
 from group_offload.stores.folder import Folder
 
+from ..support.files import failing
 from ..support.folders import assert_holds, put, set_up, weights
 from ..support.tuning import tune
 
@@ -27,11 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(
-        monkeypatch,
-        seconds_until_said=0.05,
-        setup_patience_seconds=0.3,
-    )
+    tune(monkeypatch, seconds_until_said=0.05, setup_patience_seconds=0.3)
 
 
 # ---------------------------------------------------------------- locks that others keep
@@ -127,11 +124,7 @@ def test_temporary_files_that_a_set_up_does_not_remove(
         if of == "a process that lives":
             stack.enter_context(held_by_another(temporary))
         if of == "a file system without locks":
-
-            def refuses(*args: Any) -> None:
-                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-            stack.enter_context(monkeypatch.context()).setattr(fcntl, "flock", refuses)
+            stack.enter_context(monkeypatch.context()).setattr(fcntl, "flock", failing(errno.ENOLCK))
         set_up(tmp_path)
         assert temporary.exists()
     set_up(tmp_path)

@@ -6,25 +6,31 @@ What may end in a SIGBUS runs in a process of its own.
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import mmap
 import os
+import resource
 import subprocess
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.stores import folder as folders
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.files import loaded
-from ..support.models import Model, inputs, make
-from ..support.processes import run_python
+from ..support.models import DIM, Model, NormedModel, inputs, make
+from ..support.processes import in_new_process
 from ..support.rigs import check, offload_to, pair, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 
 def offloaded(tier: str, path: Path, *, many: bool, **options: Any) -> tuple[Any, Any, Any, list[Path]]:
@@ -156,19 +162,13 @@ def go_through(tier: str, root: Path, *, many: bool, verifies: bool, with_mounts
     print("done", flush=True)
 
 
-_CASES = """
-import ctypes, resource
-import tests.files.test_file_identity as t
-from safetensors.torch import load_file, save_file
-from tests.support.files import loaded
-tier, root, verifies, limit = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
-import torch._dynamo
-os.fsync = os.fstat
-libc = ctypes.CDLL(None)
-with_mounts = os.geteuid() == 0 and libc.unshare(0x20000) == 0 and not os.system("mount --make-rprivate / 2> /dev/null")
-if limit:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-"""
+def every_case(tier: str, root: str, verifies: str, limit: str) -> None:
+    os.fsync = os.fstat  # type: ignore[assignment]
+    has_own_mounts = os.geteuid() == 0 and ctypes.CDLL(None).unshare(0x20000) == 0
+    with_mounts = has_own_mounts and not os.system("mount --make-rprivate / 2> /dev/null")
+    if int(limit):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    go_through(tier, Path(root), many=limit != "0", verifies=verifies == "True", with_mounts=with_mounts)
 
 
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
@@ -176,9 +176,7 @@ if limit:
 def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS. Hazard:
     what's mapped changes with a file in place (SIGBUS), or a renamed file is taken for damage."""
-    code = "t.go_through(tier, root, many=False, verifies=verifies, with_mounts=with_mounts)"
-    done = run_python(_CASES + code, tier, place, verifies, 0)
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+    assert "done\n" in in_new_process(every_case, tier, place, verifies, 0)
 
 
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
@@ -203,9 +201,7 @@ def test_a_mode_that_is_set_once_more(tier: str, verifies: bool, place: Path) ->
 def test_more_files_than_descriptors(tier: str, place: Path) -> None:
     """The same. A file that is not held, and has lost its name, is told of. Hazard: a file that isn't held open is cut
     off, replaced or deleted: reading it is a SIGBUS."""
-    code = "t.go_through(tier, root, many=True, verifies=False, with_mounts=with_mounts)"
-    done = run_python(_CASES + code, tier, place, False, 64)
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+    assert "done\n" in in_new_process(every_case, tier, place, False, 64)
 
 
 # ---------------------------------------------------------------- set-up
@@ -218,67 +214,55 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def set_up_with_what_was_cut_off(root: str) -> None:
+    for way, options in _WAYS.items():
+        for case in ("cut", "cut+rm", "cut+mv"):
+            print(way, case, flush=True)
+            folder = Path(root) / way / case
+            model, _ = loaded(folder, num_files=2)
+            for path in sorted(folder.glob("*.safetensors")):
+                for step in HARMFUL[case]:
+                    step(path)
+            options = {name: folder / value if value == "groups" else value for name, value in options.items()}
+            found = outcome(lambda options=options, model=model: apply_group_offloading(model, "cpu", **options))
+            assert found == "told", found
+    print("done")
+
+
 def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
     """After the weights were loaded from them, and before they are offloaded; also if they have no name any more.
     Hazard: a checkpoint is truncated after loading, and set-up ends in a SIGBUS."""
-    done = run_python(
-        """
-        import tests.files.test_file_identity as t
-        from safetensors.torch import load_file, save_file
-        from tests.support.files import loaded
-        for way, options in t._WAYS.items():
-            for case in ("cut", "cut+rm", "cut+mv"):
-                print(way, case, flush=True)
-                folder = pathlib.Path(sys.argv[1]) / way / case
-                folder.mkdir(parents=True)
-                model, reference = loaded(folder, num_files=2)
-                for path in sorted(folder.glob("*.safetensors")):
-                    for step in t.HARMFUL[case]:
-                        step(path)
-                options = {name: folder / value if value == "groups" else value for name, value in options.items()}
-                found = t.outcome(lambda: apply_group_offloading(model, "cpu", **options))
-                assert found == "told", found
-        print("done")
-        """,
-        place,
-    )
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr[-1500:])
+    assert "done\n" in in_new_process(set_up_with_what_was_cut_off, place)
+
+
+def cut_off_while_a_norm_changes(root: str) -> None:
+    os.fsync = os.fstat  # type: ignore[assignment]
+    for tier in ("groups", "checkpoint"):
+        model: Any = make(NormedModel).train()
+        folder = Path(root) / tier
+        folder.mkdir()
+        options: dict[str, Any] = {"offload_to_disk_path": folder}
+        if tier == "checkpoint":
+            save_file(model.state_dict(), folder / "model.safetensors")
+            model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+            options = {"offload_device": "disk"}
+        handle = apply_group_offloading(model, "cpu", **options)
+
+        def cut_all(*args: Any, folder: Path = folder) -> None:
+            for path in folder.glob("*.safetensors"):
+                cut(path)
+
+        model.blocks[1].norm.register_forward_hook(cut_all)
+        forward = partial(model, torch.randn(3, DIM))
+        for step in (forward, forward, handle.refresh, handle.remove):
+            with torch.no_grad():
+                print(tier, outcome(step), flush=True)
 
 
 def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> None:
     """The new values of a batch norm would be written to pages that are not there any more."""
-    done = run_python(
-        """
-        import tests.files.test_file_identity as t
-        from safetensors.torch import load_file, save_file
-        from tests.support.files import loaded
-        from tests.support.models import DIM, NormedModel
-        os.fsync = os.fstat
-        root = pathlib.Path(sys.argv[1])
-        for tier in ("groups", "checkpoint"):
-            torch.manual_seed(0)
-            model = NormedModel().train()
-            folder = root / tier
-            folder.mkdir()
-            options = {"offload_to_disk_path": folder}
-            if tier == "checkpoint":
-                save_file(model.state_dict(), folder / "model.safetensors")
-                model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
-                options = {"offload_device": "disk"}
-            handle = apply_group_offloading(model, "cpu", **options)
-            def cut(module, args, output):
-                for path in folder.glob("*.safetensors"):
-                    os.truncate(path, 0)
-            model.blocks[1].norm.register_forward_hook(cut)
-            x = torch.randn(3, DIM)
-            for step in (lambda: model(x), lambda: model(x), handle.refresh, handle.remove):
-                with torch.no_grad():
-                    print(tier, t.outcome(step), flush=True)
-        """,
-        place,
-    )
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-1500:])
-    assert done.stdout.split() == [word for tier in ("groups", "checkpoint") for word in [tier, "told"] * 4]
+    said = in_new_process(cut_off_while_a_norm_changes, place)
+    assert said.split() == [word for tier in ("groups", "checkpoint") for word in [tier, "told"] * 4]
 
 
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
@@ -396,47 +380,34 @@ def test_an_error_at_every_look(tier: str, tmp_path: Path, monkeypatch: pytest.M
     assert told
 
 
+def set_up_in_little_address_space(tier: str, root: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).eval()  # 128 MiB
+
+    model = made()
+    all_options: Any = {"groups": {"offload_to_disk_path": root}, "disk": {"offload_device": "disk"}, "ram": {}}
+    if tier == "disk":
+        save_file(model.state_dict(), f"{root}/model.safetensors")
+        model.load_state_dict(load_file(f"{root}/model.safetensors"), assign=True)
+    x = torch.randn(1, 2048)
+    expected = run(model, x)
+    apply_group_offloading(made(), "cpu").remove()
+    with use_simulated_device(SimulatedDevice(0)) if tier == "ram" else nullcontext():
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (size + (40 << 20), resource.RLIM_INFINITY))
+        try:
+            apply_group_offloading(model, "cpu", **all_options[tier])
+        except (GroupFileError, ConfigError, MemoryError) as error:
+            print(type(error).__name__, error)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert torch.equal(run(model, x), expected)
+
+
 @pytest.mark.parametrize("tier", ["groups", "disk", "ram"])
 def test_a_limit_of_address_space(tier: str, tmp_path: Path) -> None:
     """Set-up says what to do, and the module is what it was. Hazard: address space runs out at set-up: a bare
     OSError."""
-    done = run_python(
-        """
-        import resource
-        import tests.files.test_file_identity as t
-        from safetensors.torch import load_file, save_file
-        from tests.support.files import loaded
-        from tests.support.simulated import SimulatedDevice, use_simulated_device
-        tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
-        def made():
-            torch.manual_seed(0)
-            return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).eval()  # 128 MiB
-        model = made()
-        options = {"groups": {"offload_to_disk_path": root}, "disk": {"offload_device": "disk"}, "ram": {}}[tier]
-        if tier == "disk":
-            save_file(model.state_dict(), root / "model.safetensors")
-            model.load_state_dict(load_file(root / "model.safetensors"), assign=True)
-        x = torch.randn(1, 2048)
-        expected = run(model, x)
-        apply_group_offloading(made(), "cpu").remove()
-        with use_simulated_device(SimulatedDevice(0)) if tier == "ram" else t.nothing():
-            size = int(open("/proc/self/statm").read().split()[0]) * 4096
-            soft = size + (40 << 20)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
-            try:
-                apply_group_offloading(model, "cpu", **options)
-            except (GroupFileError, ConfigError, MemoryError) as error:
-                print(type(error).__name__, error)
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert torch.equal(run(model, x), expected)
-        """,
-        tier,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-    expected = {"groups": "GroupFileError", "disk": "ConfigError", "ram": "MemoryError"}[tier]
-    assert done.stdout.startswith(expected), done.stdout
-    assert "offload_to_disk_path" in done.stdout or "ulimit -v" in done.stdout
-
-
-nothing = nullcontext
+    said = in_new_process(set_up_in_little_address_space, tier, tmp_path)
+    assert said.startswith({"groups": "GroupFileError", "disk": "ConfigError", "ram": "MemoryError"}[tier]), said
+    assert "offload_to_disk_path" in said or "ulimit -v" in said

@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 from group_offload import GroupFileError
 from group_offload.base.ownership import ForeignFileError, Owners
 from group_offload.base.publish import boot
-from group_offload.packing.codec import hash_of, unpack
+from group_offload.packing.codec import hash_of
 from group_offload.packing.layout import PackedLayout
 from group_offload.stores.folder import Folder, file_name
-from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
+from group_offload.stores.packed_files import PackedFiles, Wanted
 from group_offload.stores.safetensors_file import PackedFrom
-from group_offload.stores.source import Piece, SourceFile
 
 from ..support.asserts import assert_at_rest
 from ..support.folders import GROUPS, assert_holds, names, set_up
 from ..support.models import Model, make
+from ..support.packed_files import image_in, origin_of, packed
 from ..support.packing import image_of, packable
 from ..support.rigs import offload_to
 
@@ -57,28 +57,7 @@ def give_away(how: str, monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
 
 def checkpoint(path: Path, tensor: torch.Tensor) -> PackedFrom:
     save_file({"a": tensor}, path)
-    with open(path, "rb") as file:
-        source = SourceFile(path, file.fileno(), 0, path.stat().st_size)
-    origin = packed_from(source, [Piece(0, 64, tensor.nbytes)], LAYOUT)
-    assert origin is not None
-    return origin
-
-
-def packed(path: Path, tensor: torch.Tensor, origin: PackedFrom) -> PackedFile:
-    folder = Folder(path, "Model")
-    with folder.locked(0):
-        (found,) = PackedFiles(folder).find_or_pack([Wanted("blocks_0", LAYOUT, [tensor], origin)])
-    assert found is not None
-    return found
-
-
-def image_in(found: PackedFile) -> torch.Tensor:
-    memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8)
-    found.read(memory)
-    os.close(found.fd)
-    image = torch.empty(found.packed.plain_bytes, dtype=torch.uint8)
-    unpack(memory, found.packed, image)
-    return image
+    return origin_of(path, tensor)
 
 
 # ------------------------------------------------------------------------------------------------ what is believed
@@ -105,8 +84,7 @@ def test_packed_files_of_other_weights(how: str, tmp_path: Path, monkeypatch: py
     """Another user's header says that what was packed from B is A. (It would be believed if it were ours.) Hazard:
     another user's packed file claims to be packed from your checkpoint."""
     groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
-    theirs = packed(groups, B, checkpoint(tmp_path / "b.safetensors", B))
-    os.close(theirs.fd)
+    theirs = packed(groups, [B], checkpoint(tmp_path / "b.safetensors", B))
     claim_that_it_is(theirs.path, A, origin)
     if how != "ours":
         give_away(how, monkeypatch, theirs.path)
@@ -115,7 +93,7 @@ def test_packed_files_of_other_weights(how: str, tmp_path: Path, monkeypatch: py
     if found is not None:
         os.close(found.fd)
         return
-    assert torch.equal(image_in(packed(groups, A, origin)), image_of([A])[0])
+    assert torch.equal(image_in(packed(groups, [A], origin)), image_of([A])[0])
     assert theirs.path.exists()
 
 
@@ -233,8 +211,7 @@ def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
         model.blocks[0].up.weight.data.add_(1)
         handle.refresh()
     handle.remove()
-    found = packed(groups, A, checkpoint(tmp_path / "a.safetensors", A))
-    os.close(found.fd)
+    packed(groups, [A], checkpoint(tmp_path / "a.safetensors", A))
     assert there <= names(groups) and not list(groups.glob(".probe*"))
     assert (groups / "photo.jpg").read_text() == (tmp_path / "outside" / "thesis.txt").read_text() == "precious"
 

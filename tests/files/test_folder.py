@@ -28,6 +28,7 @@ from group_offload.base.publish import boot
 from group_offload.base.tuning import tune
 from group_offload.stores.folder import Folder, file_name
 
+from ..support.files import failing
 from ..support.folders import GROUPS, assert_holds, headers_in, names, put, set_up, weights
 from ..support.processes import fork, in_new_process, status_of
 
@@ -140,13 +141,6 @@ def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
     assert_holds(set_up(tmp_path / "groups"))
 
 
-def failing(code: int) -> Callable[..., Any]:
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return fails
-
-
 def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -217,8 +211,7 @@ def test_file_system_that_does_not_sync_folders(
 
     def refuses(what: Any, *args: Any, **kwargs: Any) -> Any:
         if (call == "open" and what == tmp_path) or (call == "fsync" and stat.S_ISDIR(os.fstat(what).st_mode)):
-            number = getattr(errno, code)
-            raise OSError(number, os.strerror(number))
+            failing(getattr(errno, code))()
         return original(what, *args, **kwargs)
 
     monkeypatch.setattr(os, call, refuses)
@@ -341,11 +334,7 @@ def set_up_beside(path: Path, log: int, both: Barrier) -> None:
 
 def set_up_in_two(path: str, locks: str) -> None:
     if locks == "without":
-
-        def refuses(*args: Any) -> None:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-        fcntl.flock = refuses  # type: ignore[assignment]
+        fcntl.flock = failing(errno.ENOLCK)
     reader, writer = os.pipe()
     both = multiprocessing.get_context("fork").Barrier(2)
     pids = [fork(lambda: set_up_beside(Path(path), writer, both)) for _ in range(2)]

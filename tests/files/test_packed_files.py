@@ -29,49 +29,17 @@ from safetensors.torch import load_file, save_file
 
 from group_offload import GroupFileError
 from group_offload.base.layout import BlobLayout, lay_out
-from group_offload.packing.codec import unpack
 from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
-from group_offload.stores.safetensors_file import PackedFrom, read_packed_header
-from group_offload.stores.source import Piece, SourceFile
+from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.safetensors_file import read_packed_header
 
 from ..support.folders import headers_in
+from ..support.packed_files import find_or_pack, image_in, origin_of, packed
 from ..support.packing import image_of, packable, weights
 
 TENSORS = [packable(), torch.randn(33), weights("wide", 30_000)]
 IMAGE, LAYOUT = image_of(TENSORS)
-
-
-def find_or_pack(folder: Folder, wanted: Wanted) -> PackedFile | None:
-    (found,) = PackedFiles(folder).find_or_pack([wanted])
-    return found
-
-
-def packed(path: Path, tensors: list[torch.Tensor] = TENSORS, origin: PackedFrom | None = None) -> PackedFile:
-    """What a set-up does."""
-    folder = Folder(path, "Model")
-    with folder.locked(1000):
-        found = find_or_pack(folder, Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
-        assert found is not None
-        os.close(found.fd)
-    return found
-
-
-def reopened(found: PackedFile) -> PackedFile:
-    return replace(found, fd=os.open(found.path, os.O_RDONLY))
-
-
-def image_in(found: PackedFile) -> torch.Tensor:
-    again = reopened(found)
-    memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8)
-    try:
-        again.read(memory)
-    finally:
-        os.close(again.fd)
-    out = torch.empty(found.packed.plain_bytes, dtype=torch.uint8)
-    unpack(memory, found.packed, out)
-    return out
 
 
 def stamps(path: Path) -> dict[str, int]:
@@ -86,7 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_packed_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    found = packed(tmp_path / "groups")
+    found = packed(tmp_path / "groups", TENSORS)
     loaded = load_file(found.path)
     assert {name: (value.dtype, value.numel()) for name, value in loaded.items()} == {
         "packed": (torch.uint8, found.packed.packed_bytes)
@@ -100,7 +68,7 @@ def test_a_packed_file_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_other_weights_get_another_file(tmp_path: Path) -> None:
-    first = packed(tmp_path)
+    first = packed(tmp_path, TENSORS)
     edited = [TENSORS[0].clone(), *TENSORS[1:]]
     edited[0][5] = 1
     second = packed(tmp_path, edited)
@@ -111,8 +79,6 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     other_class = find_or_pack(Folder(tmp_path, "Other"), Wanted("blocks_0", LAYOUT, TENSORS))
     assert third is not None and other_class is not None
     assert len({first.path, second.path, third.path, other_class.path}) == 4
-    os.close(third.fd)
-    os.close(other_class.fd)
 
 
 def test_what_does_not_pack_is_in_no_file(tmp_path: Path) -> None:
@@ -238,7 +204,6 @@ def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
     layout = replace(layout, extents=tuple(replace(extent, tensors=(i,)) for i, extent in enumerate(layout.extents)))
     found = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", layout, tensors))
     assert found is not None
-    os.close(found.fd)
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image_in(found)), tensors, strict=True))
     headers_in(tmp_path)
 
@@ -248,12 +213,7 @@ def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
 
 def from_checkpoint(checkpoint: Path, position: int = 64) -> Wanted:
     tensors = [load_file(checkpoint)["a"]]
-    layout = image_of(tensors)[1]
-    with open(checkpoint, "rb") as file:
-        source = SourceFile(checkpoint, file.fileno(), 0, checkpoint.stat().st_size)
-    origin = packed_from(source, [Piece(0, position, tensors[0].nbytes)], layout)
-    assert origin is not None
-    return Wanted("blocks_0", layout, tensors, origin)
+    return Wanted("blocks_0", image_of(tensors)[1], tensors, origin_of(checkpoint, tensors[0], position))
 
 
 def find(folder: Path, wanted: Wanted) -> tuple[Path | None, int]:
@@ -333,7 +293,7 @@ def test_a_packed_file_that_somebody_changed_is_not_found_by_facts(how: str, tmp
 
 @pytest.mark.parametrize("what", ["byte", "cut", "table"])
 def test_a_damaged_file(tmp_path: Path, what: str) -> None:
-    found = packed(tmp_path)
+    found = packed(tmp_path, TENSORS)
     data = bytearray(found.path.read_bytes())
     if what == "cut":
         del data[-4096:]
@@ -342,7 +302,7 @@ def test_a_damaged_file(tmp_path: Path, what: str) -> None:
     found.path.write_bytes(data)
     with pytest.raises(GroupFileError, match="Delete it, and it is packed again"):
         image_in(found)
-    again = packed(tmp_path)
+    again = packed(tmp_path, TENSORS)
     assert again.path != found.path and torch.equal(image_in(again), IMAGE)
 
 
@@ -353,7 +313,7 @@ def test_damaged_headers(tmp_path: Path, data: st.DataObject) -> None:
     or crashes the reader."""
     path = tmp_path / "group_0.safetensors"
     if not path.exists():
-        shutil.copy(packed(tmp_path / "groups").path, path)
+        shutil.copy(packed(tmp_path / "groups", TENSORS).path, path)
     right = path.read_bytes()
     length = 8 + int.from_bytes(right[:8], "little")
     content = bytearray(right[:length])

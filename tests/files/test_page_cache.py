@@ -7,9 +7,8 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from group_offload.base.ram import locked
 from group_offload.stores.checkpoint import FileMap
 
 from ..support.models import DIM, NormedModel, RoutedModel
-from ..support.on_device import assert_same_state, forward, from_file, offload, on_their_way
+from ..support.on_device import Twins, assert_same_state, forward, from_file, offload, on_their_way
 from ..support.reading import eventually, num_fds
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -62,18 +61,13 @@ def in_page_cache(handle: OffloadHandle) -> list[bool]:
     return [where.startswith("page cache") and "RAM" not in where for where in wheres]
 
 
-def end(handle: OffloadHandle, device: SimulatedDevice, model: nn.Module, resident: nn.Module, path: Path) -> None:
-    """Remove: the values are there, and nothing is left of the rest."""
-    handle.remove()
-    getattr(model, "alive", []).clear()
-    device.synchronize()
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
-    for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
-        assert torch.equal(value, expected), name
-    deadline = time.monotonic() + 60
-    while "r--s" in mappings_of(path) and time.monotonic() < deadline:
-        time.sleep(0.001)  # a thread that read the file may still be on its way out
-    assert mappings_of(path) in ([], ["rw-p"])  # what the loader made, for what still is a view of it
+@contextmanager
+def twins(device: SimulatedDevice, model: nn.Module, path: Path, **options: Any) -> Iterator[Twins]:
+    """The model, whose weights are views of the file, offloaded beside its resident twin. Nothing is left at the end."""
+    with Twins(device, from_file(model, path), **options) as both:
+        yield both
+    # A thread that read the file may still be on its way out; what the loader made is for what still is a view of it.
+    assert eventually(lambda: mappings_of(path) in ([], ["rw-p"]))
 
 
 def no_segment(*args: Any, **kwargs: Any) -> None:
@@ -99,24 +93,19 @@ def test_outputs_and_memory(
 
     monkeypatch.setattr(device, "pin", spy)
     monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
-    resident = RoutedModel(widths)
-    model = from_file(resident, path)
-    assert mappings_of(path) == ["rw-p"]
-    handle = offload(model, **options)
-    assert all(in_page_cache(handle)) and {group.tier for group in handle.groups if group.num_bytes} == {"ram"}
-    assert all(group.where.endswith(path.name) for group in handle.groups if group.num_bytes)
-    assert mappings_of(path) == ["r--s", "rw-p"]
-    assert handle.stats().pinned_bytes == handle.stats().host_bytes == sum(group.num_bytes for group in handle.groups)
-    x = torch.randn(2, DIM)
-    outputs = [forward(device, model, x) for _ in range(3)]
-    assert device.num_host_waits == 0 and on_their_way(device) > 0
-    assert_same_state(model, resident, device)
-    for output in outputs:
-        assert torch.equal(device.get(output), run(resident, x))
-    del outputs, output
-    assert [read_only for _, read_only in locked] == [True] and locked[0][0] <= path.stat().st_size
-    assert handle.stats().rebuilds == handle.stats().staging_bytes == 0 and (handle.stats().stalls == 0 or options)
-    end(handle, device, model, resident, path)
+    with twins(device, RoutedModel(widths), path, **options) as both:
+        groups, stats = both.handle.groups, both.handle.stats()
+        assert all(in_page_cache(both.handle)) and {group.tier for group in groups if group.num_bytes} == {"ram"}
+        assert all(group.where.endswith(path.name) for group in groups if group.num_bytes)
+        assert mappings_of(path) == ["r--s", "rw-p"]
+        assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in groups)
+        for _ in range(3):
+            both.step()
+        assert device.num_host_waits == 0 and on_their_way(device) > 0
+        both.check()
+        assert [read_only for _, read_only in locked] == [True] and locked[0][0] <= path.stat().st_size
+        stats = both.handle.stats()
+        assert stats.rebuilds == stats.staging_bytes == 0 and (stats.stalls == 0 or options)
 
 
 def test_two_models_of_one_file(path: Path, device: SimulatedDevice) -> None:
@@ -151,35 +140,32 @@ def test_what_is_read_from_the_checkpoint(
     """RAM that is too small, which is said; RAM that is not to be locked; files that were asked for."""
     if not options:
         monkeypatch.setattr("group_offload.runtime.groups.build.fits", lambda num_bytes: False)
-    resident = RoutedModel(NARROW)
-    model = from_file(resident, path)
-    handle = offload(model, **options)
-    assert {(group.tier, group.where) for group in handle.groups} == {("file", path.name)}
-    assert device.pinned_bytes == 0 and ("doesn't fit in available RAM" in caplog.text) == (not options)
-    x = torch.randn(2, DIM)
-    for _ in range(2):
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    end(handle, device, model, resident, path)
+    with twins(device, RoutedModel(NARROW), path, **options) as both:
+        assert {(group.tier, group.where) for group in both.handle.groups} == {("file", path.name)}
+        assert device.pinned_bytes == 0 and ("doesn't fit in available RAM" in caplog.text) == (not options)
+        both.step()
+        both.step()
 
 
 @pytest.mark.parametrize("what", ["edited", "replaced"])
 def test_what_does_not_rest_in_the_page_cache(what: str, path: Path, device: SimulatedDevice) -> None:
     """Weights that are no longer what the file under that name has."""
-    resident = RoutedModel(NARROW)
-    model = from_file(resident, path)
+    model = from_file(RoutedModel(NARROW), path)
     if what == "replaced":
-        save_file({name: value + 1 for name, value in resident.state_dict().items()}, path.with_name("other"))
-        path.with_name("other").replace(path)
+        replace_file(path)
     else:
-        for each in (model, resident):
-            for parameter in each.parameters():
-                parameter.data.mul_(2)
-    handle = offload(model)
-    assert not any(in_page_cache(handle)) and "r--s" not in mappings_of(path)
-    x = torch.randn(2, DIM)
-    for _ in range(2):
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    end(handle, device, model, resident, path)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    with Twins(device, model) as both:
+        assert not any(in_page_cache(both.handle)) and "r--s" not in mappings_of(path)
+        both.step()
+        both.step()
+
+
+def replace_file(path: Path) -> None:
+    """By one with other weights."""
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_name("other"))
+    path.with_name("other").replace(path)
 
 
 @any_mode
@@ -202,18 +188,14 @@ def test_files_are_locked_in_pieces(
 
     monkeypatch.setattr(device, "pin", spy)
     monkeypatch.setattr(device, "copy", within)
-    resident = RoutedModel(WIDE)
-    model = from_file(resident, path)
-    handle = offload(model, **options)
-    assert all(in_page_cache(handle)) and len(pieces) > 10
-    assert all(end - start <= 3 * mmap.PAGESIZE for start, end in pieces)
-    x = torch.randn(2, DIM)
-    for number in range(4):
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-        for each in (model, resident):
-            each.blocks[number % 4].down.weight.data.mul_(0.5)
-    monkeypatch.setattr(device, "copy", copy)
-    end(handle, device, model, resident, path)
+    with twins(device, RoutedModel(WIDE), path, **options) as both:
+        assert all(in_page_cache(both.handle)) and len(pieces) > 10
+        assert all(end - start <= 3 * mmap.PAGESIZE for start, end in pieces)
+        for number in range(4):
+            both.step()
+            both.check()
+            both.edit(lambda model, at=number: model.blocks[at].down.weight.data.mul_(0.5))
+        monkeypatch.setattr(device, "copy", copy)
 
 
 @pytest.mark.parametrize(("why", "last"), [("the device refused", 1), ("the device refused", 3), ("it took", 3)])
@@ -249,18 +231,15 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
         return True
 
     monkeypatch.setattr(device, "pin", last_fails)
-    resident = RoutedModel(WIDE)
-    model = from_file(resident, path)
-    handle = offload(model)
-    assert num_pieces == last and num_locked == 0
-    assert len(messages) == 2 and all(str(path) in message for message in messages)
-    assert why in messages[0] and "to RAM" in messages[1]
-    assert {group.where for group in handle.groups} == {"pinned RAM"}
-    assert mappings_of(path) == []
-    x = torch.randn(2, DIM)
-    for _ in range(3):
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    end(handle, device, model, resident, path)
+    with twins(device, RoutedModel(WIDE), path) as both:
+        assert num_pieces == last and num_locked == 0
+        assert len(messages) == 2 and all(str(path) in message for message in messages)
+        assert why in messages[0] and "to RAM" in messages[1]
+        assert {group.where for group in both.handle.groups} == {"pinned RAM"}
+        assert mappings_of(path) == []
+        for _ in range(3):
+            both.step()
+            both.check()
 
 
 # ---------------------------------------------------------------- edits
@@ -286,31 +265,24 @@ def test_edits(
     device: SimulatedDevice,
 ) -> None:
     """What was edited rests in RAM from then on. What shares no page with it stays in the page cache."""
-    resident = RoutedModel(widths)
-    model = from_file(resident, path)
-    handle = offload(model, **options)
-    num_groups = len(in_page_cache(handle))
-    x = torch.randn(2, DIM)
-    pending = [(forward(device, model, x), run(resident, x)) for _ in range(2)]
-    for number, index in enumerate((0, 2, 0)):
-        assert on_their_way(device) > 0
-        with device.running():
-            edit(model.blocks[index].down.weight)
-        edit(resident.blocks[index].down.weight)
-        assert_same_state(model, resident, device)
-        pending.append((forward(device, model, x), run(resident, x)))
-        assert_same_state(model, resident, device)
-        num_left = sum(in_page_cache(handle))
-        if widths is WIDE and edit is not edit_by_new_data:
-            assert num_left == num_groups - min(number + 1, 2)
-            assert handle.stats().rebuilds == min(number + 1, 2)
-        else:  # groups lie in the same page, or the whole weight was written and its first page is another one's last
-            assert 0 <= num_left < num_groups
-    for output, expected in pending:
-        assert torch.equal(device.get(output), expected)
-    del pending, output
-    assert sum(group.num_bytes for group in handle.groups) == handle.stats().host_bytes
-    end(handle, device, model, resident, path)
+    with twins(device, RoutedModel(widths), path, **options) as both:
+        handle, num_groups = both.handle, len(in_page_cache(both.handle))
+        both.step()
+        both.step()
+        for number, index in enumerate((0, 2, 0)):
+            assert on_their_way(device) > 0
+            both.edit(lambda model, at=index: edit(model.blocks[at].down.weight))
+            assert_same_state(both.model, both.resident, device)
+            both.step()
+            assert_same_state(both.model, both.resident, device)
+            num_left = sum(in_page_cache(handle))
+            if widths is WIDE and edit is not edit_by_new_data:
+                assert num_left == num_groups - min(number + 1, 2)
+                assert handle.stats().rebuilds == min(number + 1, 2)
+            else:  # groups lie in the same page, or the whole weight was written and its first page is another one's last
+                assert 0 <= num_left < num_groups
+        both.check()
+        assert sum(group.num_bytes for group in handle.groups) == handle.stats().host_bytes
 
 
 @pytest.mark.parametrize(("options", "edit_between"), [(MODES[0], False), (MODES[1], True)], ids=str)
@@ -318,21 +290,15 @@ def test_forwards_that_change_their_weights(
     options: dict[str, Any], edit_between: bool, path: Path, device: SimulatedDevice
 ) -> None:
     """A batch norm in training, counters. Each group is laid out anew in RAM once, not in each pass."""
-    resident = NormedModel().train()
-    model = from_file(resident, path)
-    handle = offload(model, **options)
-    assert all(in_page_cache(handle))
-    for number in range(5):
-        x = torch.randn(3, DIM)
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x)), number
-        assert_same_state(model, resident, device)
-        if edit_between:
-            for each in (model, resident):
-                with device.running():
-                    each.blocks[number % 4].proj.weight.data.mul_(0.5)
-                    each.blocks[(number + 1) % 4].norm.running_mean.add_(1)
-    assert handle.stats().rebuilds == (4 if edit_between else 1)
-    end(handle, device, model, resident, path)
+    with twins(device, NormedModel().train(), path, **options) as both:
+        assert all(in_page_cache(both.handle))
+        for number in range(5):
+            both.step()
+            both.check()
+            if edit_between:
+                both.edit(lambda model, at=number: model.blocks[at % 4].proj.weight.data.mul_(0.5))
+                both.edit(lambda model, at=number: model.blocks[(at + 1) % 4].norm.running_mean.add_(1))
+        assert both.handle.stats().rebuilds == (4 if edit_between else 1)
 
 
 # ---------------------------------------------------------------- what happens to the file
@@ -341,24 +307,15 @@ def test_forwards_that_change_their_weights(
 @pytest.mark.parametrize("what", ["deleted", "replaced"])
 def test_a_file_that_goes(what: str, path: Path, device: SimulatedDevice) -> None:
     """What was mapped is still there, however often the groups are made again."""
-    resident = RoutedModel(WIDE)
-    model = from_file(resident, path)
-    handle = offload(model)
-    x = torch.randn(2, DIM)
-    assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-    if what == "deleted":
-        path.unlink()
-    else:
-        save_file({name: value + 1 for name, value in resident.state_dict().items()}, path.with_name("other"))
-        path.with_name("other").replace(path)
-    for number in range(3):
-        for each in (model, resident) if number else ():
-            edit_in_place(each.blocks[1].down.weight)
-        assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-        assert_same_state(model, resident, device)
-    handle.remove()
-    assert_same_state(model, resident, device)
-    model.alive.clear()
+    with twins(device, RoutedModel(WIDE), path) as both:
+        both.step()
+        both.check()
+        path.unlink() if what == "deleted" else replace_file(path)
+        for number in range(3):
+            if number:
+                both.edit(lambda model: edit_in_place(model.blocks[1].down.weight))
+            both.step()
+            both.check()
 
 
 @pytest.mark.parametrize("what", ["written to", "cut off"])

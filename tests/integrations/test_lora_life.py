@@ -23,11 +23,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from group_offload import (
-    ModuleError,
-    apply_group_offloading,
-    enable_group_offload,
-)
+from group_offload import ModuleError, apply_group_offloading, enable_group_offload
 
 from ..support import tiny_models as tiny
 from ..support.models import Model, inputs, make
@@ -262,7 +258,8 @@ def choose(rng: random.Random, twins: Twins) -> tuple[str, Step | None]:
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence(seed: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Whatever a user does, and in whatever order. Odd seeds use diffusers' own calls, on this engine. Hazard: LoRAs
-    are loaded, fused or deleted wrongly in an order nobody tried; `fuse_lora` on files does nothing."""
+    are loaded, fused or deleted wrongly in an order nobody tried; `fuse_lora` on files does nothing; with weights in files a
+    LoRA is a `KeyError`, or wrong (diffusers #10914, #11648, #11791, #11804)."""
     if seed % 2:
         request.getfixturevalue("patched")
     rng = random.Random(seed)

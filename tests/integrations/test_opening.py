@@ -21,19 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import MixtralConfig, MixtralModel, PreTrainedTokenizerFast, T5EncoderModel
 
-from group_offload import (
-    ConfigError,
-    ModuleError,
-    apply_group_offloading,
-    disable_group_offload,
-    handle_of,
-    handles_of,
-)
+from group_offload import ConfigError, ModuleError, apply_group_offloading, disable_group_offload, handle_of, handles_of
 from group_offload.integrations.casts import PostponedCasts
 from group_offload.integrations.opening import from_pretrained
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same, named_tensors, same_bits
+from ..support.models import aligned
 from ..support.processes import in_new_process, ram_peak_of
 from ..support.rigs import run
 
@@ -66,13 +60,6 @@ def assert_is(opened: nn.Module, reference: nn.Module) -> None:
     assert opened.training == reference.training
     assert opened.dtype == reference.dtype
     assert opened.config.to_dict() == reference.config.to_dict() if hasattr(opened.config, "to_dict") else True
-
-
-def aligned(model: nn.Module) -> nn.Module:
-    """A resident model. Kernels of the CPU may round by how weights are aligned, and views of files lie as they lie."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-    return model.to(tiny.device())
 
 
 def mixed(model: nn.Module) -> nn.Module:
@@ -172,7 +159,7 @@ def test_weights_are_the_librarys(name: str, tmp_path: Path, caplog: pytest.LogC
             assert handle_of(opened).stats().host_bytes == 0
         if dtype == FP32 and name in MODELS:
             inputs = MODELS[name][1]
-            assert_same(run(opened, **inputs()), run(aligned(reference), **inputs()))
+            assert_same(run(opened, **inputs()), run(aligned(reference).to(tiny.device()), **inputs()))
     if name == "pickled long ago":  # no such file can be mapped: the library loads it
         assert "are in RAM until they are offloaded" in caplog.text
 
@@ -264,7 +251,7 @@ def test_pipelines(name: str, dtype: torch.dtype, pipelines: dict[str, Path], tm
             pipe.set_progress_bar_config(disable=True)
         for part in reference.components.values():
             if isinstance(part, nn.Module):
-                aligned(part)
+                aligned(part).to(tiny.device())
         assert_same(tiny.run(opened), tiny.run(reference))
     before = files_in(folder)
     assert_same_pipeline(open_(DiffusionPipeline, pipelines[name], folder, dtype=dtype), reference)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
@@ -15,19 +17,32 @@ import torch
 import torch._dynamo.testing
 from diffusers.hooks import apply_group_offloading as imported_before_patching
 from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
 
 from group_offload import (
     ModuleError,
     OffloadHandle,
+    StateError,
     apply_group_offloading,
     disable_group_offload,
+    enable_group_offload,
     handle_of,
     patch_diffusers,
+    remove_group_offloading,
     unpatch_diffusers,
 )
 
 from ..support import tiny_models as tiny
-from ..support.pipelines import PIPELINES, any_case, any_pipeline, models_of, tier_options
+from ..support.pipelines import (
+    PIPELINES,
+    any_case,
+    any_pipeline,
+    assert_same_weights,
+    models_of,
+    tier_options,
+    traces,
+    weights_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -66,21 +81,16 @@ def test_patched_pipeline_with_diffusers_arguments(
     assert any(tmp_path.iterdir()) == (tier == "disk")
 
 
+ALL = {"onload_device": CPU, "offload_device": CPU, "offload_type": stock.GroupOffloadingType.BLOCK_LEVEL}
+ALL |= {
+    "num_blocks_per_group": 2,
+    "block_modules": ["transformer_blocks"],
+    "exclude_kwargs": ["joint_attention_kwargs"],
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"onload_device": CPU, "offload_type": "leaf_level"},
-        {
-            "onload_device": CPU,
-            "offload_device": CPU,
-            "offload_type": stock.GroupOffloadingType.BLOCK_LEVEL,
-            "num_blocks_per_group": 2,
-            "block_modules": ["transformer_blocks"],
-            "exclude_kwargs": ["joint_attention_kwargs"],
-        },
-    ],
-    ids=["none", "leaf", "all"],
+    "options", [{}, {"onload_device": CPU, "offload_type": "leaf_level"}, ALL], ids=["none", "leaf", "all"]
 )
 def test_a_name_imported_before_patching(options: dict[str, Any], patched: None) -> None:
     if options and tiny.device().type != "cpu":
@@ -97,25 +107,17 @@ def test_a_name_imported_before_patching(options: dict[str, Any], patched: None)
 
 def by_roles(pipe: Any, device: torch.device) -> None:
     """Another profile for each role, chosen anew before each image."""
+    streams = device != CPU
     for name, component in pipe.components.items():
         if not isinstance(component, torch.nn.Module) or stock._is_group_offload_enabled(component):
             continue
         if name == "vae":
             component.to(device)
         elif name == "transformer":
-            imported_before_patching(
-                component, device, CPU, "block_level", 2, non_blocking=True, use_stream=device != CPU
-            )
+            imported_before_patching(component, device, CPU, "block_level", 2, non_blocking=True, use_stream=streams)
         else:
-            imported_before_patching(
-                component,
-                device,
-                CPU,
-                "leaf_level",
-                use_stream=device != CPU,
-                record_stream=device != CPU,
-                low_cpu_mem_usage=True,
-            )
+            options = {"use_stream": streams, "record_stream": streams, "low_cpu_mem_usage": True}
+            imported_before_patching(component, device, CPU, "leaf_level", **options)
 
 
 def test_calls_of_programs(device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]) -> None:
@@ -213,3 +215,107 @@ def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: 
         assert is_in_place or handle.stats().onloads >= before + num_blocks
     assert counter.frame_count == num_graphs
     torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- what diffusers sees, and what is refused
+
+
+@any_case
+def test_devices_that_diffusers_sees(
+    level: str,
+    tier: str,
+    device: torch.device,
+    tmp_path: Path,
+    resident_outputs: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pipe = tiny.flux_pipeline()
+    weights = weights_of(pipe.transformer)
+    enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path))
+    assert pipe._execution_device == pipe.transformer.device == pipe.vae.device == device
+    assert pipe.transformer.dtype == torch.float32
+    for model in models_of(pipe).values():
+        assert stock._is_group_offload_enabled(model)
+        assert stock._get_group_onload_device(model) == device
+    assert stock._get_group_onload_device(pipe.transformer.transformer_blocks[0]) == device  # a part of one, and what
+    assert stock._get_group_onload_device(nn.Sequential(pipe.vae)) == device  # has one inside
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert pipe.to("cpu") is pipe.to(device) is pipe
+        assert pipe.transformer.to(device) is pipe.transformer
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "group offloaded" in caplog.text
+    assert_same_weights(pipe.transformer, weights)
+    assert {t.device.type for t in pipe.transformer.parameters()} == {"cpu"}
+    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+    disable_group_offload(pipe)
+    assert pipe.device.type == pipe._execution_device.type == "cpu"
+
+
+@pytest.mark.parametrize("call", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_other_offload_modes_are_refused(call: str, device: torch.device) -> None:
+    pipe = tiny.flux_pipeline()
+    apply_group_offloading(pipe.vae, device)
+    with pytest.raises(ValueError, match="group offloading"):
+        getattr(pipe, call)(device="cuda")
+    remove_group_offloading(pipe.vae)
+    assert not pipe._maybe_raise_error_if_group_offload_active(raise_error=True)
+
+
+@pytest.mark.parametrize("how", ["model", "sequential", "block", "chained"])
+def test_modules_offloaded_by_accelerate_are_refused(how: str, device: torch.device) -> None:
+    pipe = tiny.flux_pipeline()
+    model = pipe.transformer
+    if how == "model":
+        accelerate.cpu_offload_with_hook(model, execution_device=CPU)
+    elif how in ("sequential", "block"):
+        accelerate.cpu_offload(model if how == "sequential" else model.transformer_blocks[0], execution_device=CPU)
+    else:
+        accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+        accelerate.hooks.add_hook_to_module(model, accelerate.hooks.CpuOffload(CPU), append=True)
+    before = {name: traces(part) for name, part in models_of(pipe).items()}
+    for call in (lambda: apply_group_offloading(model, device), lambda: enable_group_offload(pipe, device)):
+        with pytest.raises(ModuleError, match="already offloaded by accelerate"):
+            call()
+        assert {name: traces(part) for name, part in models_of(pipe).items()} == before
+
+
+def test_accelerate_takes_the_weights_of_an_offloaded_model(
+    device: torch.device, resident_outputs: dict[str, torch.Tensor]
+) -> None:
+    pipe = tiny.flux_pipeline()
+    enable_group_offload(pipe, onload_device=device)
+    accelerate.cpu_offload(pipe.transformer, execution_device=device)
+    with pytest.raises(ModuleError, match="remove_hook_from_module"):
+        tiny.run(pipe)
+    accelerate.hooks.remove_hook_from_module(pipe.transformer, recurse=True)
+    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+
+
+def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> None:
+    model = tiny.flux_transformer()
+    accelerate.hooks.add_hook_to_module(model.proj_out, accelerate.hooks.ModelHook())
+    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
+    apply_group_offloading(model, device)
+    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+
+
+@pytest.mark.parametrize("part", ["whole", "block"])
+def test_modules_on_the_stock_engine_are_refused(part: str, device: torch.device) -> None:
+    model = tiny.flux_transformer()
+    imported_before_patching(model if part == "whole" else model.transformer_blocks, device, num_blocks_per_group=1)
+    with pytest.raises(StateError, match="already uses diffusers' group offloading"):
+        apply_group_offloading(model, device)
+    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
+    if part == "whole":
+        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+
+
+def test_stock_call_on_an_offloaded_module_is_refused(device: torch.device) -> None:
+    model = tiny.flux_transformer()
+    apply_group_offloading(model, device)
+    for target in (model, nn.Sequential(model), model.transformer_blocks[0]):  # else its weights at rest would be lost
+        with pytest.raises(StateError, match="already"):
+            imported_before_patching(target, device, num_blocks_per_group=1)

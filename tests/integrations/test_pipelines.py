@@ -10,6 +10,8 @@ import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
+from diffusers import FluxPipeline
+from diffusers.hooks import apply_group_offloading as stock_group_offloading
 from safetensors import safe_open
 from torch import nn
 
@@ -24,9 +26,11 @@ from group_offload import (
 )
 
 from ..support import tiny_models as tiny
+from ..support.models import aligned
 from ..support.pipelines import (
     PIPELINES,
     any_case,
+    any_model,
     any_pipeline,
     any_tier,
     assert_same_weights,
@@ -42,12 +46,7 @@ from ..support.pipelines import (
 @any_pipeline
 @any_case
 def test_pipeline_is_bit_equal(
-    kind: str,
-    tier: str,
-    level: str,
-    device: torch.device,
-    tmp_path: Path,
-    resident_outputs: dict[str, torch.Tensor],
+    kind: str, tier: str, level: str, device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]
 ) -> None:
     """Hazard: files, leaf level and streams together give NaN (diffusers #14657)."""
     pipe = PIPELINES[kind]()
@@ -279,3 +278,106 @@ def test_components_of_one_class_share_a_folder(
                 found.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
         for fqn, tensor in expected.items():
             assert torch.equal(found[fqn], tensor), fqn
+
+
+# ---------------------------------------------------------------- weights at rest
+
+
+@pytest.mark.parametrize(("tier", "level"), [("ram", "leaf_level"), ("disk", "block_level")])
+@any_model
+def test_save_pretrained_of_an_offloaded_model(
+    name: str, tier: str, level: str, device: torch.device, tmp_path: Path
+) -> None:
+    """Hazard: `save_pretrained()` after offloading to files writes uninitialized memory."""
+    make, inputs = tiny.MODELS[name]
+    model = make()
+    apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path / "groups"))
+    tiny.call(model, inputs())
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_weights(type(model).from_pretrained(tmp_path / "saved"), weights_of(make()))
+
+
+@any_case
+def test_weights_that_are_views_of_a_checkpoint(tier: str, level: str, device: torch.device, tmp_path: Path) -> None:
+    """They are saved again as they are, and edits of them do not reach the files."""
+
+    def load(name: str) -> Any:
+        pipe = FluxPipeline.from_pretrained(tmp_path / name)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def assert_as_saved(name: str) -> None:
+        for part, model in models_of(load(name)).items():
+            assert_same_weights(getattr(pipe, part), weights_of(model))
+
+    tiny.flux_pipeline().save_pretrained(tmp_path / "saved")
+    before = {file: file.read_bytes() for file in (tmp_path / "saved").rglob("*.safetensors")}
+    reference = load("saved")
+    for model in models_of(reference).values():
+        aligned(model)
+    expected = tiny.run(reference.to(device))
+    pipe = load("saved")
+    enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path / "groups"))
+    for _ in range(2):
+        assert torch.equal(tiny.run(pipe), expected)
+    assert_as_saved("saved")
+    with torch.no_grad():
+        for parameter in pipe.transformer.parameters():
+            parameter.mul_(2)
+    pipe.save_pretrained(tmp_path / "edited")
+    tiny.run(pipe)
+    assert_as_saved("edited")
+    assert {file: file.read_bytes() for file in before} == before
+    with torch.no_grad():
+        for parameter in pipe.transformer.parameters():
+            parameter.div_(2)
+    disable_group_offload(pipe)
+    assert_as_saved("saved")
+    assert torch.equal(tiny.run(pipe.to(device)), expected)
+
+
+# ---------------------------------------------------------------- files
+
+
+DIFFUSERS_MODELS = [name for name in tiny.MODELS if name not in ("clip", "t5")]
+
+
+def files_in(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors in each group file, without the bytes that align them."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            keys = [key for key in opened.keys() if not key.startswith("__padding")]  # noqa: SIM118
+            found[file.name] = {key: opened.get_tensor(key) for key in keys}
+    return found
+
+
+def contents_of(tensors: dict[str, torch.Tensor]) -> list[tuple[Any, bytes]]:
+    """Whatever their keys."""
+    return sorted((tuple(each.shape), each.contiguous().numpy().tobytes()) for each in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_type": "block_level", "num_blocks_per_group": 1},
+        {"offload_type": "block_level", "num_blocks_per_group": 2},
+        {"offload_type": "leaf_level"},
+    ],
+    ids=["one block", "two blocks", "leaves"],
+)
+@pytest.mark.parametrize("name", DIFFUSERS_MODELS)
+def test_files_are_those_of_diffusers(name: str, options: dict[str, Any], device: torch.device, tmp_path: Path) -> None:
+    """And each weight is written once."""
+    make, _ = tiny.MODELS[name]
+    model, expected = make(), weights_of(make())
+    apply_group_offloading(model, device, offload_to_disk_path=tmp_path / "ours", **options)
+    stock_group_offloading(make(), torch.device("cpu"), offload_to_disk_path=str(tmp_path / "stock"), **options)
+    ours, stock = files_in(tmp_path / "ours"), files_in(tmp_path / "stock")
+    assert ours.keys() == stock.keys()
+    for file, tensors in ours.items():
+        assert contents_of(tensors) == contents_of(stock[file]), file
+    written = [(key, tensor) for tensors in ours.values() for key, tensor in tensors.items()]
+    assert sorted(key for key, _ in written) == sorted(expected)
+    for key, tensor in written:
+        assert torch.equal(tensor, expected[key]), key

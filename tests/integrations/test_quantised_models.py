@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from diffusers import FluxTransformer2DModel
 from torch import nn
-from transformers import T5Config, T5EncoderModel
+from transformers import BitsAndBytesConfig, QuantoConfig, T5Config, T5EncoderModel
 
 from group_offload import apply_group_offloading
 from group_offload.api import handle_of
@@ -43,15 +42,10 @@ def inputs_of(model_class: type[nn.Module]) -> dict[str, Any]:
     if model_class is T5EncoderModel:
         return {"input_ids": torch.arange(12).reshape(2, 6)}
     torch.manual_seed(1)
-    return {
-        "hidden_states": torch.randn(1, 16, 64, dtype=BF16),
-        "encoder_hidden_states": torch.randn(1, 8, 256, dtype=BF16),
-        "pooled_projections": torch.randn(1, 256, dtype=BF16),
-        "timestep": torch.tensor([0.5], dtype=BF16),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(8, 3),
-        "return_dict": False,
-    }
+    sizes = {"hidden_states": (1, 16, 64), "encoder_hidden_states": (1, 8, 256), "pooled_projections": (1, 256)}
+    found = {name: torch.randn(size, dtype=BF16) for name, size in sizes.items()}
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3)}
+    return {**found, **places, "timestep": torch.tensor([0.5], dtype=BF16), "return_dict": False}
 
 
 def output_of(model: nn.Module) -> Any:
@@ -81,20 +75,10 @@ CONFIGS: dict[str, tuple[str, type[nn.Module], Callable[[], Any], bool]] = {
     "diffusers quanto int4": ("optimum", FLUX, lambda: _of("diffusers", "QuantoConfig")(weights_dtype="int4"), False),
     "diffusers SDNQ uint4": ("sdnq", FLUX, lambda: _of("diffusers", "SDNQConfig")(weights_dtype="uint4"), True),
     "transformers torchao int8": ("torchao", T5, _torchao("transformers", INT8), True),
-    "transformers bitsandbytes nf4": ("bitsandbytes", T5, lambda: transformers.BitsAndBytesConfig(**NF4), True),
-    "transformers bitsandbytes fp4": (
-        "bitsandbytes",
-        T5,
-        lambda: transformers.BitsAndBytesConfig(load_in_4bit=True),
-        True,
-    ),
-    "transformers bitsandbytes int8": (
-        "bitsandbytes",
-        T5,
-        lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
-        True,
-    ),
-    "transformers quanto int8": ("optimum", T5, lambda: transformers.QuantoConfig(weights="int8"), False),
+    "transformers bitsandbytes nf4": ("bitsandbytes", T5, lambda: BitsAndBytesConfig(**NF4), True),
+    "transformers bitsandbytes fp4": ("bitsandbytes", T5, lambda: BitsAndBytesConfig(load_in_4bit=True), True),
+    "transformers bitsandbytes int8": ("bitsandbytes", T5, lambda: BitsAndBytesConfig(load_in_8bit=True), True),
+    "transformers quanto int8": ("optimum", T5, lambda: QuantoConfig(weights="int8"), False),
 }
 """By name: the package, the class, the config, and whether the library opens what it saves."""
 
@@ -170,13 +154,8 @@ def test_after_dequantize(name: str, checkpoints: dict[Any, Path], offload_eithe
 
 # ------------------------------------------------------------------------------------------------ GGUF
 
-BLOCKS = {
-    "Q2_K": (84, (80, 82)),
-    "Q3_K": (110, (108,)),
-    "Q4_K": (144, (0, 2)),
-    "Q5_K": (176, (0, 2)),
-    "Q6_K": (210, (208,)),
-}
+BLOCKS = {"Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q6_K": (210, (208,))}
+BLOCKS |= {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2))}
 """K-quants, which the package does not make: bytes of a block of 256 weights, and where its float16 scales are."""
 
 

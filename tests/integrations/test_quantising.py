@@ -26,6 +26,7 @@ from ..support.asserts import assert_same, named_tensors, same_bits
 from ..support.processes import in_new_process, ram_peak_of
 from ..support.quantiser import RowsConfig, RowsQuantiser
 from ..support.rigs import run
+from ..support.travellers import in_threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -118,14 +119,8 @@ def test_several_threads_at_once(flux: Path, tmp_path: Path) -> None:
     opened = [open_(flux, tmp_path / "files", quantization_config=Meddling())]
     opened.append(made.pop())
     assert isinstance(opened[-1], nn.Module)
-    threads = [
-        threading.Thread(target=lambda part=part: opened.append(open_(flux, part and tmp_path / part)))
-        for part in ("one", "two", None, "one")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    places = ("one", "two", None, "one")
+    in_threads([lambda part=part: opened.append(open_(flux, part and tmp_path / part)) for part in places])
     assert len(opened) == 6 and methods() == before
     for model in opened:
         assert_is(model, reference)

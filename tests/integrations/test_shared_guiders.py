@@ -37,18 +37,9 @@ def pipeline(dtype: torch.dtype = torch.float32, guider: Any = None) -> Any:
 
 def run(pipe: Any, prompt: str = tiny.PROMPT) -> torch.Tensor:
     torch.manual_seed(0)  # some guiders draw
-    videos = pipe(
-        prompt=prompt,
-        negative_prompt="blurry",
-        num_inference_steps=STEPS,
-        height=16,
-        width=16,
-        num_frames=5,
-        generator=torch.Generator().manual_seed(0),
-        max_sequence_length=16,
-        output_type="pt",
-        output="videos",
-    )
+    sizes = {"num_inference_steps": STEPS, "height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
+    sizes |= {"generator": torch.Generator().manual_seed(0), "output_type": "pt", "output": "videos"}
+    videos = pipe(prompt=prompt, negative_prompt="blurry", **sizes)
     return torch.as_tensor(videos).cpu()
 
 

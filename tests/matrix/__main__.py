@@ -12,8 +12,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from . import page
+from .arms import Row, prepare, run
 from .cases import CASES
-from .row import Row, prepare, run
 
 
 def main() -> int:

@@ -15,9 +15,8 @@ import transformers
 
 from docs import generated
 
-from .arms import ARMS, NO_LORA
+from .arms import ARMS, NO_LORA, Row
 from .cases import FAMILIES, NOT_RUN
-from .row import Row
 
 PATH = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PART = "matrix"

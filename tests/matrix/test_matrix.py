@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from . import page
 from .arms import ARMS, NotApplicable, Subject
 from .cases import CASES, FAMILIES, NOT_RUN
-from .installed import of_diffusers, of_transformers
 
 QUICK = [
     "DiTTransformer2DModel",  # calls a part of a block
@@ -21,6 +24,35 @@ QUICK = [
     "WanTransformer3DModel",
     "CLIPTextModel",
 ]
+
+_IMPORTS = re.compile(r"^\s*from transformers import (\([^)]*\)|[^(\n]*)$", re.MULTILINE)
+
+
+def of_diffusers() -> list[str]:
+    """The names of all modules that `diffusers` exports, in alphabetical order."""
+    return [name for name in sorted(dir(diffusers)) if _is_module(getattr(diffusers, name))]
+
+
+def of_transformers() -> list[str]:
+    """The names of all models that a pipeline of diffusers imports from `transformers`, in alphabetical order.
+
+    Classes that a pipeline only derives another class from (`CLIPPreTrainedModel`) are none.
+    """
+    names: set[str] = set()
+    for folder in ("pipelines", "modular_pipelines"):
+        for path in (Path(diffusers.__file__).parent / folder).rglob("*.py"):
+            for imported in _IMPORTS.findall(path.read_text()):
+                names.update(re.findall(r"\w+", imported))
+    return [
+        name
+        for name in sorted(names)
+        if _is_module(getattr(transformers, name, None)) and not name.endswith("PreTrainedModel")
+    ]
+
+
+def _is_module(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, nn.Module)
+
 
 of_that_version = pytest.mark.skipif(
     diffusers.__version__ != page.version(), reason="the page is about another version"

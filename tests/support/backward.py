@@ -30,8 +30,7 @@ class Lora(nn.Module):
         self.up = nn.Linear(2, num_out, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + 0.5 * self.up(self.down(x))
-        return result
+        return self.base(x) + 0.5 * self.up(self.down(x))
 
 
 class LoraAttention(nn.Module):
@@ -42,8 +41,7 @@ class LoraAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        result: torch.Tensor = self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
-        return result
+        return self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
 class LoraBlock(nn.Module):
@@ -112,7 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def offloaded(
     model: nn.Module, device: str, folder: Path, seed: int = 0, **options: Any
 ) -> Iterator[tuple[nn.Module, OffloadHandle, Put, Put]]:
-    """The model, offloaded: how a tensor gets to the device, and how it comes back.
+    """The model, offloaded and in the end restored: how a tensor gets to the device, and how it comes back.
 
     On the CPU it is in files, unless options say otherwise: weights in RAM are used in place there, and nothing moves.
     """
@@ -133,6 +131,7 @@ def offloaded(
         if simulated is not None:
             stack.enter_context(simulated.running())
         yield model, handle, put, get
+        handle.remove()
         if simulated is not None:
             simulated.synchronize()
 

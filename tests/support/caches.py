@@ -16,25 +16,11 @@ NUM_STEPS = 4
 
 
 def nucleus() -> nn.Module:
-    model = tiny.seeded(
-        0,
-        lambda: diffusers.NucleusMoEImageTransformer2DModel(
-            patch_size=1,
-            in_channels=8,
-            out_channels=8,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            joint_attention_dim=16,
-            axes_dims_rope=(4, 6, 6),
-            mlp_ratio=6.0,
-            dense_moe_strategy="leave_first_block_dense",
-            num_experts=2,
-            moe_intermediate_dim=16,
-            capacity_factors=1.0,
-        ),
-    )
+    sizes = {"patch_size": 1, "in_channels": 8, "out_channels": 8, "num_layers": 2, "axes_dims_rope": (4, 6, 6)}
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "joint_attention_dim": 16}
+    experts = {"dense_moe_strategy": "leave_first_block_dense", "num_experts": 2, "moe_intermediate_dim": 16}
+    experts |= {"mlp_ratio": 6.0, "capacity_factors": 1.0}
+    model = tiny.seeded(0, lambda: diffusers.NucleusMoEImageTransformer2DModel(**sizes, **heads, **experts))
     for number, weight in enumerate(model.parameters()):
         if weight.ndim == 3:  # the experts', which the class leaves uninitialised
             weight.data = tiny.randn(*weight.shape, seed=number).cpu() / 4
@@ -91,7 +77,7 @@ class Clock:
         return 700 - 100 * self.step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CacheCase:
     """A cache and a model for it."""
 
@@ -101,8 +87,8 @@ class CacheCase:
     skipped: str
     """A module that steps leave out."""
     contexts: tuple[str, ...] = ("only",)
-    needs: tuple[str, ...] = ()
-    """Names that older versions of diffusers lack."""
+    needs: str = ""
+    """A name that older versions of diffusers lack, if any."""
     tells_steps: bool = False
     """Whether contexts say where the loop is."""
 
@@ -128,80 +114,33 @@ def faster(clock: Clock, **options: Any) -> Any:
 
 
 def mag(_: Clock) -> Any:
-    return diffusers.MagCacheConfig(
-        threshold=0.5,
-        max_skip_steps=2,
-        retention_ratio=0.0,
-        num_inference_steps=NUM_STEPS,
-        mag_ratios=[1.0, 1.1, 0.9, 1.05],
-    )
+    skips = {"threshold": 0.5, "max_skip_steps": 2, "retention_ratio": 0.0}
+    return diffusers.MagCacheConfig(num_inference_steps=NUM_STEPS, mag_ratios=[1.0, 1.1, 0.9, 1.05], **skips)
 
 
 def taylor(_: Clock, **options: Any) -> Any:
     return diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, **options)
 
 
+def sea(_: Clock) -> Any:
+    return diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0)
+
+
+FLUX, WAN, TWO = (flux, flux_inputs), (tiny.wan_transformer, wan_inputs), ("cond", "uncond")
+LAST, TAYLOR, KV = "single_transformer_blocks.1.norm", "TaylorSeerCacheConfig", "TextKVCacheConfig"
 _ALL = {
-    "first-block-flux": CacheCase(
-        make=flux,
-        inputs=flux_inputs,
-        config=lambda _: diffusers.FirstBlockCacheConfig(threshold=0.2),
-        skipped="single_transformer_blocks.1.norm",
-        contexts=("cond", "uncond"),
-    ),
-    "mag-flux": CacheCase(
-        needs=("MagCacheConfig",), make=flux, inputs=flux_inputs, config=mag, skipped="single_transformer_blocks.1.norm"
-    ),
-    "mag-wan": CacheCase(
-        needs=("MagCacheConfig",),
-        make=tiny.wan_transformer,
-        inputs=wan_inputs,
-        config=mag,
-        skipped="blocks.0.norm1",
-        contexts=("cond", "uncond"),
-    ),
-    "pyramid-flux": CacheCase(
-        make=flux,
-        inputs=flux_inputs,
-        config=pyramid,
-        skipped="transformer_blocks.0.attn.to_q",
-    ),
-    "faster-wan": CacheCase(
-        make=tiny.wan_transformer,
-        inputs=guided_wan_inputs,
-        config=faster,
-        skipped="blocks.0.attn1.to_q",
-    ),
-    "taylor-flux": CacheCase(
-        needs=("TaylorSeerCacheConfig",),
-        make=flux,
-        inputs=flux_inputs,
-        config=taylor,
-        skipped="transformer_blocks.0.attn.to_q",
-    ),
+    "first-block-flux": CacheCase(*FLUX, lambda _: diffusers.FirstBlockCacheConfig(threshold=0.2), LAST, TWO),
+    "mag-flux": CacheCase(*FLUX, mag, LAST, needs="MagCacheConfig"),
+    "mag-wan": CacheCase(*WAN, mag, "blocks.0.norm1", TWO, needs="MagCacheConfig"),
+    "pyramid-flux": CacheCase(*FLUX, pyramid, "transformer_blocks.0.attn.to_q"),
+    "faster-wan": CacheCase(tiny.wan_transformer, guided_wan_inputs, faster, "blocks.0.attn1.to_q"),
+    "taylor-flux": CacheCase(*FLUX, taylor, "transformer_blocks.0.attn.to_q", needs=TAYLOR),
     "taylor-lite-flux": CacheCase(
-        needs=("TaylorSeerCacheConfig",),
-        make=flux,
-        inputs=flux_inputs,
-        config=lambda clock: taylor(clock, use_lite_mode=True),
-        skipped="transformer_blocks.0.norm1",
+        *FLUX, lambda clock: taylor(clock, use_lite_mode=True), "transformer_blocks.0.norm1", needs=TAYLOR
     ),
-    "sea-wan": CacheCase(
-        needs=("SeaCacheConfig",),
-        tells_steps=True,
-        make=tiny.wan_transformer,
-        inputs=wan_inputs,
-        config=lambda _: diffusers.SeaCacheConfig(threshold=10.0, cache_end_steps=0),
-        skipped="blocks.0.norm1",
-        contexts=("cond", "uncond"),
-    ),
+    "sea-wan": CacheCase(*WAN, sea, "blocks.0.norm1", TWO, needs="SeaCacheConfig", tells_steps=True),
     "text-kv-nucleus": CacheCase(
-        needs=("TextKVCacheConfig",),
-        make=nucleus,
-        inputs=nucleus_inputs,
-        config=lambda _: diffusers.TextKVCacheConfig(),
-        skipped="transformer_blocks.0.encoder_proj",
-        contexts=("cond", "uncond"),
+        nucleus, nucleus_inputs, lambda _: getattr(diffusers, KV)(), "transformer_blocks.0.encoder_proj", TWO, needs=KV
     ),
 }
-CACHES = {name: case for name, case in _ALL.items() if all(hasattr(diffusers, need) for need in case.needs)}
+CACHES = {name: case for name, case in _ALL.items() if not case.needs or hasattr(diffusers, case.needs)}

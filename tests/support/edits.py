@@ -63,6 +63,11 @@ def replace_data_with_expanded(model: Any) -> None:
     model.blocks[1].down.bias.data = torch.tensor([0.5]).expand(WIDTH)
 
 
+def replace_data_with_other_bits_in_the_same_memory(model: Any) -> None:
+    scale = model.blocks[1].scale.requires_grad_(False)
+    scale.data = scale.data.view(torch.int32)
+
+
 def swap_data(model: Any) -> None:
     first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
     first.data, second.data = second.data, first.data

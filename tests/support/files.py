@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def flip_a_bit(path: Path, position: int) -> None:
         file.seek(position)
         file.write(bytes([byte ^ 4]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def failing(code: int) -> Callable[..., Any]:
+    """In the place of a call of the system: it raises this error."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fails
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")

@@ -64,6 +64,14 @@ def make(model: nn.Module | type[nn.Module] = Model, *args: Any, seed: int = 0) 
     return model(*args).eval()
 
 
+def aligned(module: nn.Module) -> Any:
+    """The module, with weights in memory of their own. Kernels of the CPU may round by how weights are aligned, and views of
+    files lie as they lie."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+    return module
+
+
 def inputs(seed: int = 0, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (3, WIDTH)), generator=torch.Generator().manual_seed(seed))
 

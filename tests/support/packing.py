@@ -16,19 +16,7 @@ from group_offload.packing.codec import Packed, pack
 from group_offload.packing.layout import ENTRY_BYTES, SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, Strip
 from group_offload.packing.operators import tile_table
 
-KINDS = (
-    "normal",
-    "wide",
-    "cauchy",
-    "words",
-    "exponents",
-    "zeros",
-    "constant",
-    "nan",
-    "infinite",
-    "denormal",
-    "sparse",
-)
+KINDS = ("normal", "wide", "cauchy", "words", "exponents", "zeros", "constant", "nan", "infinite", "denormal", "sparse")
 """Of weights in bf16."""
 OTHERS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
 LENGTHS = (0, 1, 2, 7, 100, 127, TILE_WEIGHTS - 1, TILE_WEIGHTS, TILE_WEIGHTS + 1, 3 * TILE_WEIGHTS, 10_007)

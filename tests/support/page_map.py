@@ -11,6 +11,8 @@ import pytest
 
 from group_offload.base import pagemap
 
+from .files import failing
+
 
 class PageMap:
     """Decides whether this process may open its page map."""
@@ -29,11 +31,7 @@ class PageMap:
 
     def refuse_scans(self) -> None:
         """As before Linux 6.7: entries can be read, and there is no `PAGEMAP_SCAN`."""
-
-        def ioctl(*_: Any) -> int:
-            raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
-
-        self._patch.setattr(fcntl, "ioctl", ioctl)
+        self._patch.setattr(fcntl, "ioctl", failing(errno.ENOTTY))
         pagemap._Known.forget()
 
     def refuse(self, code: int = errno.EACCES) -> None:

@@ -32,16 +32,8 @@ def modular_pipeline(manager: ComponentsManager | None = None, **components: Any
 
 
 def run_modular(pipe: Any) -> torch.Tensor:
-    images = pipe(
-        prompt=tiny.PROMPT,
-        num_inference_steps=2,
-        height=16,
-        width=16,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-        max_sequence_length=16,
-        output="images",
-    )
+    sizes = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 16, "output_type": "pt"}
+    images = pipe(prompt=tiny.PROMPT, generator=torch.Generator().manual_seed(0), output="images", **sizes)
     assert isinstance(images, torch.Tensor)
     return images.cpu()
 
@@ -70,13 +62,6 @@ def assert_same_weights(module: nn.Module, expected: dict[str, torch.Tensor]) ->
 def traces(module: nn.Module) -> list[tuple[str, type, list[str], Any, int, int]]:
     """Everything about the modules of a model that offloading might leave behind."""
     return [
-        (
-            name,
-            type(part),
-            sorted(part.__dict__),
-            part.__dict__.get("forward"),
-            len(part._forward_hooks),
-            len(part._forward_pre_hooks),
-        )
-        for name, part in module.named_modules()
+        (name, type(x), sorted(vars(x)), vars(x).get("forward"), len(x._forward_hooks), len(x._forward_pre_hooks))
+        for name, x in module.named_modules()
     ]

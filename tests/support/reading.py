@@ -21,6 +21,7 @@ import torch
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import pool, reading
 
+from .files import failing
 from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
 from .on_device import from_file
@@ -90,8 +91,7 @@ class Rig:
         self.clear()
         with torch.no_grad():
             if self.device is None:
-                result: torch.Tensor = self.model(self.x)
-                return result
+                return self.model(self.x)
             with self.device.running():
                 output = self.model(self.device.put(self.x))
             return self.device.get(output)
@@ -140,10 +140,7 @@ class Preadv:
             self.first, self.last, self.fault = first, last, fault
 
     def fail(self, code: int, first: int, last: int | None = None) -> None:
-        def raising(*args: Any) -> int:
-            raise OSError(code, os.strerror(code))
-
-        self.arm(first, first if last is None else last, raising)
+        self.arm(first, first if last is None else last, failing(code))
 
     def __call__(self, fd: int, buffers: Any, position: int) -> int:
         with self._lock:
@@ -231,5 +228,4 @@ class Slow:
     def __call__(self, real: Any, fd: int, buffers: Any, position: int) -> int:
         self.waiting.set()
         self.go.wait(60)
-        count: int = real(fd, buffers, position)
-        return count
+        return real(fd, buffers, position)

@@ -47,21 +47,10 @@ def seeded(seed: int, make: Callable[[], Any]) -> Any:
 
 
 def flux_transformer(seed: int = 0, num_layers: int = 2, num_single_layers: int = 3) -> FluxTransformer2DModel:
-    return seeded(
-        seed,
-        lambda: FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            num_layers=num_layers,
-            num_single_layers=num_single_layers,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            pooled_projection_dim=32,
-            guidance_embeds=True,
-            axes_dims_rope=[4, 4, 8],
-        ),
-    )
+    layers = {"patch_size": 1, "in_channels": 4, "num_layers": num_layers, "num_single_layers": num_single_layers}
+    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": [4, 4, 8]}
+    others = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "guidance_embeds": True}
+    return seeded(seed, lambda: FluxTransformer2DModel(**layers, **heads, **others))
 
 
 def flux_inputs(seed: int = 0) -> dict[str, Any]:
@@ -79,22 +68,11 @@ def flux_inputs(seed: int = 0) -> dict[str, Any]:
 
 def kl(seed: int = 0, **config: Any) -> AutoencoderKL:
     """The autoencoder of FLUX: no quant_conv."""
-    config = {
-        "block_out_channels": (4, 8),
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        "latent_channels": 1,
-        "norm_num_groups": 2,
-        "sample_size": 16,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "shift_factor": 0.06,
-        "scaling_factor": 1.5,
-        **config,
-    }
-    return seeded(seed, lambda: AutoencoderKL(**config))
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    blocks |= {"block_out_channels": (4, 8), "in_channels": 3, "out_channels": 3, "latent_channels": 1}
+    blocks |= {"norm_num_groups": 2, "sample_size": 16, "shift_factor": 0.06, "scaling_factor": 1.5}
+    blocks |= {"use_quant_conv": False, "use_post_quant_conv": False, **config}
+    return seeded(seed, lambda: AutoencoderKL(**blocks))
 
 
 def sd_kl(seed: int = 0) -> AutoencoderKL:
@@ -120,21 +98,11 @@ def wan_kl_inputs(seed: int = 0) -> dict[str, Any]:
 
 
 def unet(seed: int = 0) -> UNet2DConditionModel:
-    return seeded(
-        seed,
-        lambda: UNet2DConditionModel(
-            block_out_channels=(4, 8),
-            layers_per_block=1,
-            sample_size=16,
-            in_channels=4,
-            out_channels=4,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            cross_attention_dim=32,
-            attention_head_dim=2,
-            norm_num_groups=2,
-        ),
-    )
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    blocks = {"block_out_channels": (4, 8), "layers_per_block": 1, "down_block_types": down, "up_block_types": up}
+    sizes = {"sample_size": 16, "in_channels": 4, "out_channels": 4, "norm_num_groups": 2}
+    heads = {"cross_attention_dim": 32, "attention_head_dim": 2}
+    return seeded(seed, lambda: UNet2DConditionModel(**blocks, **sizes, **heads))
 
 
 def unet_inputs(seed: int = 0) -> dict[str, Any]:
@@ -147,23 +115,10 @@ def unet_inputs(seed: int = 0) -> dict[str, Any]:
 
 
 def wan_transformer(seed: int = 0) -> WanTransformer3DModel:
-    return seeded(
-        seed,
-        lambda: WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=32,
-            freq_dim=256,
-            ffn_dim=32,
-            num_layers=2,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            rope_max_seq_len=32,
-        ),
-    )
+    sizes = {"patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "num_layers": 2, "rope_max_seq_len": 32}
+    sizes |= {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 32, "freq_dim": 256, "ffn_dim": 32}
+    norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads"}
+    return seeded(seed, lambda: WanTransformer3DModel(**sizes, **norms))
 
 
 def wan_inputs(seed: int = 0) -> dict[str, Any]:
@@ -176,41 +131,16 @@ def wan_inputs(seed: int = 0) -> dict[str, Any]:
 
 
 def clip(seed: int = 0, num_hidden_layers: int = 3) -> CLIPTextModel:
-    return seeded(
-        seed,
-        lambda: CLIPTextModel(
-            CLIPTextConfig(
-                bos_token_id=0,
-                eos_token_id=2,
-                pad_token_id=1,
-                hidden_size=32,
-                intermediate_size=37,
-                num_attention_heads=4,
-                num_hidden_layers=num_hidden_layers,
-                vocab_size=100,
-                projection_dim=32,
-            )
-        ),
-    )
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 100}
+    sizes = {"hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4, "projection_dim": 32}
+    config = CLIPTextConfig(num_hidden_layers=num_hidden_layers, **ids, **sizes)
+    return seeded(seed, lambda: CLIPTextModel(config))
 
 
 def t5(seed: int = 0, num_layers: int = 4) -> T5EncoderModel:
-    return seeded(
-        seed,
-        lambda: T5EncoderModel(
-            T5Config(
-                vocab_size=100,
-                d_model=32,
-                d_ff=64,
-                d_kv=8,
-                num_heads=4,
-                num_layers=num_layers,
-                pad_token_id=1,
-                eos_token_id=2,
-                decoder_start_token_id=0,
-            )
-        ),
-    )
+    ids = {"vocab_size": 100, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    config = T5Config(d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=num_layers, **ids)
+    return seeded(seed, lambda: T5EncoderModel(config))
 
 
 def tokens(seed: int = 0) -> dict[str, Any]:
@@ -225,28 +155,14 @@ def tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         vocab.setdefault(word, len(vocab))
     found = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=found,
-        bos_token="<s>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=max_length,
-    )
+    ends = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=found, model_max_length=max_length, **ends)
 
 
 def flux_pipeline() -> FluxPipeline:
-    return _quiet(
-        FluxPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            vae=kl(1),
-            text_encoder=clip(2),
-            tokenizer=tokenizer(16),
-            text_encoder_2=t5(3),
-            tokenizer_2=tokenizer(16),
-            transformer=flux_transformer(4),
-        )
-    )
+    words = {"text_encoder": clip(2), "tokenizer": tokenizer(16), "text_encoder_2": t5(3), "tokenizer_2": tokenizer(16)}
+    parts = {"scheduler": FlowMatchEulerDiscreteScheduler(), "vae": kl(1), "transformer": flux_transformer(4)}
+    return _quiet(FluxPipeline(**words, **parts))
 
 
 def wan_pipeline() -> WanPipeline:
@@ -265,38 +181,17 @@ def wan_pipeline() -> WanPipeline:
 
 
 def sd_pipeline() -> StableDiffusionPipeline:
-    return _quiet(
-        StableDiffusionPipeline(
-            vae=sd_kl(1),
-            text_encoder=clip(2),
-            tokenizer=tokenizer(16),
-            unet=unet(3),
-            scheduler=DDIMScheduler(
-                beta_start=0.00085,
-                beta_end=0.012,
-                beta_schedule="scaled_linear",
-                clip_sample=False,
-                set_alpha_to_one=False,
-                steps_offset=1,
-            ),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-    )
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1, **betas)
+    parts = {"vae": sd_kl(1), "text_encoder": clip(2), "tokenizer": tokenizer(16), "unet": unet(3)}
+    unsafe = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return _quiet(StableDiffusionPipeline(scheduler=scheduler, **parts, **unsafe))
 
 
 def run(pipe: Any, **options: Any) -> torch.Tensor:
     """What a pipeline makes of the prompt: images or videos, as one tensor on the CPU."""
-    arguments: dict[str, Any] = {
-        "prompt": PROMPT,
-        "num_inference_steps": 2,
-        "height": 16,
-        "width": 16,
-        "generator": torch.Generator().manual_seed(0),
-        "output_type": "pt",
-        "return_dict": False,
-    }
+    arguments: dict[str, Any] = {"prompt": PROMPT, "generator": torch.Generator().manual_seed(0), "return_dict": False}
+    arguments |= {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "pt"}
     if isinstance(pipe, FluxPipeline):
         arguments["max_sequence_length"] = 16
     elif isinstance(pipe, WanPipeline):

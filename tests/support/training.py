@@ -52,16 +52,14 @@ class TrainingModel(nn.Module):
         self.order = list(range(num_blocks))
 
     def embedded(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.embed(x)
-        return result
+        return self.embed(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedded(x)
         shared = torch.sigmoid(x.mean(1, keepdim=True)).expand_as(x).contiguous()
         for index in self.order:
             x = self.run_block(self.blocks[index], x, shared)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -134,11 +132,12 @@ class StopTraining(Exception):
     """The error in the middle of a step that a test stops."""
 
 
-def stopped_forward(model: nn.Module, put: Put) -> torch.Tensor:
-    def stop(*args: Any) -> None:
-        raise StopTraining
+def _stop(*args: Any) -> None:
+    raise StopTraining
 
-    hook = model.blocks[2].up.register_forward_pre_hook(stop)  # type: ignore[union-attr, index]
+
+def stopped_forward(model: nn.Module, put: Put) -> torch.Tensor:
+    hook = model.blocks[2].up.register_forward_pre_hook(_stop)  # type: ignore[union-attr, index]
     with pytest.raises(StopTraining):
         model(data(1, put))
     hook.remove()
@@ -146,10 +145,7 @@ def stopped_forward(model: nn.Module, put: Put) -> torch.Tensor:
 
 
 def stopped_backward(model: nn.Module, put: Put) -> torch.Tensor:
-    def stop(*args: Any) -> None:
-        raise StopTraining
-
-    hook = model.blocks[1].down.register_full_backward_hook(stop)  # type: ignore[union-attr, index]
+    hook = model.blocks[1].down.register_full_backward_hook(_stop)  # type: ignore[union-attr, index]
     with pytest.raises(StopTraining):
         plain(model, put)
     hook.remove()
@@ -170,23 +166,9 @@ def in_part(model: nn.Module, put: Put) -> torch.Tensor:
     return loss.detach()
 
 
-STEPS: dict[str, Step] = {
-    step.__name__: step
-    for step in (
-        plain,
-        accumulated,
-        retained,
-        doubled,
-        two_by_two,
-        two_by_two_reversed,
-        both_at_once,
-        autocast,
-        stopped_forward,
-        stopped_backward,
-        evaluated,
-        in_part,
-    )
-}
+_WHOLE = (plain, accumulated, retained, doubled, two_by_two, two_by_two_reversed, both_at_once, autocast)
+_OTHERS = (stopped_forward, stopped_backward, evaluated, in_part)
+STEPS: dict[str, Step] = {step.__name__: step for step in (*_WHOLE, *_OTHERS)}
 
 
 def reentrant(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:

@@ -87,13 +87,7 @@ def taken_as_shared() -> Iterator[None]:
 
 
 def travel(
-    seed: int,
-    laziness: Any,
-    options: dict[str, Any],
-    *,
-    num_threads: int = 3,
-    num_passes: int = 4,
-    seconds: float = 60,
+    seed: int, laziness: Any, options: dict[str, Any], *, num_threads: int = 3, num_passes: int = 4, seconds: float = 60
 ) -> Any:
     """Random forwards of several threads on the simulated device, each on a stream of its own. Every output is right.
 

@@ -16,18 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading
 
 from ..support.asserts import same_bits
-from ..support.backward import OPTIONS, check, make, offloaded
-from ..support.training import (
-    CHECKPOINTS,
-    DIM,
-    STEPS,
-    Step,
-    assert_same_bits,
-    in_part,
-    plain,
-    selective,
-    train,
-)
+from ..support.backward import OPTIONS, LoraBlock, LoraModel, check, make, offloaded
+from ..support.on_device import packing
+from ..support.training import CHECKPOINTS, DIM, STEPS, Step, assert_same_bits, in_part, plain, selective, train
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -194,7 +185,6 @@ def test_bits_beside_activation_offloading(tmp_path: Path) -> None:
                 assert saved.offloads > 0
                 assert handle.stats().backward_passes == 2
                 activations.remove()
-                handle.remove()
 
 
 def test_weights_never_go_to_ram_as_activations(tmp_path: Path) -> None:
@@ -209,3 +199,44 @@ def test_weights_never_go_to_ram_as_activations(tmp_path: Path) -> None:
         return handle.stats().offloaded_bytes
 
     assert moved(True) == moved(False)
+
+
+class WideBlock(LoraBlock):
+    """Wide enough for packing to be worth it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(DIM, 1000).requires_grad_(False)
+        self.back = nn.Linear(1000, DIM).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x, shared)
+        return x + torch.tanh(self.back(torch.tanh(self.wide(x))))
+
+
+class PackedModel(LoraModel):
+    block_class = WideBlock
+
+    def embedded(self, x: torch.Tensor) -> torch.Tensor:
+        return super().embedded(x.to(self.embed.weight.dtype))
+
+
+def make_wide() -> nn.Module:
+    torch.manual_seed(0)
+    return PackedModel(4).bfloat16()
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("stopped_backward", {"record_stream": True}),
+    ("two_by_two", {"in_checkpoint": True}),
+    ("plain", {"vram_budget": 420_000}),
+    ("plain", {"offload_type": "leaf_level"}),
+]
+
+
+@pytest.mark.parametrize(("step", "options"), CASES, ids=str)
+def test_a_lora_is_trained_over_packed_weights(step: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with packing():
+        stats = check(STEPS[step], "random", tmp_path, make_wide, num_steps=3, pack=True, **options)
+    assert stats.bytes_unpacked and stats.packed_bytes and stats.backward_passes

@@ -59,8 +59,7 @@ class PackedLinear(nn.Module):
         self.weight.quant_state = QuantState(torch.rand(DIM, 1) / 200)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Product.apply(x, self.weight, self.weight.quant_state)
-        return result
+        return Product.apply(x, self.weight, self.weight.quant_state)
 
 
 class MatmulLtState:
@@ -194,11 +193,10 @@ def test_bits(
     for step in (plain, retained, two_by_two) if options == "block" else (plain,):
         expected = train(model_of(), step)
         SEEN.clear()
-        with offloaded(model_of(), device, tmp_path, **OPTIONS[options]) as (model, handle, put, get):
+        with offloaded(model_of(), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
             assert_same_bits(train(model, step, put), expected, get)
             at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
             assert SEEN and not at_rest & set(SEEN)
-            handle.remove()
     assert "are still referenced" not in caplog.text
 
 
@@ -268,7 +266,7 @@ def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tm
         return Doubling.apply(output, getattr(module, name))
 
     hook = model.blocks[1].register_forward_hook(change)
-    with offloaded(model, device, tmp_path) as (_, handle, put, get):
+    with offloaded(model, device, tmp_path) as (_, _, put, get):
         with torch.no_grad():
             expected = get(model(data(0, put)))
         for _ in range(2):
@@ -277,7 +275,6 @@ def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tm
         with torch.no_grad():
             assert_same_bits([get(model(data(0, put)))], [expected])
         hook.remove()
-        handle.remove()
     other: Any = model.blocks[1].other
     assert torch.equal(other, torch.eye(DIM))
 
@@ -300,9 +297,8 @@ def test_a_weight_at_rest_that_a_hook_changes_during_backward(tmp_path: Path) ->
             return loss + model(data(1, put)).square().mean()
 
     expected = train(make().eval(), step)
-    with offloaded(make().eval(), "cpu", tmp_path) as (model, handle, put, get):
+    with offloaded(make().eval(), "cpu", tmp_path) as (model, _, put, get):
         assert_same_bits(train(model, step, put), expected, get)
-        handle.remove()
 
 
 def test_a_graph_without_saved_tensor_hooks_is_an_error(tmp_path: Path) -> None:
@@ -326,9 +322,8 @@ def test_a_reentrant_checkpoint_around_the_whole_model(device: str, tmp_path: Pa
         return loss.detach()
 
     expected = train(make(), step)
-    with offloaded(make(), device, tmp_path) as (model, handle, put, get):
+    with offloaded(make(), device, tmp_path) as (model, _, put, get):
         assert_same_bits(train(model, step, put), expected, get)
-        handle.remove()
 
 
 class Detached(nn.Linear):

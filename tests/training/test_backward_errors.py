@@ -21,6 +21,7 @@ from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
 from ..support.inside import engine_of
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 
@@ -54,7 +55,7 @@ def test_activations_modified_between_forward_and_backward_are_an_error(device: 
     model = make()
     kept: list[torch.Tensor] = []
     hook = model.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(output))  # type: ignore[union-attr]
-    with offloaded(model, device, tmp_path) as (_, handle, put, _):
+    with offloaded(model, device, tmp_path) as (_, _, put, _):
         loss = model(data(0, put)).square().mean()
         with torch.no_grad():
             kept[0].mul_(2)
@@ -62,19 +63,17 @@ def test_activations_modified_between_forward_and_backward_are_an_error(device: 
             loss.backward()
         hook.remove()
         plain(model, put)
-        handle.remove()
 
 
 def test_weights_modified_between_forward_and_backward_are_an_error(tmp_path: Path) -> None:
     model = make()
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+    with offloaded(model, "cpu", tmp_path) as (_, _, put, _):
         loss = model(data(0, put)).square().mean()
         with torch.no_grad():
             model.blocks[1].mix.mul_(2)  # type: ignore[union-attr, operator]
         with pytest.raises(StateError, match=r"modified by an inplace operation: the weight 'blocks.1.mix'"):
             loss.backward()
         plain(model, put)  # as it is now
-        handle.remove()
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])
@@ -103,10 +102,9 @@ def test_a_value_that_is_replaced_between_forward_and_backward(
 
     resident, ours = make(), make()
     expected = train(resident, partial(step, is_late=True), num_steps=3)
-    with offloaded(ours, device, tmp_path, **options) as (_, handle, put, get):
+    with offloaded(ours, device, tmp_path, **options) as (_, _, put, get):
         assert_same_bits(train(ours, partial(step, is_late=False), put, num_steps=3), expected, get)
         gc.collect()
-        handle.remove()
     for name, value in frozen_bits(ours).items():
         assert same_bits(value, frozen_bits(resident)[name]), name
 
@@ -145,8 +143,7 @@ class Stacked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x.requires_grad_() if x.is_leaf else x)
-        result: torch.Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
 def stacked(is_one: bool) -> Stacked:
@@ -164,7 +161,7 @@ def test_weights_that_share_a_version_counter(options: dict[str, Any], is_one: b
 @pytest.mark.parametrize("is_one", [False, True], ids=["of each block", "of all"])
 def test_an_edit_of_a_weight_that_shares_its_version_counter_is_an_error(is_one: bool, tmp_path: Path) -> None:
     model: Any
-    with offloaded(stacked(is_one), "cpu", tmp_path) as (model, handle, put, _):
+    with offloaded(stacked(is_one), "cpu", tmp_path) as (model, _, put, _):
         for _ in range(2):
             model(data(0, put)).sum().backward()
         loss = model(data(0, put)).sum()
@@ -175,7 +172,6 @@ def test_an_edit_of_a_weight_that_shares_its_version_counter_is_an_error(is_one:
         model.blocks.append(Halves(*torch.randn(2, DIM, DIM).unbind()))  # cut into groups again
         for _ in range(2):
             model(data(0, put)).sum().backward()
-        handle.remove()
 
 
 def test_a_checkpoint_that_is_saved_while_training_can_be_read(tmp_path: Path) -> None:
@@ -237,7 +233,6 @@ def test_weights_that_were_given_up_before_backward_are_an_error(change: str, tm
             handle.refresh()
         with pytest.raises(StateError, match=r"groups were rebuilt after the forward|remove\(\) was called between"):
             loss.backward()
-        handle.remove()
 
 
 def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
@@ -258,7 +253,6 @@ def test_a_backward_that_breaks_off_ends_the_pass(tmp_path: Path) -> None:
             engine = engine_of(handle)
             assert engine is not None and not engine._passes.is_running
         assert_same_bits(train(model, plain, put), expected)
-        handle.remove()
 
 
 def test_remove_in_a_backward_is_refused(tmp_path: Path) -> None:
@@ -275,41 +269,27 @@ def test_remove_in_a_backward_is_refused(tmp_path: Path) -> None:
         plain(model, put)
         hook.remove()
         assert errors
-        handle.remove()
 
 
 def test_two_threads_train_two_models_and_share_one(tmp_path: Path) -> None:
     """A forward of one thread waits for the backward of another one, and the other way round."""
     base = make().requires_grad_(False)
     reference = copy.deepcopy(base)
-    expected = {}
+    expected: dict[int, Any] = {}
     for seed in range(4):
         x = data(seed, torch.clone).requires_grad_()
         base.eval(), reference.eval()
         reference(x).square().mean().backward()
         expected[seed] = x.grad
-    with offloaded(base, "cpu", tmp_path) as (_, handle, _, _):
-        wrong: list[object] = []
+    with offloaded(base, "cpu", tmp_path):
 
         def work(seed: int) -> None:
-            try:
-                for _ in range(5):
-                    x = data(seed, torch.clone).requires_grad_()
-                    base(x).square().mean().backward()
-                    assert x.grad is not None and expected[seed] is not None
-                    if not same_bits(x.grad, expected[seed]):  # type: ignore[arg-type]
-                        wrong.append(seed)
-            except BaseException as error:
-                wrong.append(error)
+            for _ in range(5):
+                x = data(seed, torch.clone).requires_grad_()
+                base(x).square().mean().backward()
+                assert same_bits(x.grad, expected[seed])
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not wrong
-        handle.remove()
+        in_threads([partial(work, seed) for seed in range(4)], 120)
 
 
 def in_a_thread(run: Callable[[], object]) -> tuple[Callable[..., None], list[StateError]]:
@@ -335,7 +315,7 @@ def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatc
     """A forward that waits for another thread's backward over an earlier graph of the same model."""
     tune(monkeypatch, backward_patience_seconds=0.2)
     model = make().requires_grad_(False).eval()
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+    with offloaded(model, "cpu", tmp_path) as (_, _, put, _):
         loss = model(data(0, put).requires_grad_()).square().mean()
         wait, errors = in_a_thread(loss.backward)
         hook = model.blocks[1].register_forward_pre_hook(wait)  # type: ignore[union-attr]
@@ -343,14 +323,13 @@ def test_a_backward_that_waits_for_itself_is_an_error(tmp_path: Path, monkeypatc
             model(data(0, put))
         hook.remove()
         assert len(errors) == 1 and "in another thread" in str(errors[0])
-        handle.remove()
 
 
 def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of a backward that waits for another thread's forward of the same model."""
     tune(monkeypatch, backward_patience_seconds=0.2)
     model = make().requires_grad_(False).eval()
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+    with offloaded(model, "cpu", tmp_path) as (_, _, put, _):
         wait, errors = in_a_thread(torch.no_grad()(lambda: model(data(1, put))))
         hook = model.blocks[1].register_full_backward_hook(wait)  # type: ignore[union-attr]
         x = data(0, put).requires_grad_()
@@ -359,4 +338,3 @@ def test_a_forward_that_waits_for_its_own_backward_is_an_error(tmp_path: Path, m
         assert len(errors) == 1 and "in another thread" in str(errors[0])
         with torch.no_grad():
             model(data(1, put))
-        handle.remove()

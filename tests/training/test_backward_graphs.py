@@ -41,19 +41,17 @@ def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self.inner(x).square().mean(), [x])
-            result: torch.Tensor = self.last(x + gradient)
-            return result
+            return self.last(x + gradient)
 
     torch.manual_seed(0)
     model = Guided()
     reference = copy.deepcopy(model)
-    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+    with offloaded(model, "random", tmp_path) as (_, _, put, get):
         for _ in range(3):
             torch.manual_seed(5)
             expected = reference(data(0, torch.clone))
             torch.manual_seed(5)
             assert same_bits(get(model(data(0, put))).detach(), expected.detach())
-        handle.remove()
 
 
 def count_saved() -> int:

@@ -26,8 +26,7 @@ def with_lora(name: str, *, checkpointing: bool = False) -> nn.Module:
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    found: nn.Module = model
-    return found
+    return model
 
 
 def train(model: nn.Module, name: str, num_steps: int = 3) -> list[torch.Tensor]:
@@ -131,8 +130,7 @@ def test_dora_reads_the_weight_of_the_layer_it_wraps() -> None:
         found: Any = tiny.flux_transformer().requires_grad_(False).train()
         torch.manual_seed(0)
         found.add_adapter(LoraConfig(r=4, target_modules=["to_q"], use_dora=True))
-        result: nn.Module = found
-        return result
+        return found
 
     for level in LEVELS:
         ours = model()

@@ -34,7 +34,6 @@ def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> 
         assert after.onloads - before.onloads == 3 * (2 * 6 - 4)
         assert after.stalls == 0  # the first backward is foreseen, too
         assert after.backward_passes - before.backward_passes == 3
-        handle.remove()
 
 
 @pytest.mark.parametrize("run_block", CHECKPOINTS)
@@ -58,7 +57,6 @@ def test_checkpoints_repeat_each_call_once(run_block: Any, tmp_path: Path) -> No
             assert calls == [2] * 5
             sent = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
             assert num_times - 1 < sent / after.host_bytes <= num_times  # less what is there still at each turn
-            handle.remove()
 
 
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
@@ -75,7 +73,6 @@ def test_device_memory_is_that_of_slots(level: str, tmp_path: Path) -> None:
         stats = handle.stats()
         # At leaf level weights may take a third of what activations take, which is more here.
         assert stats.peak_device_bytes <= (inference if level == "block_level" else stats.host_bytes // 2)
-        handle.remove()
 
 
 def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
@@ -100,7 +97,6 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
         assert places == {name: parameter.data_ptr() for name, parameter in trained.items()}
         plain(model, put)
         assert handle.stats().trainable_bytes < sum(parameter.nbytes for parameter in trained.values())
-        handle.remove()
     for name, parameter in model.named_parameters():
         assert same_bits(parameter.detach(), before[name]), name
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
@@ -123,7 +119,6 @@ def test_trained_parameters_that_are_deleted_are_let_go(tmp_path: Path) -> None:
                 model(data(0, put))
             gc.collect()
             assert weight() is None and handle.stats().trainable_bytes < with_it
-        handle.remove()
 
 
 def reference_between(model: nn.Module, put: Put) -> torch.Tensor:
@@ -162,12 +157,11 @@ def test_more_is_trained_between_forward_and_backward(name: str, tmp_path: Path)
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = gradients(make(), torch.clone)
-    with offloaded(make(), "random", tmp_path) as (model, handle, put, get):
+    with offloaded(make(), "random", tmp_path) as (model, _, put, get):
         leaves_its_group = name == "blocks.1"
         with pytest.raises(StateError, match="others require gradients now") if leaves_its_group else nullcontext():
             assert_same_bits(gradients(model, put), expected, get)
         plain(model, put)
-        handle.remove()
 
 
 def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
@@ -175,8 +169,7 @@ def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
 
     def term(model: Any) -> torch.Tensor:
         lora = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        found: torch.Tensor = (lora.sum() * model.embed.weight).square().sum()
-        return found
+        return (lora.sum() * model.embed.weight).square().sum()
 
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -184,13 +177,12 @@ def test_a_weight_in_a_graph_of_its_own(tmp_path: Path) -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = gradients(make())
-    with offloaded(make(), "cpu", tmp_path, in_files=True) as (model, handle, put, _):
+    with offloaded(make(), "cpu", tmp_path, in_files=True) as (model, _, put, _):
         assert_same_bits(gradients(model), expected)
         before = term(model)
         loss = model(data(0, put)).square().mean()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (loss + before).backward()
-        handle.remove()
 
 
 def test_parts_that_are_trained_in_turn(tmp_path: Path) -> None:
@@ -209,7 +201,6 @@ def test_parts_that_are_trained_in_turn(tmp_path: Path) -> None:
         assert_same_bits(train(model, in_turn, put), expected, get)
         stats = handle.stats()
         assert 0 < stats.trainable_bytes < stats.host_bytes
-        handle.remove()
 
 
 def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path) -> None:
@@ -240,13 +231,12 @@ def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path
     reference.load_state_dict(model.state_dict())
     for twin in (model, reference):
         twin.inside.requires_grad_(False)
-    with offloaded(model, "random", tmp_path) as (_, handle, put, get):
+    with offloaded(model, "random", tmp_path) as (_, _, put, get):
         with pytest.raises(StateError, match="Call the model once with gradients enabled first"):
             truncated(model, put)
         assert all(parameter.grad is None for parameter in model.parameters())
         model(data(0, put))  # with gradients, as the error says
         assert_same_bits(train(model, truncated, put), train(reference, truncated), get)
-        handle.remove()
 
 
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
@@ -262,4 +252,3 @@ def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
             model(data(0, put).requires_grad_()).sum().backward()
         written = set(tmp_path.rglob("*.safetensors")) - files
         assert sum(path.stat().st_size for path in written) < 100_000 // 4
-        handle.remove()

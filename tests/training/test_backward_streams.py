@@ -133,7 +133,7 @@ def test_a_block_that_gives_its_weight_away(wrap: Any, tmp_path: Path) -> None:
     model = Taking().requires_grad_(False)
     reference = copy.deepcopy(model)
     for level in ("block_level", "leaf_level"):
-        with offloaded(model, "random", tmp_path, offload_type=level) as (_, handle, put, get):
+        with offloaded(model, "random", tmp_path, offload_type=level) as (_, _, put, get):
             for _ in range(3):
                 with torch.no_grad():
                     assert same_bits(get(model(data(0, put))), reference(data(0, torch.clone)))
@@ -142,7 +142,6 @@ def test_a_block_that_gives_its_weight_away(wrap: Any, tmp_path: Path) -> None:
                 reference(y).square().sum().backward()
                 assert x.grad is not None and y.grad is not None
                 assert same_bits(get(x.grad), y.grad)
-            handle.remove()
 
 
 def everything(folder: Path) -> None:
@@ -158,13 +157,12 @@ def everything(folder: Path) -> None:
 def test_kernels_read_weights_on_the_device_only(run_part: Any, tmp_path: Path) -> None:
     """Hazard: a checkpoint calls a part of a block again while its weights are offloaded."""
     model = make(run_part=run_part)
-    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+    with offloaded(model, "cpu", tmp_path) as (_, _, put, _):
         plain(model, put)  # from now on what is trained is where it stays
         frozen = nn.Module()
         frozen.parts = nn.ParameterList(p for p in model.parameters() if not p.requires_grad)
         with OnloadedOnly(frozen):
             plain(model, put)
-        handle.remove()
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
@@ -199,8 +197,7 @@ def _let_go_after(bring: Any) -> Any:
 def _without_wait(self: Any, saved: Any) -> torch.Tensor:
     group = self._passes.group_of(saved.part)
     if group.slot is None:
-        result: torch.Tensor = self.copy_of(saved)
-        return result
+        return self.copy_of(saved)
     start = group.offset + saved.part.offset + saved.offset
     return backward_module.view_of(group.slot.memory, start, saved.dtype, saved.size, saved.stride)
 

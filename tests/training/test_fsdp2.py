@@ -115,8 +115,7 @@ def num_in_groups(handle: OffloadHandle) -> int:
 
 
 def under_fsdp(model: TrainingModel, mesh: DeviceMesh) -> FSDPModule:
-    found: FSDPModule = fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
-    return found
+    return fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
 
 
 def pair(mesh: DeviceMesh) -> tuple[TrainingModel, OffloadHandle, TrainingModel]:

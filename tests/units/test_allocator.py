@@ -56,15 +56,6 @@ def test_the_smallest_block_that_fits_is_split() -> None:
     assert card.allocated.now == 42 * MIB
 
 
-def test_free_neighbours_become_one_block() -> None:
-    card = CachingAllocator(GIB)
-    card.free(card.malloc(40 * MIB, "stream"))
-    blocks = [card.malloc(10 * MIB, "stream") for _ in range(4)]
-    for index, expected in ((0, [-10, 10, 10, 10]), (2, [-10, 10, -10, 10]), (1, [-30, 10]), (3, [-40])):
-        card.free(blocks[index])
-        assert sizes(card) == [expected]
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_block_waits_for_the_streams_that_use_it(expandable: bool) -> None:
     card = CachingAllocator(GIB, expandable=expandable)
@@ -111,18 +102,6 @@ def test_expandable_segments_grow_and_shrink_by_pages() -> None:
     card.free(third)
     card.release_cached()
     assert card.free_bytes == 40 * MIB
-
-
-def test_another_process_takes_memory() -> None:
-    card = CachingAllocator(100 * MIB)
-    card.driver_takes(10 * MIB)
-    assert card.other_takes(60 * MIB) == 60 * MIB
-    block = card.malloc(20 * MIB, "stream")
-    assert card.other_takes(60 * MIB) == 10 * MIB and card.free_bytes == 0
-    card.free(block)
-    assert card.free_bytes == 0  # cached
-    card.other_gives(70 * MIB)
-    assert card.free_bytes == 70 * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 from group_offload.base.device import HostBackend
 from group_offload.runtime.sharing import crew
+from group_offload.runtime.sharing.links import PeerLink, SharedBytes
 
 from ..support.allocations import FakeMemory
+from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 TOPICS = ["1/memories", "1/reached", "1/arrived", "1/closed"]
@@ -125,11 +128,49 @@ def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatc
         roll: Any = SimpleNamespace(rank=rank, exchange=exchange)
         found[rank] = crew._measure(ranks.trials[rank], ranks.places, roll, "1", [0, 1])
 
-    threads = [threading.Thread(target=measure, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads([partial(measure, rank) for rank in range(2)])
     assert found[0] == found[1] and min(found[0].alone, found[0].gather, found[0].shared) > 0
     for trial in ranks.trials:
         assert all(bool((trial.memory[start : start + trial.cut.rest[0]] == 7).all()) for start in trial.starts)
+
+
+@pytest.fixture
+def memory() -> FakeMemory:
+    return FakeMemory()
+
+
+def link_of(memory: FakeMemory, rank: int = 1) -> PeerLink:
+    return PeerLink(HostBackend(), rank, 3, memory)
+
+
+def zeros() -> torch.Tensor:
+    return torch.zeros(100, dtype=torch.uint8)
+
+
+def test_an_address_that_is_used_again_has_another_number(memory: FakeMemory) -> None:
+    mine, link = zeros(), link_of(memory)
+    memory.put(5, mine)
+    assert link.place_of(mine)[0] == 5
+    memory.put(9, mine)  # freed, and handed out once more
+    link.forget_freed()
+    assert link.handles == {}
+    assert link.place_of(mine)[0] == 9 and link.handles == {"9": "9"}
+    link.forget_freed()
+    assert link.handles == {"9": "9"}
+    memory.starts.clear()
+    link.forget_freed()
+    assert link.handles == {}
+
+
+def test_memory_is_opened_once_and_closed_when_it_is_gone(memory: FakeMemory) -> None:
+    event = HostBackend().new_event()
+    mine, other = zeros(), zeros()
+    memory.put(5, mine)
+    memory.put(6, other)
+    link = PeerLink(HostBackend(), 1, 2, memory)
+    for _ in range(2):
+        link.look({"0": {"6": "6"}})
+        link.send(SharedBytes(mine[:4], 2, event), {"0": (6, 0)})
+    assert memory.opened == ["6"] and memory.closed == []
+    link.look({"0": {"7": "7"}})
+    assert memory.closed == [other.data_ptr()]

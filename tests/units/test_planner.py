@@ -29,6 +29,7 @@ from group_offload.plan.placement import (
 )
 from group_offload.plan.planner import Plan, kept_plan, make_plan
 from group_offload.plan.ram_shares import ComponentLoad, share_ram
+from group_offload.plan.ring import Geometry
 
 MIB, GIB = 1 << 20, 1 << 30
 D, P, R, F = Placement.DEVICE, Placement.PACKED, Placement.RAM, Placement.FILE
@@ -56,14 +57,9 @@ def problem_of(
     num_slots: int = 2,
     staging_bytes: int = 256 * MIB,
 ) -> Problem:
-    return Problem(
-        groups=tuple(groups),
-        order=tuple(range(len(groups)) if order is None else order),
-        speeds=speeds,
-        budgets=budgets,
-        num_slots=num_slots,
-        staging_bytes=staging_bytes,
-    )
+    in_turn = tuple(range(len(groups)) if order is None else order)
+    given = {"speeds": speeds, "budgets": budgets, "num_slots": num_slots, "staging_bytes": staging_bytes}
+    return Problem(groups=tuple(groups), order=in_turn, **given)  # type: ignore[arg-type]
 
 
 def simulate(problem: Problem, places: Sequence[Placement]) -> Prediction:
@@ -82,15 +78,8 @@ def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = N
 
 def test_all_resident_is_compute() -> None:
     prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 0.25)), [D] * 4)
-    assert prediction == Prediction(
-        step_seconds=1.0,
-        stall_seconds=0.0,
-        h2d_bytes=0,
-        drive_bytes=0,
-        h2d_seconds=0.0,
-        drive_seconds=0.0,
-        compute_seconds=1.0,
-    )
+    none = dict.fromkeys(("stall_seconds", "h2d_bytes", "drive_bytes", "h2d_seconds", "drive_seconds"), 0)
+    assert prediction == Prediction(step_seconds=1.0, compute_seconds=1.0, **none)
     assert (prediction.bound, prediction.limit_seconds) == ("compute", 1.0)
 
 
@@ -533,3 +522,36 @@ def test_shares_of_ram(parts: list[tuple[int, int, float]], more: int) -> None:
     wanted = sum(component.num_bytes for component in components)
     # Shares are whole bytes: of those that are alike, each may be one short.
     assert min(ram_bytes, wanted) - len(components) <= sum(shares) <= ram_bytes
+
+
+# Places in a ring of device memory
+
+
+@given(st.data())
+def test_places_lie_in_one_part(data: st.DataObject) -> None:
+    first, second = sorted((data.draw(st.integers(1, 100)), data.draw(st.integers(1, 100))), reverse=True)
+    ring = Geometry(first + second, first)
+    size = data.draw(st.integers(1, first))
+    head = data.draw(st.integers(0, ring.num_bytes))
+    live = data.draw(st.lists(st.integers(0, ring.num_bytes)))
+    found = list(ring.starts(size, head, live, is_first=data.draw(st.booleans())))
+    assert found and len(set(found)) == len(found)
+    for start in found:
+        assert start >= 0 and start + size <= ring.num_bytes
+        assert start + size <= first or start >= first
+
+
+def test_behind_the_last_one_and_then_where_the_oldest_is() -> None:
+    ring = Geometry(20, 10)
+    assert list(ring.starts(4, 4, [12, 0], is_first=False)) == [4, 12, 0]
+    assert list(ring.starts(4, 8, [12, 0], is_first=False)) == [10, 12, 0]  # else it would lie in both parts
+    assert list(ring.starts(4, 18, [], is_first=False)) == [0]
+
+
+def test_a_pass_begins_where_the_ring_does() -> None:
+    assert list(Geometry(20, 10).starts(4, 14, [14], is_first=True)) == [0, 14]
+
+
+def test_what_is_larger_than_the_second_part_goes_to_the_first() -> None:
+    ring = Geometry(15, 10)
+    assert list(ring.starts(10, 10, [10, 4], is_first=False)) == [0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from group_offload.stores import ways
 from group_offload.stores.ways import choose_ways
 
 from ..support.control_groups import GIB, Cgroups, stat
+from ..support.files import failing
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import Twins, from_file, offload
 from ..support.reading import Rig, num_mappings
@@ -300,12 +300,9 @@ def test_two_models_lock_one_file(tmp_path: Path) -> None:
 
 
 def test_a_process_without_descriptors_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     model = nn.Linear(4, 4)
     before = model.weight.clone()
-    monkeypatch.setattr(mapping, "new_shared_file", fails)
+    monkeypatch.setattr(mapping, "new_shared_file", failing(errno.EMFILE))
     with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(StateError, match="ulimit -n"):
         offload(model)
     assert torch.equal(model.weight, before)

@@ -20,6 +20,7 @@ from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
 
+from ..support.files import failing
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS, MIB, SIZES, SPEEDS
 
@@ -137,13 +138,6 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
     assert str(tmp_path) in found.problem and list(tmp_path.iterdir()) == before
 
 
-def refuse(code: int) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return call
-
-
 @pytest.mark.parametrize("when", ["opened", "read"])
 def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = speeds.read_part
@@ -156,7 +150,7 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
             speeds, "open_direct", lambda fd: direct.add(found := open_direct(fd) or os.dup(fd)) or found
         )
         monkeypatch.setattr(
-            speeds, "read_part", lambda fd, *rest: refuse(errno.EINVAL)() if fd in direct else real(fd, *rest)
+            speeds, "read_part", lambda fd, *rest: failing(errno.EINVAL)() if fd in direct else real(fd, *rest)
         )
     path = write(tmp_path / "model.safetensors")
     if drop(path):
@@ -169,7 +163,7 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds, "read_part", refuse(errno.EIO))
+    monkeypatch.setattr(speeds, "read_part", failing(errno.EIO))
     found = measure(HostBackend(), write(tmp_path / "model.safetensors"), **SIZES)
     assert found.drive is None and "Input/output error" in found.problem
 
@@ -284,7 +278,7 @@ def test_a_place_that_nothing_can_be_kept_in(
         record_file().parent.mkdir()
         os.mkfifo(record_file())
     else:
-        monkeypatch.setattr(speeds, "publish", refuse(errno.EROFS))
+        monkeypatch.setattr(speeds, "publish", failing(errno.EROFS))
     write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from group_offload import DeviceError
 from group_offload.base import mapping, system
 from group_offload.base.device import backend_for, default_device
 
+from ..support.files import failing
 from ..support.folders import assert_holds, headers_in, set_up
 from ..support.portable import IS_PORTABLE
+from ..support.travellers import in_threads
 
 
 def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
@@ -30,25 +33,18 @@ def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").write_bytes(b"".join(bytes([number]) * size for number in range(num_threads)))
     fd = os.open(tmp_path / "file", os.O_RDONLY)
     fds = [fd, *(os.dup(fd) for _ in range(num_threads - 1))]
-    wrong: list[int] = []
 
     def work(number: int) -> None:
         mine, found = bytes([number]) * size, bytearray(size)
         for _ in range(200):
-            is_read = system.read_at(fds[number], memoryview(found), number * size) == size
-            if not is_read or found != mine:
-                wrong.append(number)
+            assert system.read_at(fds[number], memoryview(found), number * size) == size
+            assert found == mine
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([partial(work, number) for number in range(num_threads)])
     found = bytearray(10)
     assert system.read_at(fd, memoryview(found), size * num_threads - 3) == 3  # the file ends there
     for each in fds:
         os.close(each)
-    assert not wrong
 
 
 def test_links_and_fifos_are_refused_without_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +105,14 @@ def test_another_file_behind_the_name_of_a_shared_one(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def refused(*args: object) -> None:
-    raise OSError(22, "Invalid argument")
-
-
 def test_a_sandbox_that_does_not_tell_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", refused, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", failing(errno.EINVAL), raising=False)
     assert system.num_cores() == (os.cpu_count() or 1)
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory(mmap.mmap):
-        def madvise(self, *args: object) -> None:  # type: ignore[override]
-            refused()
+        madvise = failing(errno.EINVAL)
 
     monkeypatch.setattr(mapping.mmap, "mmap", Memory)
     assert len(mapping.map_anonymous(mapping.HUGE_PAGE)) == mapping.HUGE_PAGE

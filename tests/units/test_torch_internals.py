@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from group_offload.base import torch_internals
+from group_offload.runtime.groups.forms import Forms
 
 from ..support.processes import run_code
 from ..support.several import world_of_one
@@ -80,6 +81,23 @@ def test_torch_tells_where_fsdp2_exchanges_parameters() -> None:
         old = OldState()
         states[model] = weakref.ref(old)
         assert {place for place in torch_internals.places_of_fsdp() if place[0] in {*model}} == expected
+
+
+def test_torch_has_guards_that_tell_forms() -> None:
+    """If not, all works, slower. Then this tells."""
+    tensors = [nn.Parameter(torch.randn(6, 6)), torch.empty(0, 3), torch.randn(3, 4).bfloat16(), torch.tensor(1)]
+    seen = Forms(tensors)
+    for _ in range(2):
+        tensors[0].requires_grad_(not tensors[0].requires_grad)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert seen.are_of(tensors)
+    assert seen._guards is not None
+    for tensor, change in zip(tensors, ("t", "t", "half", "int"), strict=True):
+        before, tensor.data = tensor.data, getattr(tensor.data, change)()
+        assert not seen.are_of(tensors) and not seen.are_of(tensors)
+        tensor.data = before
+    assert Forms([]).are_of([])
 
 
 def test_a_torch_without_one_of_them_is_refused_by_name() -> None:

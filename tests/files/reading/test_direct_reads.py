@@ -132,8 +132,7 @@ def test_direct_reads_that_are_refused(
     def refuse(real: Any, fd: int, buffers: Any, position: int) -> int:
         if is_direct(fd):
             raise OSError(code, os.strerror(code))
-        count: int = real(fd, buffers, position)
-        return count
+        return real(fd, buffers, position)
 
     with Rig(where, tier, tmp_path) as rig:
         preadv.arm(first, 10**9, refuse)

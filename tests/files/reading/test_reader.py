@@ -6,32 +6,38 @@ import errno
 import gc
 import json
 import random
+import signal
 import tempfile
 import threading
+import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from group_offload import GroupFileError
+from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import pool
 from group_offload.base.tuning import tuning
 from group_offload.runtime.copies.reader import Reader
 
 from ...support.inside import engine_of
 from ...support.models import Stop
-from ...support.on_device import exercise
+from ...support.on_device import exercise, from_file
 from ...support.reading import (
     SMALL_CHUNK,
     TIERS,
     WIDTHS,
     Preadv,
     Rig,
+    Slow,
     eventually,
+    every_device,
     every_rig,
     every_tier,
     num_fds,
@@ -39,6 +45,7 @@ from ...support.reading import (
     num_threads,
 )
 from ...support.reads import late_reads
+from ...support.travellers import in_threads
 from ...support.tuning import tune
 
 # ---------------------------------------------------------------- what is left
@@ -100,8 +107,7 @@ def test_dropped_while_files_are_read(
         if is_needed_next and here.groups == {"blocks_0_0"} and not is_begun.is_set():
             is_begun.set()
             assert may_end.wait(60)
-        count: int = real(fd, buffers, position)
-        return count
+        return real(fd, buffers, position)
 
     monkeypatch.setattr(Reader, "_read", reading)
     is_needed_next: list[bool] = []
@@ -205,11 +211,7 @@ def test_late_and_reordered_reads(seed: int, laziness: Any, tier: str, options: 
 def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> None:
     """Every forward is right or says that a file cannot be read, and those without a fault become right again."""
     rng = random.Random(seed)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        pytest.MonkeyPatch.context() as patch,
-        late_reads(rng),
-    ):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, late_reads(rng):
         preadv = Preadv(patch)
         rig = Rig("simulated", tier, Path(folder), [rng.choice([4, 24, 300]) for _ in range(rng.randint(1, 5))])
         assert rig.device is not None
@@ -226,3 +228,65 @@ def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> N
             with suppress(GroupFileError):  # of what was read ahead
                 rig.check()
             rig.check(2)
+
+
+# ---------------------------------------------------------------- exceptions and several threads
+
+
+def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: Preadv) -> None:
+    """A real Ctrl-C, which comes in the main thread as it waits for a read that takes long."""
+    import _thread
+
+    with Rig("simulated", "checkpoint", tmp_path) as rig:
+        slow = Slow(preadv)
+
+        def interrupt() -> None:
+            slow.waiting.wait(60)
+            time.sleep(0.05)
+            _thread.interrupt_main()
+            time.sleep(0.2)
+            slow.go.set()
+
+        thread = threading.Thread(target=interrupt)
+        # A shell lets what it runs in the background ignore Ctrl-C.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                rig.check(2)
+            thread.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        preadv.arm(-1, -1)
+        rig.check(3)
+
+
+@every_device
+@pytest.mark.parametrize("num_models", [1, 2])
+def test_several_threads(num_models: int, where: str, tmp_path: Path) -> None:
+    """Passes of threads that run one model take turns; two models share the threads that read, of which there are few."""
+    with Rig(where, "checkpoint", tmp_path) as rig:
+        other = from_file(rig.resident, tmp_path / "model.safetensors")
+        handle = apply_group_offloading(other, "cpu", offload_device="disk")
+        models = [rig.model, other] if num_models == 2 else [rig.model] * 3
+        expected, lock = rig.expected(), threading.Lock()
+
+        def task(model: Any) -> None:
+            for _ in range(5):
+                with torch.no_grad():
+                    if rig.device is None:
+                        output = model(rig.x)
+                    else:
+                        with lock if num_models == 1 else nullcontext(), rig.device.running():
+                            output = rig.device.get(model(rig.device.put(rig.x)))
+                assert torch.equal(output, expected)
+
+        for model in models:
+            model.alive = Nothing()
+        in_threads([partial(task, model) for model in models])
+        handle.remove()
+
+
+class Nothing(list[torch.Tensor]):
+    def append(self, value: torch.Tensor) -> None:
+        pass

@@ -27,8 +27,7 @@ def slow(fd, buffers, position):
 
 
 @pytest.mark.parametrize(
-    ("where", "end"),
-    [("cpu", "return"), ("simulated", "return"), ("simulated", "raise KeyboardInterrupt")],
+    ("where", "end"), [("cpu", "return"), ("simulated", "return"), ("simulated", "raise KeyboardInterrupt")]
 )
 def test_interpreter_exit_with_reads_in_flight(end: str, where: str, tmp_path: Path) -> None:
     """Hazard: the process hangs at exit, or Python ends a thread in the middle of C++."""
