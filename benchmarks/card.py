@@ -139,7 +139,11 @@ def run(options: argparse.Namespace) -> Path | None:
                     breathes = round(GIB * options.breathe) if free else 0
                     facts = {"pipeline": name, "free_bytes": free, "arm": arm.name, "breathes_bytes": breathes}
                     task = {**scenario, **facts, "folder": folder and str(folder), "is_warmed_up": False}
-                    task |= {"engine": arm.engine, "options": arm.options}
+                    task |= {
+                        "engine": arm.engine,
+                        "options": arm.options,
+                        "is_traced": options.trace and free is not None,
+                    }
                     jobs[title] = processes.Job(name=title, task=task, facts=facts, environment=arm.environment)
                     jobs[title].before = partial(disk.warm, files)
     options.budget -= time.monotonic() - started
@@ -189,6 +193,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--layers", type=float, default=1.0, help="how much of the blocks there is (default 1)")
     option("--lora-after", type=int, metavar="IMAGES", help="load a LoRA after so many images")
     option("--breathe", type=float, default=0, metavar="GIB", help="more is left after image 2, and held again after 4")
+    option("--trace", action="store_true", help="tell what compute waits for in the first steps of images 1 and 2")
     root = Path(tempfile.gettempdir()) / "group-offload-card"
     option("--root", type=Path, default=root, help="folder of the checkpoints, which stay (default %(default)s)")
     option("--in-ram", action="store_true", help="no checkpoints: each process makes the weights in RAM")

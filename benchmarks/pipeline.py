@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import disk, machine
+from . import disk, gaps, machine
 from . import report as reports
 from .arms import apply_to_pipeline, choose
 from .options import add
@@ -73,6 +73,7 @@ class Stages:
             setattr(owner, name, partial(self._timed, name, getattr(owner, name)))
         # Hooks of a model run when its first weights are on their way already. The loop begins with its progress bar.
         self._progress_bar, pipe.progress_bar = pipe.progress_bar, self._begin_steps
+        self.trace: gaps.Trace | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -88,11 +89,14 @@ class Stages:
         """ "sent_bytes" go to the device: by each step and, last, by the decoding. The first step's are the encoders', too."""
         self._look()
         drive_bytes = disk.transferred().get("read_bytes", 0) - self._drive
-        return {**self._seconds, "steps": self._steps, "sent_bytes": self._sent_bytes, "drive_bytes": drive_bytes}
+        found = {**self._seconds, "steps": self._steps, "sent_bytes": self._sent_bytes, "drive_bytes": drive_bytes}
+        return found if self.trace is None else {**found, "trace": self.trace.facts}
 
     def end_step(self, pipe: Any, number: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The pipeline's `callback_on_step_end`."""
         self._steps.append(self._now() - self._start)
+        if self.trace is not None:
+            self.trace.end_step()
         self.outputs["latents"] = tensors["latents"]
         self._look()
         self._start = self._now()
@@ -130,10 +134,11 @@ def make_images(job: Mapping[str, Any], begin: Callable[[], None], card: Card) -
     Args:
         job: "pipeline", "small", "layers": the pipeline; "folder": that of its models, or None; "engine", "options": how it
             is placed; "num_steps", "num_images"; "sizes", "lora_after", "free_bytes", "breathes_bytes": what changes between
-            images, if anything does; "is_warmed_up": whether kernels are loaded before.
+            images, if anything does; "is_warmed_up": whether kernels are loaded before; "is_traced": whether to trace the
+            first steps of the first two images.
     """
     nothing: dict[str, Any] = {"sizes": [], "lora_after": None, "free_bytes": None, "breathes_bytes": 0, "layers": 1.0}
-    job = {**nothing, **job}
+    job = {**nothing, "is_traced": False, **job}
     device, whole = torch.device(job["device"]), Pipeline(job["pipeline"], small=job["small"], layers=job["layers"])
     machine.start_device(device)
     if job["is_warmed_up"]:
@@ -163,6 +168,7 @@ def make_images(job: Mapping[str, Any], begin: Callable[[], None], card: Card) -
                 card.leave(job["free_bytes"] + (job["breathes_bytes"] if number == 2 else 0))
             if job["sizes"]:
                 whole.ask_for(job["sizes"][number % len(job["sizes"])])
+            stages.trace = gaps.Trace() if job["is_traced"] and number < 2 else None
             image = _make_image(pipe, whole, stages, job["num_steps"], number == job["lora_after"], device)
             # How often an allocation failed counts those that somebody caught, as cuDNN does.
             counts = {name: machine.allocator(device, name) or 0 for name in ("num_ooms", "num_alloc_retries")}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import arms, card, disk, machine, models, packing, pipeline, processes, training
+from benchmarks import arms, card, disk, gaps, machine, models, packing, pipeline, processes, training
 from benchmarks.__main__ import NAMES, main
 from group_offload import apply_group_offloading
 
@@ -295,3 +295,22 @@ def test_several_gpus_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     assert not [arm for arm in report["arms"].values() if "error" in arm]
     assert table.count("| yes") == 3 and "**no**" not in table, table
     assert all(each["anonymous_bytes"] > 0 for arm in report["arms"].values() for each in arm["ranks"])
+
+
+def test_gaps_are_where_neither_kernels_nor_copies_run() -> None:
+    """Microseconds in, milliseconds out; what the host does in a gap is named."""
+    spans = {
+        ("kernel", "matmul"): [(0, 1000), (5000, 1000), (6500, 500)],
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"): [(500, 2000)],
+        ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)"): [(3000, 1000)],
+        ("cuda_runtime", "cudaMalloc"): [(2400, 1500)],
+    }
+    events = [
+        {"cat": kind, "name": name, "ts": begin, "dur": took}
+        for (kind, name), each in spans.items()
+        for begin, took in each
+    ]
+    facts = gaps.facts_of([*events, {"ph": "M", "name": "process_name"}])
+    assert (facts["span_ms"], facts["compute_ms"], facts["copies_ms"], facts["neither_ms"]) == (7.0, 2.5, 2.0, 3.0)
+    assert facts["gaps"] == [{"at_ms": 2.5, "ms": 2.5, "host": {"cudaMalloc": 1.4}}] and facts["num_gaps"] == 1
+    assert facts["driver_calls"] == {"cudaMalloc": {"number": 1, "ms": 1.5, "longest_ms": 1.5}}
