@@ -52,7 +52,7 @@ class Trace:
 
 
 def facts_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds from the first to the last kernel, and how much of it is compute, copies to the device, and neither.
+    """Seconds from the first to the last kernel, and how much of it is compute, copies to the device, and neither.
 
     A gap is a time without any kernel or copy that lasts longer than a millisecond; the longest ones tell what calls of the
     driver the host was in.
@@ -68,19 +68,19 @@ def facts_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     driver: dict[str, list[float]] = {}
     for call in calls:
         if any(word in call["name"] for word in _OF_THE_DRIVER):
-            driver.setdefault(call["name"], []).append(call["dur"] / 1e3)
+            driver.setdefault(call["name"], []).append(call["dur"] / 1e6)
     return {
-        "span_ms": (ended - begun) / 1e3,
-        "compute_ms": _sum(computing),
-        "copies_ms": _sum(sending),
-        "neither_ms": (ended - begun) / 1e3 - _sum(busy),
+        "span_s": (ended - begun) / 1e6,
+        "compute_s": _sum(computing),
+        "copies_s": _sum(sending),
+        "neither_s": (ended - begun) / 1e6 - _sum(busy),
         "gaps": [
-            {"at_ms": (a - begun) / 1e3, "ms": (b - a) / 1e3, "host": _host((a, b), calls)}
+            {"at_s": (a - begun) / 1e6, "s": (b - a) / 1e6, "host": _host((a, b), calls)}
             for a, b in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:8]
         ],
         "num_gaps": len(gaps),
         "driver_calls": {
-            name: {"number": len(each), "ms": sum(each), "longest_ms": max(each)} for name, each in driver.items()
+            name: {"number": len(each), "s": sum(each), "longest_s": max(each)} for name, each in driver.items()
         },
     }
 
@@ -101,14 +101,14 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _sum(spans: Sequence[Span]) -> float:
-    return sum(end - begin for begin, end in spans) / 1e3
+    return sum(end - begin for begin, end in spans) / 1e6
 
 
 def _host(gap: Span, calls: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """The calls of the driver that took longest in a gap, in milliseconds."""
+    """The calls of the driver that took longest in a gap, in seconds."""
     found: dict[str, float] = {}
     for call in calls:
         begin, end = _span(call)
         if begin < gap[1] and end > gap[0]:
-            found[call["name"]] = found.get(call["name"], 0.0) + (min(end, gap[1]) - max(begin, gap[0])) / 1e3
+            found[call["name"]] = found.get(call["name"], 0.0) + (min(end, gap[1]) - max(begin, gap[0])) / 1e6
     return dict(sorted(found.items(), key=lambda item: -item[1])[:3])
