@@ -121,7 +121,7 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, with the rests of the problem if these are decided.
 
-    More memory never makes it slower, but for 0.2%: see [Note: More memory is never slower] (`search`). Where there are few
+    More memory never makes it slower, but for 0.5%: see [Note: More memory is never slower] (`search`). Where there are few
     placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but for 0.2%.
 
     Raises:

@@ -261,7 +261,9 @@ class Placer:
         """
         self._packer.check()
         if kind.is_backward:  # which looks for no edits, and keeps the plan
-            self._files.check()
+            blobs = [part.blob for group in self._groups for part in group.parts]
+            for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_locked}:
+                source.check()
             return
         self._note_times()
         if self._config.pack == "auto" and not self._packer.is_on:

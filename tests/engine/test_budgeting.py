@@ -28,6 +28,7 @@ from group_offload import (
 from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
 from group_offload.plan import speeds
+from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.sharing.crew import Trial
 
 from ..support.inside import engine_of, wait_until_enqueued
@@ -647,14 +648,15 @@ def test_three_tiers_read_each_group_of_the_drive_once(
         shares = {"vram_budget": int(num_bytes * vram), "ram_share": int(num_bytes * ram)}
         handle = offload(model, **options, ram_budget="1GiB", **shares)
         check(device, model, resident, passes=6)
-        details = handle.plan.details
-        for _ in range(20):  # on a busy machine the plan may go on changing
-            before, planned_before = handle.stats().bytes_read, details
-            check(device, model, resident, passes=4)
-            wait_until_enqueued(handle)
-            after, details = handle.stats().bytes_read, handle.plan.details
-            if details is not None and planned_before is not None and details.placements == planned_before.placements:
-                break
+        monkeypatch.setattr(
+            Budgeter, "before_pass", lambda *args: False
+        )  # on a busy machine the plan may go on changing
+        check(device, model, resident)
+        wait_until_enqueued(handle)
+        before, details = handle.stats().bytes_read, handle.plan.details
+        check(device, model, resident, passes=4)
+        wait_until_enqueued(handle)
+        after = handle.stats().bytes_read
         handle.remove()
     assert details is not None and {place.value for place in details.placements} == {"device", "ram", "file"}
     planned = list(zip(details.problem.groups, details.placements, strict=True))

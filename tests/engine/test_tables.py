@@ -117,7 +117,7 @@ def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevic
         if kind is not Centred:
             assert device.copied_bytes - before < 2 * others < TABLE_BYTES
         assert torch.equal(run(device, model.embed, indices(number)), resident.embed(indices(number)))  # as trainers do
-    assert any(group.group_id == "embed.weight" and "gathered" in group.where for group in handle.groups)
+    assert any(group.group_id == "embed.weight" and "looked up" in group.where for group in handle.groups)
     handle.remove()
     for (name, tensor), expected in zip(model.named_parameters(), resident.parameters(), strict=True):
         assert torch.equal(tensor, expected), name
@@ -159,7 +159,7 @@ def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.Mon
     tune(monkeypatch, table_bytes=table.nbytes)
     model = copy.deepcopy(resident)
     handle = offload(model, offload_type=level, offload_to_disk_path=tmp_path if tier == "folder" else None)
-    assert sum("gathered" in group.where for group in handle.groups) == 1
+    assert sum("looked up" in group.where for group in handle.groups) == 1
     x = torch.randint(table.shape[0], (2, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         with torch.no_grad():
@@ -259,7 +259,7 @@ def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: Simulate
         made.append(kind().requires_grad_(False))
     model, resident = made
     handle = offload(model, offload_type=level)
-    assert any("gathered" in group.where for group in handle.groups) == is_table
+    assert any("looked up" in group.where for group in handle.groups) == is_table
     x = indices() % (NUM_ROWS - 1)
     for _ in range(2):
         check(device, model, resident, x)
@@ -269,7 +269,7 @@ def test_what_is_a_table(kind: Any, is_table: bool, level: str, device: Simulate
 def test_files_that_are_verified_are_read_whole(device: SimulatedDevice, tmp_path: Path) -> None:
     resident = make()
     model, handle = offloaded(resident, "folder", tmp_path, verify_files=True)
-    assert not any("gathered" in group.where for group in handle.groups)
+    assert not any("looked up" in group.where for group in handle.groups)
     check(device, model, resident, indices())
     handle.remove()
 

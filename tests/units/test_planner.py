@@ -429,7 +429,7 @@ MORE = st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0.01, 0.5))
 def test_more_memory_is_never_slower(
     problem: Problem, device: float | None, ram: float | None, more_device: float, more_ram: float, ratio: float
 ) -> None:
-    """But for 0.2%, within which plans are equally fast. Packed groups take time to unpack: they get no more RAM here."""
+    """But for 0.5%: plans within 0.2% count as equally fast, and not all fillings are tried. Packed groups take time to unpack: they get no more RAM here."""
     problem = replace(problem, groups=tuple(packed(problem.groups, ratio)))
     total = sum(group.num_bytes for group in problem.groups)
     if ratio:
@@ -440,7 +440,7 @@ def test_more_memory_is_never_slower(
         least = smallest_device_bytes(within(problem, None, ram_bytes))
         device_bytes = None if device is None else least + int((device + device_share) * total)
         seconds.append(make_plan(within(problem, device_bytes, ram_bytes)).prediction.step_seconds)
-    assert seconds[1] <= seconds[0] * 1.002 + 1e-9
+    assert seconds[1] <= seconds[0] * 1.005 + 1e-9
 
 
 # Against plans that are known

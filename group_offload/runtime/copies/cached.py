@@ -117,15 +117,6 @@ class CachedFiles:
                 source.bytes_cached = 0  # the others are read once more
         self.look()
 
-    def check(self) -> None:
-        """Look at the files that are page-locked.
-
-        Raises:
-            GroupFileError: another program changed one.
-        """
-        for source in {blob.source: None for blob in self.blobs if blob.is_locked}:
-            source.check()
-
     def before_pass(self, name: str) -> None:
         """Give up RAM if the system runs short of it, and lock the files that were read."""
         self._has_run = True
