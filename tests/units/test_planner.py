@@ -429,7 +429,10 @@ MORE = st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0.01, 0.5))
 def test_more_memory_is_never_slower(
     problem: Problem, device: float | None, ram: float | None, more_device: float, more_ram: float, ratio: float
 ) -> None:
-    """But for 0.5%: plans within 0.2% count as equally fast, and not all fillings are tried. Packed groups take time to unpack: they get no more RAM here."""
+    """But for 0.5%: plans within 0.2% count as equally fast, and not all fillings are tried.
+
+    Packed groups take time to unpack: they get no more RAM here.
+    """
     problem = replace(problem, groups=tuple(packed(problem.groups, ratio)))
     total = sum(group.num_bytes for group in problem.groups)
     if ratio:
