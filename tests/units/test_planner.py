@@ -415,7 +415,7 @@ def uneven_models(draw: st.DrawFn) -> Problem:
     """UNets: few groups of very different sizes, and other compute for each byte."""
     sizes = draw(st.lists(st.floats(3, 10).map(lambda power: int(2**power) * MIB), min_size=2, max_size=10))
     h2d, drive = draw(st.sampled_from([(55e9, 2e9), (25e9, 3.5e9), (12e9, 7e9)]))
-    shares = draw(st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    shares = draw(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=len(sizes), max_size=len(sizes)))
     seconds = draw(st.sampled_from([0.0, 0.3, 1.0, 3.0])) * sum(sizes) / h2d / (sum(shares) or 1)
     return problem_of(groups_of(sizes, [seconds * share for share in shares]), speeds=Speeds(h2d=h2d, drive=drive))
 
