@@ -20,7 +20,14 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/card"
 GIB = 1 << 30
 FREE = (4, 8, 12, 16)
-FILES = ("8gib-h200", "4-12-16gib-h200", "8gib-diffusers-h200", "4gib-diffusers-h200")
+FILES = (
+    "8gib-h200",
+    "4gib-h200",
+    "4-12-16gib-h200",
+    "12gib-diffusers-h200",
+    "8gib-diffusers-h200",
+    "4gib-diffusers-h200",
+)
 """The first file that has an arm is the one whose times are drawn."""
 BARS = (
     ("diffusers", "diffusers", "diffusers group offloading"),
