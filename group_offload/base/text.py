@@ -49,8 +49,7 @@ def describe_bytes(num_bytes: float, *, digits: int = 3, round_up: bool = False)
 
 def describe_seconds(value: float) -> str:
     """Seconds for people: `"805 ms"`."""
-    scale, unit = (1.0, "s") if value >= 1 or not value else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
-    return f"{value * scale:.4g} {unit}"
+    return f"{value * 1e3:.4g} ms" if 0 < value < 1 else f"{value:.4g} s"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -193,7 +193,7 @@ class Gate(Around):
             and not (
                 module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or has_global_hooks()
             )
-            and getattr(module._call_impl, "__func__", None) is nn.Module._call_impl
+            and getattr(module._call_impl, "__func__", None) is _CALL_IMPL
             and tracing_state() is None
         )
 
@@ -398,6 +398,7 @@ def _refuse_trace(module: nn.Module, *args: Any) -> None:
 _OURS = (_allow_trace, _refuse_trace)
 _REFUSING = [_refuse_trace]
 _NOTHING = nullcontext()
+_CALL_IMPL: Any = nn.Module._call_impl  # a debug tool may replace it
 
 
 def _is_ours(hook: Any) -> bool:

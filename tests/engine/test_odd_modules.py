@@ -191,6 +191,19 @@ def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
+def test_a_tool_that_patches_calls_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls, plain = make(Model), [], nn.Module._call_impl
+    apply_group_offloading(model, "cpu", offload_type="leaf_level")
+
+    def note(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return plain(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(nn.Module, "_call_impl", note)
+    run(model, inputs())
+    assert {*calls} == {module for module in model.modules() if not isinstance(module, nn.ModuleList)}
+
+
 # ---------------------------------------------------------------- copies of hooks
 
 

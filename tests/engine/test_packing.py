@@ -24,6 +24,7 @@ from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
+from group_offload.runtime.budget import budgeter
 from group_offload.runtime.copies.reader import Reader
 from group_offload.stores import packed
 
@@ -341,4 +342,24 @@ def test_page_locking_that_is_refused_while_weights_are_packed(
     assert [part.packed is not None for part in parts] == [True, True, False, False, False]
     assert len(asked) == 3
     check(device, model, resident, 3)
+    end(device, model, resident, handle)
+
+
+def test_an_interrupt_while_the_plan_is_read(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that was cut into groups again since it was read last; then weights are packed again."""
+    resident = routed([600] * 4)
+    model = copy.deepcopy(resident)
+    handle = offload(model, pack=True)
+    check(device, model, resident)
+    assert handle.plan is not None
+    for each in (model, resident):
+        each.blocks.append(routed([600] * 5).blocks[4])
+    check(device, model, resident)
+    with monkeypatch.context() as patch:
+        raise_at(patch, budgeter, "make_plan")
+        with pytest.raises(KeyboardInterrupt):
+            handle.plan  # noqa: B018
+    scale(2, model, resident)
+    check(device, model, resident, 2)
+    assert handle.plan is not None
     end(device, model, resident, handle)

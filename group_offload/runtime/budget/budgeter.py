@@ -126,6 +126,7 @@ class Budgeter:
 
     def describe(self, groups: Sequence[Group], order: Sequence[Group]) -> None:
         """Describe in a plan where groups rest: there is no budget."""
+        self.plan = None  # Ctrl-C below must not leave a plan of other groups
         self.groups, self._order = tuple(g for g in groups if g.num_bytes and not g.height), tuple(order)
         read = [any(isinstance(part.blob, FileBlob) and part.blob.is_read for part in g.parts) for g in self.groups]
         rests = tuple(Placement.FILE if each else Placement.RAM for each in read)
