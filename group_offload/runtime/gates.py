@@ -184,7 +184,7 @@ class Gate(Around):
             passes.end_call(this)
 
     def _is_plain(self) -> bool:
-        """Whether torch would call `forward` and do nothing else, beside our hook: to find that out takes it 6 us a layer."""
+        """Whether torch would call `forward` and do nothing else, beside our hook: it takes long to find that out."""
         module = self.module
         return (
             self.compiled is None

@@ -36,7 +36,7 @@ class CacheReads:
         """Read these blobs from now on, as far as the page cache has room for them and for `beside_bytes`."""
         self.stop()
         if not (blobs := [*blobs]):
-            return  # asking what is available may take the kernel 10 ms, in which the device waits for its next model
+            return  # asking what is available may take the kernel milliseconds, in which the device waits
         room = available_ram() - _RESERVE_BYTES - beside_bytes
         steps: deque[tuple[SourceFile, int, int]] = deque()
         for blob in blobs:

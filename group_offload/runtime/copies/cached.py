@@ -130,7 +130,7 @@ class CachedFiles:
         now = time.monotonic()
         if now - self._looked_at < tuning().relief_seconds or not locked.num_bytes:
             return
-        self._looked_at = now  # the kernel may take 10 ms to tell, so not in each pass
+        self._looked_at = now  # the kernel may take milliseconds to tell, so not in each pass
         if available_ram() >= MIN_FREE_RAM_BYTES:
             return
         there = [blob for blob in self.blobs if blob.is_locked]
