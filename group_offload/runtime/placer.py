@@ -265,7 +265,6 @@ class Placer:
             for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_locked}:
                 source.check()
             return
-        self._note_times()
         if self._config.pack == "auto" and not self._packer.is_on:
             self._pack_if_faster()
         self._pack_again()
@@ -284,6 +283,12 @@ class Placer:
             self.reside()
             self._tell_plan()
         memory.wanted_bytes = self._budgeter.resident_bytes
+
+    def plan_ahead(self) -> None:
+        """Make the plan of the next forward, after one and while the device still computes."""
+        self._note_times()
+        if self.has_budget:
+            self._budgeter.after_pass()
 
     def _tell_plan(self) -> None:
         """Log the plan, if it is another one than what was logged last: a little more or less room is none."""

@@ -5,8 +5,10 @@ When a module is offloaded, the plan for all memory that it may have decides whi
 the drive. That stays so. What stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No
 group stays yet: what passes need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]).
 From the second one on as many groups stay on the device as fit beside that. Passes also measure how long each group computes.
-The plan is made again with these times, and when the device has other room, and carried out if it is 3% faster. Compute is
-measured again now and then: a device's speed varies, and other inputs take another time.
+The plan is made again with these times, and when the device has other room, and carried out if it is 3% faster. That takes some
+milliseconds, which the device would wait at the beginning of a pass. So it is done as a pass ends, while the device still
+computes; before a pass only if the plan does not fit, or if there is much more room than it knows of. Compute is measured again
+now and then: a device's speed varies, and other inputs take another time.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
+_STEPS_AT_ONCE = 8
+"""So many more steps of room make a new plan before the pass, and not after it."""
 
 
 class Budgeter:
@@ -89,6 +93,10 @@ class Budgeter:
         """The sum of these when it last differed by much from the one before: plans are made for it."""
         self._for: tuple[int, float] | None = None
         """The room on the device and the `_pass_seconds` that the plan was made for."""
+        self._room = 0
+        """The room on the device in the last pass."""
+        self._next: Plan | None = None
+        """The plan from the next pass on, if it was made again."""
         self._asked_to_pack: float | None = None
         """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
@@ -154,29 +162,42 @@ class Budgeter:
         """A pass begins, and groups have `room` bytes on the device, slots included.
 
         Returns:
-            Whether there is another plan: the one before does not fit, or is slower.
+            Whether there is another plan: a faster one was found, the one before does not fit, or there is much more room.
         """
-        self._order = tuple(order) or self._order
+        self._order, self._room = tuple(order) or self._order, room
         before = self.plan
         if before is None:
             return False
-        step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-        asked = room // step * step, self._pass_seconds
+        self.plan, self._next = self._next or before, None
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
-        fits = is_possible and (before.device_bytes <= room or before.device_bytes <= self.least_bytes)
-        if asked == self._for and fits:
-            return False
-        problem, is_kept, self._for = self._problem(room), fits and self._for is not None, asked
-        self.plan = make_plan(problem)
-        if is_kept and self.plan.placements != before.placements:
-            kept = _as_of(problem, before)
-            if self.plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
-                self.plan = kept
+        fits = is_possible and (self.plan.device_bytes <= room or self.plan.device_bytes <= self.least_bytes)
+        if not fits or self._for is None or room >= self._for[0] + _STEPS_AT_ONCE * self._step:
+            self.plan = self._made_again(self.plan, keeps=fits and self._for is not None)
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
         return True
+
+    def after_pass(self) -> None:
+        """A pass completed: make the plan of the next one, if it is faster with what is known by now."""
+        asked = self._room // self._step * self._step, self._pass_seconds
+        if self.plan is not None and self._for is not None and asked != self._for:
+            self._next = self._made_again(self.plan, keeps=True)
+
+    def _made_again(self, before: Plan, *, keeps: bool) -> Plan:
+        """The plan as of now. With `keeps` it is the one before, unless another is faster."""
+        problem = self._problem(self._room)
+        plan = make_plan(problem)
+        self._for = self._room // self._step * self._step, self._pass_seconds
+        if not keeps or plan.placements == before.placements:
+            return plan
+        kept = _as_of(problem, before)
+        return kept if plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN) else plan
+
+    @property
+    def _step(self) -> int:
+        return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
 
     def settle(self, missing: int) -> bool:
         """Groups were packed: count their packed bytes as they turned out.
@@ -201,7 +222,7 @@ class Budgeter:
         if tuple(rests) == plan.rests:
             self.plan = _as_of(now, plan)
             return False
-        self.plan, self._for = make_plan(replace(now, rests=tuple(rests))), None
+        self.plan, self._next, self._for = make_plan(replace(now, rests=tuple(rests))), None, None
         return True
 
     @property
