@@ -39,7 +39,7 @@ from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, S
 from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, release, shared_handle
 from ..partition import partition, tables_of
-from ..plan.budgets import Default
+from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import HANDLE, is_offloaded, root_of
 from .casts import cast_now
 from .modular import LISTENERS
@@ -214,6 +214,30 @@ class PlannedModel:
         return sum(nlargest(config.num_slots, sizes))
 
 
+    def within(self, room: int) -> PlannedModel:
+        """The same model. It takes turns in single layers where blocks would leave activations too little of `room`."""
+        if self.shared is not None or self.bytes_in_turn <= room * _MOST_IN_TURN:
+            return self
+        logger.info(
+            "%s: streaming single layers (offload_type='leaf_level'), since two blocks take %s of %s of VRAM.",
+            self.name,
+            describe_bytes(self.bytes_in_turn),
+            describe_bytes(room),
+        )
+        return replace(self, options=replace(self.options, offload_type="leaf_level"))
+
+
+def _room(config: OffloadConfig, whole: Iterable[nn.Module]) -> int:
+    """The VRAM that weights may have, beside the models that go to the device as a whole."""
+    backend, budget = config.backend, config.vram_budget
+    if not backend.has_streams:
+        return sys.maxsize  # the device is RAM, and weights there are used in place
+    room = backend.free_bytes() + backend.reserved_bytes()
+    tensors = [tensor for model in whole for tensor in (*model.parameters(), *model.buffers())]
+    coming = sum(tensor.nbytes for tensor in tensors if tensor.device != config.onload_device)
+    return max(0, (min(room, budget) if isinstance(budget, int) else room) - coming)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """The decision for each model of a pipeline."""
@@ -224,6 +248,11 @@ class PipelinePlan:
     excluded: tuple[nn.Module, ...]
     """The models that go to `device` as a whole, as nobody has offloaded them."""
     device: torch.device
+
+
+_MOST_IN_TURN = 0.5
+"""Blocks take turns in at most this share of the VRAM that weights may have. Single layers take less."""
+_OF_BLOCKS = ("num_blocks_per_group", "block_modules")
 
 
 def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str]) -> PipelinePlan:
@@ -283,6 +312,11 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
         )
         offloaded = [replace(each, ram_share=shares.get(each.name)) for each in offloaded]
     if common.vram_budget is not None:
+        room = _room(common, whole)
+        offloaded = [
+            each if {"offload_type", *_OF_BLOCKS} & {*given, *_own_options(names[each.model], special)} else each.within(room)
+            for each in offloaded
+        ]
         # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
         offloaded.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
     return PipelinePlan(options=options, offloaded=tuple(offloaded), excluded=tuple(whole), device=common.onload_device)

@@ -51,6 +51,13 @@ def test_packed_images_are_there_where_plain_ones_are() -> None:
         assert_whole(run(6, "auto", sizes=(1, 1), steps=4, pack=pack, expandable=True, is_unet=True))
 
 
+def test_single_layers_are_streamed_where_blocks_leave_no_room() -> None:
+    """Unless you asked for blocks. Layer by layer, a card is enough that runs out of memory with two blocks."""
+    assert_no_errors(run(2, "auto", sizes=(1,), steps=3, expandable=True))
+    for options in ({"offload_type": "block_level"}, {"num_blocks_per_group": 1}):
+        assert [image.error != "" for image in run(2, "auto", sizes=(1,), steps=3, expandable=True, **options)] == [True]
+
+
 @pytest.mark.parametrize("free", [3.1, 3.3, 3.6])
 def test_the_last_model_holds_nothing_that_the_next_one_needs(free: float) -> None:
     """Not until Python's collector runs either: the slots of packed weights are exchanged for those of another model."""
