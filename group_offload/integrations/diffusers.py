@@ -107,6 +107,8 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
             `apply_group_offloading`.
         vram_budget: Device memory for the whole process. Models run one after another, so each may fill it. By default
             "auto" on an accelerator, unless `low_cpu_mem_usage` or `process_group` is given; None takes the least memory.
+            Of a model whose two largest blocks take more than half of it, single layers are streamed, unless `offload_type`,
+            `num_blocks_per_group` or `block_modules` is given.
         ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
 
     Returns:
