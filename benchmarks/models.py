@@ -161,6 +161,9 @@ class Draw:
     def full(self, value: float, *size: int) -> torch.Tensor:
         return torch.full(size, value, **(self._to if isinstance(value, float) else {"device": self._to["device"]}))
 
+    def range(self, begin: int, end: int) -> torch.Tensor:
+        return torch.arange(begin, end, device=self._to["device"])
+
     def positions(self, num_tokens: int) -> torch.Tensor:
         """Rows and columns of a square image."""
         side, tokens = int(num_tokens**0.5), torch.arange(num_tokens, device=self._to["device"])
