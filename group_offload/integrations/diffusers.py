@@ -215,7 +215,6 @@ class PlannedModel:
         sizes = [sum(span_bytes(ref.tensor) for ref in group.tensors) for group in groups if not group.is_table]
         return sum(nlargest(config.num_slots, sizes))
 
-
     def within(self, room: int) -> PlannedModel:
         """The same model. It takes turns in single layers where blocks would leave activations too little of `room`."""
         if self.shared is not None or self.bytes_in_turn <= room * _MOST_IN_TURN:
@@ -316,7 +315,9 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     if common.vram_budget is not None:
         room = _room(common, whole)
         offloaded = [
-            each if {"offload_type", *_OF_BLOCKS} & {*given, *_own_options(names[each.model], special)} else each.within(room)
+            each
+            if {"offload_type", *_OF_BLOCKS} & {*given, *_own_options(names[each.model], special)}
+            else each.within(room)
             for each in offloaded
         ]
         # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.

@@ -348,7 +348,8 @@ class Passes:
         self._state = State.CLEAN
         if heir is not None:
             heir.take_over()
-        self._placer.plan_ahead()
+        if self.kind is not None:
+            self._placer.plan_ahead(self.kind)
 
     def _end_slots(self, stream: Stream) -> None:
         """Let the pass end after the work of all streams in it. No name of the caller keeps a slot: its memory may go next."""

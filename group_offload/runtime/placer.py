@@ -89,6 +89,8 @@ class Placer:
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
+        self._spared_bytes = 0
+        """What residents of other models keep, as the last pass began."""
         self._told = math.inf, math.inf
         """What stayed on the device, and what was sent, by the plan that was logged last."""
 
@@ -274,21 +276,25 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
+        self._spared_bytes = sum(max(each.resident_bytes, wanted) for each, wanted in self._memory.spared.items())
         need = self._needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
-        memory = self._memory
-        room = self._room(need) - sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
-        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
+        if self._budgeter.before_pass(*self._problem(kind, need)):
             self.reside()
             self._tell_plan()
-        memory.wanted_bytes = self._budgeter.resident_bytes
+        self._memory.wanted_bytes = self._budgeter.resident_bytes
 
-    def plan_ahead(self) -> None:
-        """Make the plan of the next forward, after one and while the device still computes."""
+    def plan_ahead(self, kind: Kind) -> None:
+        """Make the plan of the next forward of this kind, after one and while the device still computes."""
         self._note_times()
-        if self.has_budget:
-            self._budgeter.after_pass()
+        need = self._needs.of(kind) if self.has_budget else None
+        if need is not None:
+            self._budgeter.after_pass(*self._problem(kind, need))
+
+    def _problem(self, kind: Kind, need: int) -> tuple[Sequence[Group], int]:
+        """The order in which a pass needs groups, and the room that they have beside what it needs."""
+        return self._lookahead.schedule.order_of(kind.top), max(0, self._room(need) - self._spared_bytes)
 
     def _tell_plan(self) -> None:
         """Log the plan, if it is another one than what was logged last: a little more or less room is none."""

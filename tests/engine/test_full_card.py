@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from group_offload.runtime.budget import budgeter
+from group_offload.runtime.budget.budgeter import Budgeter
+
 from ..support.allocator import CachingAllocator
 from ..support.card import GIB, MIB, Image, run
 
@@ -55,7 +58,9 @@ def test_single_layers_are_streamed_where_blocks_leave_no_room() -> None:
     """Unless you asked for blocks. Layer by layer, a card is enough that runs out of memory with two blocks."""
     assert_no_errors(run(2, "auto", sizes=(1,), steps=3, expandable=True))
     for options in ({"offload_type": "block_level"}, {"num_blocks_per_group": 1}):
-        assert [image.error != "" for image in run(2, "auto", sizes=(1,), steps=3, expandable=True, **options)] == [True]
+        assert [image.error != "" for image in run(2, "auto", sizes=(1,), steps=3, expandable=True, **options)] == [
+            True
+        ]
 
 
 @pytest.mark.parametrize("free", [3.1, 3.3, 3.6])
@@ -67,6 +72,21 @@ def test_the_last_model_holds_nothing_that_the_next_one_needs(free: float) -> No
         assert_no_errors(run(free, "auto", steps=4, pack=True, expandable=True))
     finally:
         gc.enable()
+
+
+def test_no_pass_waits_for_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take milliseconds. They are made as a pass ends, while the device still computes."""
+    before_pass, made = Budgeter.before_pass, []
+
+    def passing(*args: Any) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(budgeter, "make_plan", None)
+            made.append(before_pass(*args))
+        return made[-1]
+
+    monkeypatch.setattr(Budgeter, "before_pass", passing)
+    assert_whole(run(7.79, "auto", sizes=(1, 1, 1), steps=4))
+    assert any(made)
 
 
 @any_segments

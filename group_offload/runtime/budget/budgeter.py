@@ -7,8 +7,8 @@ group stays yet: what passes need besides weights is not known. The first pass o
 From the second one on as many groups stay on the device as fit beside that. Passes also measure how long each group computes.
 The plan is made again with these times, and when the device has other room, and carried out if it is 3% faster. That takes some
 milliseconds, which the device would wait at the beginning of a pass. So it is done as a pass ends, while the device still
-computes; before a pass only if the plan does not fit, or if there is much more room than it knows of. Compute is measured again
-now and then: a device's speed varies, and other inputs take another time.
+computes; before a pass only if the plan does not fit. Compute is measured again now and then: a device's speed varies, and
+other inputs take another time.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
 """All weights are this many steps of room on the device: a change below one step makes no new plan."""
-_STEPS_AT_ONCE = 8
-"""So many more steps of room make a new plan before the pass, and not after it."""
 
 
 class Budgeter:
@@ -93,8 +91,6 @@ class Budgeter:
         """The sum of these when it last differed by much from the one before: plans are made for it."""
         self._for: tuple[int, float] | None = None
         """The room on the device and the `_pass_seconds` that the plan was made for."""
-        self._room = 0
-        """The room on the device in the last pass."""
         self._next: Plan | None = None
         """The plan from the next pass on, if it was made again."""
         self._asked_to_pack: float | None = None
@@ -162,9 +158,8 @@ class Budgeter:
         """A pass begins, and groups have `room` bytes on the device, slots included.
 
         Returns:
-            Whether there is another plan: a faster one was found, the one before does not fit, or there is much more room.
+            Whether there is another plan: the last pass made a faster one, or that does not fit.
         """
-        self._order, self._room = tuple(order) or self._order, room
         before = self.plan
         if before is None:
             return False
@@ -172,32 +167,31 @@ class Budgeter:
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
         fits = is_possible and (self.plan.device_bytes <= room or self.plan.device_bytes <= self.least_bytes)
-        if not fits or self._for is None or room >= self._for[0] + _STEPS_AT_ONCE * self._step:
-            self.plan = self._made_again(self.plan, keeps=fits and self._for is not None)
+        if not fits or self._for is None:
+            self.plan = self._made_again(self.plan, order, room, keeps=False)
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
         return True
 
-    def after_pass(self) -> None:
+    def after_pass(self, order: Sequence[Group], room: int) -> None:
         """A pass completed: make the plan of the next one, if it is faster with what is known by now."""
-        asked = self._room // self._step * self._step, self._pass_seconds
-        if self.plan is not None and self._for is not None and asked != self._for:
-            self._next = self._made_again(self.plan, keeps=True)
+        if self.plan is not None and self._asked(room) != self._for:
+            self._next = self._made_again(self.plan, order, room, keeps=self._for is not None)
 
-    def _made_again(self, before: Plan, *, keeps: bool) -> Plan:
+    def _made_again(self, before: Plan, order: Sequence[Group], room: int, *, keeps: bool) -> Plan:
         """The plan as of now. With `keeps` it is the one before, unless another is faster."""
-        problem = self._problem(self._room)
-        plan = make_plan(problem)
-        self._for = self._room // self._step * self._step, self._pass_seconds
+        self._order = tuple(order) or self._order
+        problem = self._problem(room)
+        plan, self._for = make_plan(problem), self._asked(room)
         if not keeps or plan.placements == before.placements:
             return plan
         kept = _as_of(problem, before)
         return kept if plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN) else plan
 
-    @property
-    def _step(self) -> int:
-        return max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+    def _asked(self, room: int) -> tuple[int, float]:
+        step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+        return room // step * step, self._pass_seconds
 
     def settle(self, missing: int) -> bool:
         """Groups were packed: count their packed bytes as they turned out.
