@@ -179,12 +179,13 @@ def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[st
 
 def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int) -> Iterator[_Unit]:
     rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], owners=[path])
-    descend = _lists_lie_deeper(module, path) and not blocks
+    descend = _lists_lie_deeper(module, path)
     for name, child in _children(module):
         child_path = f"{path}.{name}" if path else name
-        if name in blocks or (descend and _holds_lists(child)):
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        if name in blocks or (not blocks and _holds_lists(child) and (descend or (not is_list and _is_large(child)))):
             yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count)
-        elif isinstance(child, (nn.ModuleList, nn.Sequential)):
+        elif is_list:
             yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
         else:
             rest.subtrees.append(child_path)
@@ -533,7 +534,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _lists_lie_deeper(module: nn.Module, path: str) -> bool:
     """Whether the blocks of a module lie below its children, as those of text encoders do (`model.encoder.layers`).
 
-    The blocks of a diffusers model are where diffusers' conventions say.
+    The blocks of a diffusers model are where diffusers' conventions say, and in large children (`_is_large`).
     """
     if hasattr(type(module), "_supports_group_offloading"):
         return False
@@ -544,6 +545,11 @@ def _holds_lists(module: nn.Module) -> bool:
     return not isinstance(module, READS_ITS_CHILDREN) and any(
         isinstance(part, (nn.ModuleList, nn.Sequential)) for part in module.modules() if part is not module
     )
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether it would take too much of the device for the length of a forward, as the rest around blocks does."""
+    return sum(parameter.nbytes for parameter in module.parameters()) > tuning().largest_rest_bytes
 
 
 def adapter_layers() -> tuple[type, ...]:
