@@ -22,8 +22,8 @@ _LANES = {READS: "disk", COPIES: "link", GATHERS: "gather", DECODE: "decode", CO
 """The lanes of a timeline, from the top, and what the page calls them."""
 _MAX_PIECES = 240
 """Pieces of one row of a timeline. Neighbors become one where there are more, so a page stays below 2 MB."""
-_MAX_RUNS = 500
-"""Rows of the table of groups."""
+_MAX_CELLS, _MAX_RUNS = 1000, 100
+"""Pieces of the bar of groups, and rows of their table."""
 _MAX_ROWS = 8
 """Rows of one lane: several threads read."""
 
@@ -152,31 +152,31 @@ def _section(model: ModelFacts) -> Iterator[str]:
     yield _card("Where weights are stored", *_groups(model.groups))
     if model.passes:
         hint = '<p class="soft">Hover over a group for its times and bytes.</p>'
-        yield _card("Timeline", hint, *(_timeline(one, model.outer) for one in model.passes))
+        last = model.passes[-1]
+        timelines = (_timeline(one, model.outer, is_open=one is last) for one in model.passes)
+        yield _card("Timeline", hint, *timelines)
     for title, figures in model.figures.items():
         rows = [("", "value"), *((name, value_text(name, value)) for name, value in figures.items())]
         yield f'<details class="card scroll"><summary>{_safe(title)}</summary>{html_table(rows)}</details>'
 
 
 def _groups(groups: Sequence[GroupFacts]) -> Iterator[str]:
-    """Neighbors that are stored alike are one piece of the bar, as wide as their bytes, and one row of the table."""
-    cells, rows = list[tuple[int, str, str]](), [("groups", "number", "size", "where")]
-    for (place, detail), run in groupby(groups, key=lambda group: (group.place, group.detail)):
+    """A bar of the groups, each as wide as its bytes; then a row for each run of neighbors that are stored alike."""
+    cells, rows, most = list[tuple[int, str, str]](), list[tuple[str, str, str, str]](), -(-len(groups) // _MAX_CELLS)
+    for place, run in groupby(groups, key=lambda group: group.place):
         mine = [*run]
-        row = (
-            _span([group.name for group in mine]),
-            str(len(mine)),
-            _size(mine),
-            f"{place.value}, {detail}".strip(", "),
-        )
-        cells.append((sum(group.num_bytes for group in mine), place.name.lower(), f"{row[0]}: {row[2]}, {row[3]}"))
-        rows.append(row)
-    yield _bar(_in_a_row(cells[:_MAX_RUNS], sum(size for size, *_ in cells) or 1))
+        rows.append((_span([group.name for group in mine]), str(len(mine)), _size(mine), place.value))
+        for part in (mine[start : start + most] for start in range(0, len(mine), most)):
+            said = f"{_span([group.name for group in part])}: {_size(part)}, {place.value}, {part[0].detail}"
+            cells.append((sum(group.num_bytes for group in part), place.name.lower(), said.removesuffix(", ")))
+    yield _bar(_in_a_row(cells, sum(size for size, *_ in cells) or 1))
     yield _key((place.name.lower(), place.value) for place in dict.fromkeys(group.place for group in groups))
-    yield html_table([*rows[: _MAX_RUNS + 1], ("all", str(len(groups)), _size(groups), "")])
+    if len(rows) > _MAX_RUNS:
+        rows[_MAX_RUNS:] = [(f"{len(rows) - _MAX_RUNS} more runs of groups", "", "", "")]
+    yield html_table([("groups", "number", "size", "where"), *rows, ("all", str(len(groups)), _size(groups), "")])
 
 
-def _timeline(one: PassFacts, outer: frozenset[str]) -> str:
+def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
     lanes = _LANES.items()
     busy = [f"{label} {describe_seconds(took)}" for lane, label in lanes if (took := one.busy_seconds(lane, outer))]
     summary = f"{one.title}, {describe_seconds(one.seconds)}: {', '.join(busy) or 'nothing ran'}."
@@ -189,7 +189,8 @@ def _timeline(one: PassFacts, outer: frozenset[str]) -> str:
         for label, row in rows
     )
     return (
-        f'<details open><summary>{_safe(summary)}</summary><div class="scroll"><div style="min-width:{width}px">'
+        f"<details{' open' * is_open}><summary>{_safe(summary)}</summary>"
+        f'<div class="scroll"><div style="min-width:{width}px">'
         f'<div class="lane"><span></span><div class="axis">{axis}</div></div>{"".join(drawn)}</div></div></details>'
     )
 

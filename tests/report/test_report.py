@@ -362,13 +362,14 @@ def many(num_groups: int, num_slices: int) -> ModelFacts:
 
 
 def test_many_groups(tmp_path: Path) -> None:
-    """The page stays small, and how busy a lane was is told of all slices."""
+    """The page stays small, says what it leaves out, and how busy a lane was is told of all slices."""
     num_groups = 9000
     model = many(num_groups, 12_000)
     path = write_page(ReportFacts(title="Many", models=[model], memories=[], sentences=[]), tmp_path / "many.html")
     assert path.stat().st_size < 2 << 20
     page = Page(path)
     assert page.words.count("disk 500 ms, link 500 ms, compute 500 ms, stalls 500 ms") == 4
+    assert f"{num_groups - 100} more runs of groups" in page.words
     assert f"all {num_groups} {describe_bytes(sum(group.num_bytes for group in model.groups))}" in page.words
 
 
