@@ -18,8 +18,8 @@ import platform
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -30,7 +30,7 @@ import torch
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, page_cache_of
-from ..base.page_lock import LockLimit
+from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
@@ -38,7 +38,6 @@ from ..base.system import advise, name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
-from ..stores.pinned import Segment
 
 ASSUMED_H2D = 25_000_000_000
 """Bytes per second where the link was not measured: PCIe 4 x16."""
@@ -218,29 +217,25 @@ def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) 
         DeviceError: the device has no room for a measurement.
     """
     copy_bytes = min(num_bytes, _COPY_BYTES)
-    num_bytes = num_bytes // copy_bytes * copy_bytes
-    segment, limit = Segment(num_bytes, backend, pin=True, wait=lambda: None), LockLimit(backend)
-    segment.fill([])
-    segment.lock(limit)
-    segment.bytes.fill_(1)  # memory that was never written is one page of zeros
-    stream = backend.new_stream()
-
-    def copy() -> None:
-        for part in torch.split(segment.bytes, copy_bytes):
-            backend.copy(target, part, stream)
-
-    try:
-        target = (take or backend.empty)(copy_bytes, stream)
+    num_copies = num_bytes // copy_bytes
+    with _locked_memory(backend, num_copies * copy_bytes) as source:
+        source.fill_(1)  # memory that was never written is one page of zeros
+        stream = backend.new_stream()
         try:
-            return _best_speed(backend, num_bytes, stream, copy)
+            target = (take or backend.empty)(copy_bytes, stream)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{backend.device} has no {describe_bytes(copy_bytes)} free, which a measurement needs. Free some."
+            ) from error
+
+        def copy() -> None:
+            for part in torch.split(source, copy_bytes):
+                backend.copy(target, part, stream)
+
+        try:
+            return _best_speed(backend, num_copies * copy_bytes, stream, copy)
         finally:
             backend.free(target)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"{backend.device} has no {describe_bytes(copy_bytes)} free, which a measurement needs. Free some."
-        ) from error
-    finally:
-        segment.unlock(limit)
 
 
 def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
@@ -280,6 +275,21 @@ def _best_speed(backend: Backend, num_bytes: int, stream: Stream, work: Callable
         by_events = backend.seconds_between(start, end) if backend.has_streams else None
         best = max(best, num_bytes / (by_events or by_clock))
     return max(1, int(best))
+
+
+@contextmanager
+def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
+    """Memory that is page-locked if the device can do so."""
+    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
+    lock = PageLock.take(backend, memory, lambda: None)
+    if lock is None:
+        made = backend.empty_pinned(num_bytes)
+        memory = memory if made is None else made
+    try:
+        yield memory
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 # ------------------------------------------------------------------------------------------------ the drive
