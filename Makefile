@@ -31,7 +31,7 @@ help:
 	@echo "make pages   write what is generated in docs/: the reference, and the tables of benchmarks"
 	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
-	@echo "make wheel   install the wheel into empty environments and run the README there (ARGS=--full downloads everything)"
+	@echo "make wheel   install the wheel into an environment and run the README there (ARGS=--full downloads everything)"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)

@@ -194,8 +194,7 @@ class OffloadConfig:
         cls, options: ModelOptions, *, group_prefix: str = "", ram_share: int | None = None
     ) -> OffloadConfig:
         """Check `options` and fill in their defaults."""
-        given = options.onload_device
-        device = default_device() if given is None else _as_device(given)
+        device = default_device() if options.onload_device is None else _as_device(options.onload_device)
         backend = backend_for(device)
         is_disk = options.offload_device == "disk"
         if not is_disk and not _is_cpu(options.offload_device):
@@ -203,14 +202,9 @@ class OffloadConfig:
                 f"offload_device must be 'cpu' or 'disk', got {str(options.offload_device)!r}. To choose the directory, pass "
                 f"offload_to_disk_path."
             )
-        flags = {
-            "non_blocking": options.non_blocking,
-            "use_stream": backend.has_streams if options.use_stream is None else options.use_stream,
-            "record_stream": options.record_stream,
-            "low_cpu_mem_usage": options.low_cpu_mem_usage,
-            "verify_files": options.verify_files,
-            "embeddings_on_cpu": options.embeddings_on_cpu,
-        }
+        flags = {name: getattr(options, name) for name in _FLAGS}
+        if flags["use_stream"] is None:
+            flags["use_stream"] = backend.has_streams
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: expected True or False.")
@@ -222,51 +216,19 @@ class OffloadConfig:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
-        vram = options.vram_budget
-        if isinstance(vram, Default) and (
-            not backend.has_streams or options.low_cpu_mem_usage or options.process_group
-        ):
-            vram = None
-        if vram is not None and not backend.has_streams:
-            raise ConfigError(
-                f"vram_budget needs a GPU, but onload_device is {str(device)!r}. Pass ram_budget instead."
-                f"{' (torch sees no GPU here: this is a CPU build.)' if is_cpu_build() else ''}"
-            )
-        if vram is not None and options.low_cpu_mem_usage:
-            raise ConfigError(
-                "vram_budget can't be combined with low_cpu_mem_usage=True: edits to unpinned weights can't be detected, so "
-                "none can stay on the GPU. Drop one."
-            )
-        pack = _as_bool_or_auto(options.pack, "pack")
-        if pack is True:
-            _check_pack(backend, low_cpu_mem_usage=options.low_cpu_mem_usage)
-        elif options.low_cpu_mem_usage or not (backend.has_streams and can_unpack(backend.device)):
-            pack = False
-        share_passes = _as_bool_or_auto(options.share_passes, "share_passes")
-        if share_passes == "auto" and not backend.has_streams:  # there is little to gain
-            share_passes = False
-        share = _as_share(options.share, has_group=options.process_group is not None)
-        if options.process_group is not None and share is not False:
-            if share_passes is True:
-                raise ConfigError(
-                    "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
-                    "process loads its own weights."
-                )
-            share_passes = False
-            share = _check_share(share, verify_files=options.verify_files, backend=backend)
-        kind = _as_offload_type(options.offload_type)
-        count = options.num_blocks_per_group
+        kind, count = _as_offload_type(options.offload_type), options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL:
-            if count not in (None, 1):
-                raise ConfigError(
-                    f"num_blocks_per_group={count!r} contradicts offload_type='leaf_level', where each layer is a group. Drop "
-                    f"it, or pass offload_type='block_level'."
-                )
-            if options.block_modules is not None:
-                raise ConfigError(
-                    "block_modules contradicts offload_type='leaf_level'. Drop it, or pass offload_type='block_level'."
-                )
-        if given is None and not backend.has_streams:
+            for name, is_given in (
+                ("num_blocks_per_group", count not in (None, 1)),
+                ("block_modules", options.block_modules is not None),
+            ):
+                if is_given:
+                    raise ConfigError(
+                        f"{name} contradicts offload_type='leaf_level', where each layer is a group. Drop it, or pass "
+                        f"offload_type='block_level'."
+                    )
+        vram, share, share_passes = _vram_of(options, backend), *_sharing_of(options, backend)
+        if options.onload_device is None and not backend.has_streams:
             say_that_the_cpu_computes()
         path, blocks = options.offload_to_disk_path, options.block_modules
         return cls(
@@ -282,12 +244,82 @@ class OffloadConfig:
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(options.exclude_kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
-            pack=pack,
+            pack=_pack_of(options, backend),
             process_group=None if options.process_group is None else _as_group(options.process_group),
             share=share,
             share_passes=share_passes,
             **flags,
         )
+
+
+_FLAGS = ("non_blocking", "use_stream", "record_stream", "low_cpu_mem_usage", "verify_files", "embeddings_on_cpu")
+
+
+def _vram_of(options: ModelOptions, backend: Backend) -> Any:
+    """`vram_budget`, as it goes with other options. A default that doesn't is no budget."""
+    vram = options.vram_budget
+    if isinstance(vram, Default) and (not backend.has_streams or options.low_cpu_mem_usage or options.process_group):
+        return None
+    if vram is not None and not backend.has_streams:
+        raise ConfigError(
+            f"vram_budget needs a GPU, but onload_device is {str(backend.device)!r}. Pass ram_budget instead."
+            f"{' (torch sees no GPU here: this is a CPU build.)' if is_cpu_build() else ''}"
+        )
+    if vram is not None and options.low_cpu_mem_usage:
+        raise ConfigError(
+            "vram_budget can't be combined with low_cpu_mem_usage=True: edits to unpinned weights can't be detected, so "
+            "none can stay on the GPU. Drop one."
+        )
+    return vram
+
+
+def _pack_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
+    """`pack`, as it goes with other options and with the device."""
+    pack = _as_bool_or_auto(options.pack, "pack")
+    otherwise = "Drop it, or pass pack='auto' to compress only where that is possible and faster."
+    if pack is True and not backend.has_streams:
+        raise ConfigError(
+            f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
+            f"{otherwise}"
+        )
+    if pack is True and not can_unpack(backend.device):
+        raise DeviceError(f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`. {otherwise}")
+    if pack is True and options.low_cpu_mem_usage:
+        raise ConfigError(
+            f"pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. {otherwise}"
+        )
+    can_pack = backend.has_streams and not options.low_cpu_mem_usage and can_unpack(backend.device)
+    return pack if can_pack else False
+
+
+def _sharing_of(options: ModelOptions, backend: Backend) -> tuple[bool | Literal["auto"], bool | Literal["auto"]]:
+    """`share` and `share_passes`, as they go with each other, with other options, and with the system."""
+    share, share_passes = (
+        _as_bool_or_auto(options.share, "share"),
+        _as_bool_or_auto(options.share_passes, "share_passes"),
+    )
+    if share is True and options.process_group is None:
+        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
+    if share_passes == "auto" and not backend.has_streams:  # there is little to gain
+        share_passes = False
+    if options.process_group is None or share is False:
+        return share, share_passes
+    if share_passes is True:
+        raise ConfigError(
+            "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
+            "process loads its own weights."
+        )
+    is_blind = backend.has_streams and not can_detect_writes()
+    if share is True and options.verify_files:
+        raise ConfigError(
+            "verify_files=True contradicts share=True, with which each process reads only a part of each file. Drop one, or "
+            "pass share=False so that each process loads its own weights."
+        )
+    if share is True and is_blind:
+        raise ConfigError(
+            "share=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass share='auto'."
+        )
+    return False if options.verify_files or is_blind else share, False
 
 
 def _is_cpu(value: Any) -> bool:
@@ -321,57 +353,15 @@ def _as_bool_or_auto(value: Any, name: str) -> bool | Literal["auto"]:
     raise ConfigError(f"{name}={value!r}: expected True, False or 'auto'.")
 
 
-def _check_pack(backend: Backend, *, low_cpu_mem_usage: bool) -> None:
-    otherwise = "Drop it, or pass pack='auto' to compress only where that is faster."
-    if not backend.has_streams:
-        raise ConfigError(
-            f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
-            f"{otherwise}"
-        )
-    if not can_unpack(backend.device):
-        raise DeviceError(
-            f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`, or pass pack='auto' to compress "
-            f"only where possible."
-        )
-    if low_cpu_mem_usage:
-        raise ConfigError(
-            f"pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. {otherwise}"
-        )
-
-
-def _as_share(value: Any, *, has_group: bool) -> bool | Literal["auto"]:
-    share = _as_bool_or_auto(value, "share")
-    if share is True and not has_group:
-        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
-    return share
-
-
-def _check_share(share: bool | Literal["auto"], *, verify_files: bool, backend: Backend) -> bool | Literal["auto"]:
-    """The option as it goes with others, and with the system."""
-    if verify_files and share is True:
-        raise ConfigError(
-            "verify_files=True contradicts share=True, with which each process reads only a part of each file. Drop one, or "
-            "pass share=False so that each process loads its own weights."
-        )
-    if backend.has_streams and not can_detect_writes():
-        if share is True:
-            raise ConfigError(
-                "share=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass share='auto'."
-            )
-        return False
-    return False if verify_files else share
-
-
 def _as_group(value: Any) -> Any:
     """The process group that was given, or that a device mesh of one dimension stands for."""
     expected = "expected a torch.distributed.ProcessGroup, or a DeviceMesh of one dimension"
     if type(value).__name__ == "DeviceMesh":
         if value.ndim != 1:
-            names = value.mesh_dim_names
-            example = (
-                f"mesh[{names[-1]!r}]" if names else "a DeviceMesh with mesh_dim_names, and one of them: mesh['dp']"
+            name = (value.mesh_dim_names or ["dp"])[-1]
+            raise ConfigError(
+                f"process_group: {expected}, got a mesh of {value.ndim} dimensions. Pass one of them: mesh[{name!r}]."
             )
-            raise ConfigError(f"process_group: {expected}, got a mesh of {value.ndim} dimensions. Pass {example}.")
         value = value.get_group()
     import torch.distributed as dist
 
@@ -403,20 +393,10 @@ def _as_names(value: Any, option: str) -> tuple[str, ...]:
 
 def _as_path(value: Any) -> Path:
     try:
-        path = os.fsdecode(value)
-    except TypeError:
-        path = ""
-    if not path or "\0" in path:
-        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")
-    path = os.path.expanduser(path)  # Path's own raises if there is no such user
-    if path.startswith("~"):
-        raise ConfigError(
-            f"offload_to_disk_path={value!r}: there is no such user, or this one has no home. Pass a full path, or ./ before a "
-            f"folder that is called so."
-        )
-    try:
-        return Path(path).absolute()
-    except OSError as error:
-        raise ConfigError(
-            f"offload_to_disk_path={value!r}: the current directory was deleted. Pass a full path."
-        ) from error
+        if not os.fsdecode(value) or "\0" in os.fsdecode(value):
+            raise ValueError("not a path")
+        return Path(os.fsdecode(value)).expanduser().absolute()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.") from error
+    except (RuntimeError, OSError) as error:  # there is no such user; the current directory was deleted
+        raise ConfigError(f"offload_to_disk_path={value!r}: {error}. Pass a full path.") from error

@@ -154,11 +154,6 @@ class OffloadHandle:
         """Device memory that the next forward takes for weights, beyond what the module holds now."""
         return self._live.placer.missing_bytes
 
-    @property
-    def gated_modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose calls onload weights, the root among them."""
-        return self._live.gated_modules
-
     def stats(self) -> OffloadStats:
         """Counts and bytes since the module was offloaded."""
         engine = self._live

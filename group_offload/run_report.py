@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .base.ram import ram_in_use
-from .base.text import describe_seconds
+from .base.text import describe_bytes, describe_seconds
 from .base.timeline import COMPUTE, COPIES, READS, STALLS, Slice
-from .plan.budgets import describe_bytes, total_ram
+from .plan.budgets import total_ram
 from .plan.report import OffloadPlan
-from .report.facts import (
-    GroupFacts,
-    MemoryFacts,
-    ModelFacts,
-    PassFacts,
-    Place,
-    figures_of,
-    predicted_pass,
-)
+from .report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, figures_of
 from .runtime.engine import Engine
 from .runtime.groups.group import Group
 from .stores.base import Tier
 from .stores.files import FileBlob
+
+_COLORS = ("locked", "device", "decode", "pass", "file", "ram")
+"""Of the parts of device memory, as `Engine.device_memory` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,48 +43,30 @@ def wait_for_work(engine: Engine) -> None:
 def facts_of(run: Run) -> ModelFacts:
     """What a report says of one model, after `wait_for_work`. The caller has the engine's lock."""
     engine, plan = run.engine, run.plan.details
-    staying = engine.groups_staying
-    groups = tuple(
-        _group(group, is_staying=group in staying, is_packed=group.packed in staying) for group in engine.groups
-    )
-    outer = frozenset(group.name for group in groups if group.is_outer)
-    passes = _recorded(engine)
-    has_link = run.plan.device_has_memory
-    sentences = plan.sentences() if plan is not None and has_link else [run.plan.verdict]
+    groups = tuple(_group(group, engine) for group in engine.groups)
+    passes = [*_recorded(engine)]
     if passes:
         forward = next((one for one in reversed(passes) if one.is_forward), passes[-1])
-        sentences.insert(1 if has_link else 0, _what_was_busy(forward, outer))
+        said = _what_was_busy(forward, frozenset(group.name for group in groups if group.is_outer))
     else:
-        sentences.append("No forward has run yet." if not run.stats["passes"] else "No complete forward was recorded.")
-        if plan is not None and plan.prediction.step_seconds:
-            sentences[-1] += " The timeline is a prediction."
-            if not plan.prediction.compute_seconds and has_link:
-                sentences[-1] += " It covers weight transfers only: compute time isn't known yet."
-            passes = [predicted_pass(plan)]
+        said = "No complete forward was recorded." if run.stats["passes"] else "No forward has run yet."
     figures = {"Statistics since the module was offloaded": run.stats}
     if plan is not None:
         figures["The plan in numbers"] = figures_of(plan)
     return ModelFacts(
         name=run.name,
         model_class=type(engine.root).__name__,
-        device=str(engine.config.onload_device),
         groups=groups,
         passes=passes,
-        sentences=sentences,
+        sentences=[run.plan.verdict, said],
         figures=figures,
-        memory=engine.device_memory,
     )
 
 
 def memory_of(runs: Sequence[Run]) -> list[MemoryFacts]:
     """The memory of each device that the models compute on, and RAM."""
-    by_device: dict[str, list[Run]] = {}
-    for run in runs:
-        by_device.setdefault(str(run.engine.config.onload_device), []).append(run)
-    found = [
-        _device(f"Device {name}", mine) for name, mine in by_device.items() if mine[0].engine.config.backend.has_streams
-    ]
-    return [*found, _ram(runs)]
+    by_device = {run.engine.config.onload_device: run.engine for run in runs if run.engine.config.backend.has_streams}
+    return [*(_device(engine) for engine in by_device.values()), _ram(runs)]
 
 
 def where_of(group: Group) -> str:
@@ -103,11 +80,11 @@ def where_of(group: Group) -> str:
     )
 
 
-def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
+def _group(group: Group, engine: Engine) -> GroupFacts:
     blobs = [part.blob for part in group.parts]
-    if is_staying:
+    if group in engine.groups_staying:
         place = Place.DEVICE
-    elif is_packed:
+    elif group.packed in engine.groups_staying:
         place = Place.PACKED
     elif any(isinstance(part.blob, FileBlob) and part.is_read and not part.blob.is_locked for part in group.parts):
         place = Place.FILE
@@ -127,22 +104,17 @@ def _group(group: Group, *, is_staying: bool, is_packed: bool) -> GroupFacts:
     )
 
 
-def _recorded(engine: Engine) -> list[PassFacts]:
-    found = []
+def _recorded(engine: Engine) -> Iterator[PassFacts]:
     for each in engine.recorder.passes:
         part = "" if each.top == type(engine.root).__name__ else f" ({each.top})"
         took, slices = each.slices()
         if not engine.config.backend.has_streams:
             slices = [*_on_cpu(slices)]
-        found.append(
-            PassFacts(
-                title=f"{each.what} {each.number}{part}", seconds=took, slices=slices, is_forward=each.what == "forward"
-            )
-        )
-    return found
+        title = f"{each.what} {each.number}{part}"
+        yield PassFacts(title=title, seconds=took, slices=slices, is_forward=each.what == "forward")
 
 
-def _on_cpu(slices: Iterable[Slice]) -> Iterator[Slice]:
+def _on_cpu(slices: Sequence[Slice]) -> Iterator[Slice]:
     """There is no link: compute waits while a group is read into a buffer."""
     for each in slices:
         if each.lane != STALLS:
@@ -151,66 +123,38 @@ def _on_cpu(slices: Iterable[Slice]) -> Iterator[Slice]:
 
 def _what_was_busy(one: PassFacts, outer: frozenset[str]) -> str:
     drive, link, compute, waited = (one.busy_seconds(lane, outer) for lane in (READS, COPIES, COMPUTE, STALLS))
-    part = waited / one.seconds if one.seconds else 0.0
     busy = [("disk or page cache", drive), ("link", link), ("compute", compute)]
     told = ", ".join(f"{name} busy for {describe_seconds(took)}" for name, took in busy if took)
     return (
         f"In {one.title}, {describe_seconds(one.seconds)}: {told or 'nothing was busy'}; compute waited "
-        f"{describe_seconds(waited)} ({part:.0%}) for weights."
+        f"{describe_seconds(waited)} ({waited / (one.seconds or 1):.0%}) for weights."
     )
 
 
-def _device(name: str, runs: Sequence[Run]) -> MemoryFacts:
-    backend = runs[0].engine.config.backend
-    budgets = [run.engine.placer.vram_budget for run in runs]
-    given = [budget for budget in budgets if budget is not None]
-    parts = [
-        ("resident weights", sum(run.stats["resident_bytes"] for run in runs), "device"),
-        # The models of a process run one after another, in the same slots.
-        ("buffers for streamed weights", max(run.engine.placer.slot_bytes for run in runs), "locked"),
-        ("trained parameters", sum(run.stats["trainable_bytes"] for run in runs), "decode"),
-    ]
-    peak = backend.peak_reserved_bytes()
-    others = max(0, peak - sum(num_bytes for _, num_bytes, _ in parts))
-    parts.append(("activations and everything else", others, "pass"))
-    sentences = ["The last part is the rest of what torch reserved at its peak."] if others else []
-    if not given:
-        sentences.append("Without vram_budget, no weights stay on the device between forwards.")
+def _device(engine: Engine) -> MemoryFacts:
     return MemoryFacts(
-        name=name,
-        parts=parts,
-        budget_bytes=max(given, default=None),
-        total_bytes=backend.total_bytes(),
-        sentences=sentences,
+        name=f"Device {engine.config.onload_device} now",
+        parts=[(*part, color) for part, color in zip(engine.device_memory, _COLORS, strict=True)],
+        budget_bytes=engine.placer.vram_budget,
+        total_bytes=engine.config.backend.total_bytes(),
     )
 
 
 def _ram(runs: Sequence[Run]) -> MemoryFacts:
-    locked = sum(run.stats["pinned_bytes"] for run in runs)
-    other = sum(run.stats["host_bytes"] for run in runs) - locked
+    pinned = sum(run.stats["pinned_bytes"] for run in runs)
+    pageable = sum(run.stats["host_bytes"] for run in runs) - pinned
     staging = sum(run.stats["staging_bytes"] for run in runs)
-    reads = [run for run in runs if run.stats["file_bytes"] and not run.engine.config.backend.has_streams]
-    turns = max((run.engine.placer.slot_bytes for run in reads), default=0)
-    in_page_cache = sum(
-        part.blob.pinned_bytes
-        for run in runs
-        for group in run.engine.groups
-        for part in group.parts
-        if part.blob.tier is Tier.FILE
-    )
-    rest = max(0, ram_in_use() - (locked + other - in_page_cache) - staging - turns)
+    blobs = [part.blob for run in runs for group in run.engine.groups for part in group.parts]
+    in_page_cache = sum(blob.pinned_bytes for blob in blobs if blob.tier is Tier.FILE)  # which isn't the process's RAM
     given = [budget for run in runs if isinstance(budget := run.engine.config.ram_budget, int)]
-    in_files = any(run.stats["file_bytes"] for run in runs)
     return MemoryFacts(
         name="RAM of this process",
         parts=[
-            ("pinned weights", locked, "locked"),
-            ("pageable weights", other, "ram"),
+            ("pinned weights", pinned, "locked"),
+            ("pageable weights", pageable, "ram"),
             ("buffers for reads", staging, "file"),
-            ("buffers for streamed weights", turns, "device"),
-            ("Python, torch and everything else", rest, "pass"),
+            ("everything else", max(0, ram_in_use() + in_page_cache - pinned - pageable - staging), "pass"),
         ],
         budget_bytes=max(given, default=None),
         total_bytes=total_ram(),
-        sentences=["Weights in files count as far as they are pinned."] if in_files else [],
     )

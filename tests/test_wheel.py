@@ -12,7 +12,7 @@ import group_offload
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_wheel_in_empty_environments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wheel_in_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m tests.wheel --full` is the same with everything downloaded anew."""
     pytest.importorskip("build", reason="needs the packages of the extra dev")
     pytest.importorskip("twine", reason="needs the packages of the extra dev")
@@ -21,10 +21,9 @@ def test_the_wheel_in_empty_environments(capsys: pytest.CaptureFixture[str]) -> 
     wheel.main([])
     said = capsys.readouterr().out
     assert "built and checked" in said
-    assert re.search(
-        r"without extras: \d+ of the README's \d+ blocks, group-offload doctor, python -m group_offload", said
-    )
-    [ran, shown] = re.search(r"with \[diffusers\]: (\d+) of the README's (\d+) blocks", said).groups()  # type: ignore[union-attr]
+    [ran, shown] = re.search(
+        r"with \[diffusers\]: (\d+) of the README's (\d+) blocks, group-offload doctor", said
+    ).groups()  # type: ignore[union-attr]
     assert ran == shown != "0"
 
 

@@ -1,6 +1,6 @@
-"""Builds the release, installs its wheel into empty environments, and does a new user's first steps: the README, plan, report.
+"""Builds the release, installs its wheel into environments, and does a new user's first steps: the README, plan, report.
 
-    python -m tests.wheel            half a minute: the environments are empty, and find what the wheel depends on in this one
+    python -m tests.wheel            half a minute: the environment finds what the wheel depends on in this one
     python -m tests.wheel --full     each environment downloads all that it needs, once without extras and once for each extra
 
 Needs the packages of the extra `dev`.
@@ -20,12 +20,9 @@ import tempfile
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
@@ -36,25 +33,6 @@ MODEL = "black-forest-labs/FLUX.1-dev"
 _CLEAN = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
 """For what is to see an environment alone."""
 _BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_HIDDEN = """
-import sys
-from importlib.machinery import PathFinder
-from importlib.metadata import DistributionFinder, MetadataPathFinder
-
-class Shared:
-    '''Finds these packages, and no others, in the environment that made this one.'''
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return PathFinder.find_spec(name, {folders}, target) if path is None and name in {modules} else None
-
-    @staticmethod
-    def find_distributions(context=DistributionFinder.Context()):
-        for found in MetadataPathFinder.find_distributions(DistributionFinder.Context(name=context.name, path={folders})):
-            if found.metadata["Name"].lower().replace("_", "-").replace(".", "-") in {names}:
-                yield found
-
-sys.meta_path.append(Shared)
-"""
 _FIRST = """
 import group_offload
 from importlib.metadata import version
@@ -148,44 +126,11 @@ def make(environment: Path, wheel: Path, extra: str, *, is_full: bool, pip_optio
         return python
     call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", "--no-deps", wheel)
     [site] = environment.glob("lib/python*/site-packages")
-    [metadata] = site.glob("group_offload-*.dist-info")
-    shared = needed(Distribution.at(metadata), {extra})
-    tops = {Path(file).parts[0].partition(".")[0] for found in shared.values() for file in found.files or ()}
-    places = {str(found.locate_file("")).rstrip("/") for found in shared.values()}
-    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *places})
-    (site / "_shared.py").write_text(_HIDDEN.format(folders=folders, modules=tops, names=set(shared)))
-    (site / "_shared.pth").write_text("import _shared\n")
+    (site / "shared.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     return python
 
 
-def needed(ours: Distribution, extras: set[str]) -> dict[str, Distribution]:
-    """The distributions that the wheel needs with these extras, and what those need, as they are installed here."""
-    found: dict[str, Distribution] = {}
-    todo = [(ours, frozenset(extras))]
-    seen = set(todo)
-    while todo:
-        one, asked = todo.pop()
-        for line in one.requires or ():
-            requirement = Requirement(line)
-            name = canonicalize_name(requirement.name)
-            if requirement.marker and not any(requirement.marker.evaluate({"extra": e}) for e in asked or {""}):
-                continue
-            try:
-                next_one = ours if name == "group-offload" else distribution(name)
-            except PackageNotFoundError:
-                if one is ours:
-                    raise
-                continue  # of others: they have run without it so far
-            if next_one is not ours:
-                found[name] = next_one
-            item = (next_one, frozenset(requirement.extras))
-            if item not in seen:
-                seen.add(item)
-                todo.append(item)
-    return found
-
-
-def use(python: Path, environment: Path, extra: str) -> list[str]:
+def use(python: Path, environment: Path, extra: str) -> str:
     """Run what the README shows, in an empty folder. Returns what was run."""
     folder = environment / "work"
     folder.mkdir()
@@ -208,12 +153,9 @@ def use(python: Path, environment: Path, extra: str) -> list[str]:
         script = script.replace("vram_budget=", "ram_budget=")  # the CPU has no memory of its own
     (folder / "readme.py").write_text(script)
     call(python, "readme.py", folder=folder, **_CLEAN)
-    said = [f"{len(chosen)} of the README's {len(blocks)} blocks"]
-    if is_bare:
-        assert "group_offload" in call(environment / "bin" / "group-offload", "doctor", ".", folder=folder, **_CLEAN)
-        assert "group_offload" in call(python, "-m", "group_offload", "doctor", "offload", folder=folder, **_CLEAN)
-        said += ["group-offload doctor", "python -m group_offload doctor"]
-    return said
+    assert "group_offload" in call(environment / "bin" / "group-offload", "doctor", ".", folder=folder, **_CLEAN)
+    assert "group_offload" in call(python, "-m", "group_offload", "doctor", "offload", folder=folder, **_CLEAN)
+    return f"{len(chosen)} of the README's {len(blocks)} blocks, group-offload doctor, python -m group_offload doctor"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -227,11 +169,11 @@ def main(arguments: list[str] | None = None) -> None:
         with zipfile.ZipFile(wheel) as archive:
             [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
             extras = re.findall(r"^Provides-Extra: (.+)$", archive.read(name).decode(), re.MULTILINE)
-        for extra in ["", *(extras if options.full else ["diffusers"])]:
+        for extra in ["", *extras] if options.full else ["diffusers"]:
             environment = Path(place, f"environment-{extra}")
             python = make(environment, wheel, extra, is_full=options.full)
             said = use(python, environment, extra)
-            print(f"{f'with [{extra}]' if extra else 'without extras'}: {', '.join(said)}", flush=True)
+            print(f"{f'with [{extra}]' if extra else 'without extras'}: {said}", flush=True)
             shutil.rmtree(environment)
         if options.full:
             python = make(Path(place, "from-sdist"), sdist, "", is_full=True, pip_options=["--no-deps"])

@@ -62,8 +62,7 @@ def speed_of(text: str) -> int:
 def dtype_of(text: str) -> torch.dtype:
     """A dtype that weights can be cast to."""
     found = getattr(torch, text.removeprefix("torch."), None)
-    # Scales are unsigned, and two numbers of 4 bits are one element.
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or not found.is_signed or "_x2" in text:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise argparse.ArgumentTypeError(f"{text!r} is no floating point dtype of torch, such as bfloat16 or float32")
     return found
 

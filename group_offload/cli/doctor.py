@@ -31,13 +31,15 @@ from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
-from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
+from ..base.reading import open_direct, read_part, refuses_direct
+from ..base.system import advise, max_locked_bytes, ram_of_machine
+from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from ..plan.budgets import auto_ram, describe_bytes, total_ram
+from ..plan.budgets import auto_ram, total_ram
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
-from ..stores.source import Piece, SourceFile
+from ..stores.source import SourceFile
 from .arguments import add_device, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
 
@@ -70,7 +72,7 @@ class Machine:
     driver_problem: str
     """What the driver said when it was asked for an accelerator and failed; else empty."""
     nvidia: dict[str, str]
-    """What `nvidia-smi` said of the device; nothing where it does not answer."""
+    """What `nvidia-smi` says of the first device; nothing where it does not answer."""
 
 
 def add_command(commands: Any) -> None:
@@ -96,7 +98,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
     say_meanwhile("Checking this machine takes some seconds ...")
     with _file_to_try(folder) as file:
-        machine = Machine(folder, file, backend, problem, ask_nvidia(backend))
+        machine = Machine(folder, file, backend, problem, ask_nvidia())
         rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
     if arguments.json:
         shown = [{"name": name, **row._asdict()} for name, row in rows.items()]
@@ -148,15 +150,13 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
 # ------------------------------------------------------------------------------------------------ the rows
 
 
-def ask_nvidia(backend: Backend) -> dict[str, str]:
-    """What `nvidia-smi` says of the device, or of the first one if torch sees none; nothing where it does not answer."""
+def ask_nvidia() -> dict[str, str]:
+    """What `nvidia-smi` says of the first device; nothing where it does not answer."""
     fields = ("name", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        if backend.device.type == "cuda":  # torch numbers the devices in another way than nvidia-smi
-            command.append(f"--id=GPU-{torch.cuda.get_device_properties(backend.device).uuid}")
         said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError):
+    except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(fields, (said.splitlines() or [""])[0].split(", "), strict=False))
 
@@ -184,27 +184,24 @@ def _page_locking(machine: Machine) -> Row:
     limit = LockLimit(machine.backend)
     num_tried = _try_locks(machine.backend, limit)
     num_locked = limit.num_locked + limit.num_by_driver
+    found = f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)}"
     if limit.was_refused:
         return Row(
-            f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)}, then the system refused: the rest is copied "
-            f"through a staging buffer ({said})",
+            f"{found}, then the system refused: the rest is copied through a staging buffer ({said})",
             SLOWER if num_locked else MISSING,
             "`ulimit -l unlimited`; containers: `--ulimit memlock=-1` and more `--memory`; WSL2: `memory=` in .wslconfig.",
         )
     if limit.num_by_driver:
-        locked = f"{describe_bytes(num_locked)} of driver-allocated memory only"
-        found = f"{locked}, which can take up to twice the RAM ({said})"
-        return Row(found, SLOWER, "A newer driver may pin memory in place.")
-    found = f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)} ({said})"
-    return Row(found, SLOWER, "Raise `memory=` in .wslconfig.") if is_wsl2() else Row(found)
+        found += (
+            f", {describe_bytes(limit.num_by_driver)} of it allocated by the driver, which can take up to twice the RAM"
+        )
+        return Row(f"{found} ({said})", SLOWER, "A newer driver may pin memory in place.")
+    remedy = "Raise `memory=` in .wslconfig." if is_wsl2() else ""
+    return Row(f"{found} ({said})", SLOWER if remedy else OK, remedy)
 
 
 def _try_locks(backend: Backend, limit: LockLimit) -> int:
-    """Pin RAM as that of weights is pinned, segment by segment, and give it back.
-
-    Returns:
-        The bytes that were tried.
-    """
+    """Pin RAM as that of weights is pinned, segment by segment, and give it back. Returns the bytes that were tried."""
     most = int(min(tuning().tried_lock_bytes, available_ram() // 4, careful_bytes()))
     num_tried, until = 0, time.monotonic() + tuning().tried_lock_seconds
     held = []  # what is dropped is unlocked
@@ -216,57 +213,49 @@ def _try_locks(backend: Backend, limit: LockLimit) -> int:
     return num_tried
 
 
-@contextmanager
-def _opened(machine: Machine) -> Iterator[SourceFile]:
-    """The file, as one of weights."""
-    fd = open_to_read(machine.file)
-    try:
-        source = SourceFile(machine.file, fd, 0, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
-    try:
-        yield source
-    finally:
-        source.release()
-
-
 def _mapped_files(machine: Machine) -> Row:
     if not machine.backend.has_streams:
         return Row(_CPU)
-    with _opened(machine) as source:
-        if source.lock(None, machine.backend, lambda: None):
-            return Row("the driver pins files in the page cache: checkpoints are copied from there")
+    with machine.file.open("rb") as file:
+        source = SourceFile(machine.file, file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    try:
+        is_locked = source.lock(None, machine.backend, lambda: None)
+    finally:
+        source.release()
+    if is_locked:
+        return Row("the driver pins files in the page cache: checkpoints are copied from there")
     found = "the driver can't pin files in the page cache: checkpoints are copied through a staging buffer"
     return Row(found, SLOWER, "Try a newer driver or another file system.")
 
 
 def _direct_reads(machine: Machine) -> Row:
-    with _opened(machine) as source:
-        size = min(source.num_bytes, tuning().small_chunk_bytes)
-        for pause in (0, 0.01, 0.1):  # the kernel keeps a page that some other work of it holds just then
-            time.sleep(pause)
-            source.forget_cached([Piece(0, 0, source.num_bytes)])
-            if not (is_cached := source.is_cached(0, size)):
-                break
-        area = memory_of(flat_view(map_anonymous(size), 0, size))
-        if source.read(area, 0, size, direct=True):
+    size = tuning().small_chunk_bytes
+    area = memory_of(flat_view(map_anonymous(size), 0, size))
+    with machine.file.open("rb", buffering=0) as file:
+        direct = open_direct(file.fileno())
+    if direct is not None:
+        try:
+            read_part(direct, area, 0)
             return Row("O_DIRECT works: if RAM is short, files are read without the page cache")
-    why = "files stay in the page cache" if is_cached else "the file system has no O_DIRECT"
+        except OSError as error:
+            if not refuses_direct(error):
+                raise
+        finally:
+            os.close(direct)
     remedy = "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
-    return Row(f"{why}: files are read through the page cache", SLOWER, remedy)
+    return Row("the file system has no O_DIRECT: files are read through the page cache", SLOWER, remedy)
 
 
 def _ram(machine: Machine) -> Row:
     total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
     found += f'; ram_budget="auto" is {describe_bytes(auto)} now'
+    found += f"; the container's limit is {describe_bytes(limit)}" if limit < total else ""
     if not auto:
         return Row(found, MISSING, "Close programs that take RAM.")
     if limit < total:
-        found += f"; the container's limit is {describe_bytes(limit)}"
-        return Row(
-            found, SLOWER, "Raise the container's `--memory`, or larger models are read from disk in every forward."
-        )
+        remedy = "Raise the container's `--memory`, or larger models are read from disk in every forward."
+        return Row(found, SLOWER, remedy)
     return Row(found)
 
 
@@ -302,8 +291,7 @@ def _drive(machine: Machine) -> Row:
     folder = machine.folder.resolve()
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
     kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
-    size = machine.file.stat().st_size
-    speed, problem = measure_drive(machine.file, size, size)
+    speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
@@ -333,14 +321,7 @@ def _versions(machine: Machine) -> Row:
 
 
 PROBES: dict[str, Callable[[Machine], Row]] = {
-    "page_map": _page_map,
-    "page_locking": _page_locking,
-    "mapped_files": _mapped_files,
-    "direct_reads": _direct_reads,
-    "ram": _ram,
-    "device": _device,
-    "link": _link,
-    "drive": _drive,
-    "versions": _versions,
+    probe.__name__[1:]: probe
+    for probe in (_page_map, _page_locking, _mapped_files, _direct_reads, _ram, _device, _link, _drive, _versions)
 }
 """The rows, in their order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
 import sys
@@ -35,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the program that reads the output has ended
-        _write_nothing_more()
-        return OK
     except OSError as error:
-        is_output = error.errno == errno.ENOSPC and error.filename is None
+        # Python flushes once more when it ends, and would fail again.
+        with suppress(OSError, ValueError):  # ValueError: stdout is not a file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the program that reads the output has ended
+            return OK
         with suppress(OSError):  # what complaints are written to may be full too
-            complain(f"The output cannot be written: {error.strerror}." if is_output else str(error))
-        _write_nothing_more()
+            complain(str(error))
         return FAILED
     return status
 
@@ -55,12 +54,6 @@ def _open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8"))
-
-
-def _write_nothing_more() -> None:
-    """Send the output that is left nowhere: Python flushes once more when it ends, and would fail."""
-    with suppress(OSError, ValueError):  # stdout is not a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -183,9 +183,6 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
             config.json names the class.
     """
     path = folder / "config.json"
-    for file in folder.glob("*.safetensors"):
-        if not file.is_file():  # loaders would wait for a FIFO
-            raise GroupFileError(f"Cannot read {file}: it is not a file.")
     if not class_name:
         config = read_json(path)
         names = config.get("architectures")
@@ -217,8 +214,6 @@ def read_json(path: Path) -> dict[str, Any]:
         GroupFileError: it cannot be read, or is no JSON object.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a file")  # a FIFO would be waited for
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise GroupFileError(f"Cannot read {path}: {error.strerror or error}. {_SAVE_IT}") from error

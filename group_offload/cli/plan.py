@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import nlargest
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,16 +23,7 @@ from ..plan.planner import Plan, make_plan
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..plan.report import OffloadPlan
 from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
-from ..report.facts import (
-    PLACES,
-    GroupFacts,
-    MemoryFacts,
-    ModelFacts,
-    Place,
-    ReportFacts,
-    figures_of,
-    predicted_pass,
-)
+from ..report.facts import PLACES, GroupFacts, MemoryFacts, ModelFacts, Place, ReportFacts, figures_of
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
@@ -72,7 +62,7 @@ def add_command(commands: Any) -> None:
     text = "{}, such as {}, per second (default: as bench measured)"
     add("--h2d", metavar="SPEED", type=speed_of, help=text.format("RAM to device", "25GB"))
     add("--drive", metavar="SPEED", type=speed_of, help=text.format("disk to RAM", "3.5GB"))
-    text = "write a page: groups, timeline, memory, bottleneck"
+    text = "write a page: groups, memory, bottleneck"
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
 
@@ -162,34 +152,61 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
 def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
     measured, where = recorded(), filesystem_of(path)
-    link = next((found for found in measured if not found.device.startswith("CPU ")), None)
-    drive = next((found for found in measured if found.filesystem == where and found.drive is not None), None)
+    link = next((each for each in measured if not each.device.startswith("CPU ")), None)
+    drive = next((each for each in measured if each.filesystem == where and each.drive is not None), None)
     device = None if link is None else link.device
-    unpack = next((found for found in measured if found.device == device and found.unpack is not None), None)
+    unpack = next((each for each in measured if each.device == device and each.unpack is not None), None)
     found: dict[str, tuple[int, str]] = {}
     for name, given, record, assumed in (
         ("h2d", arguments.h2d, link, ASSUMED_H2D),
         ("drive", arguments.drive, drive, ASSUMED_DRIVE),
         ("unpack", None, unpack, ASSUMED_UNPACK),
     ):
-        if given is not None or record is None:
-            found[name] = (given, "given") if given is not None else (assumed, "assumed")
-        else:
+        if given is not None:
+            found[name] = given, "given"
+        elif record is not None:
             found[name] = getattr(record, name), f"measured on {record.device}, {record.measured_at}"
+        else:
+            found[name] = assumed, "assumed"
     return found
 
 
 def _components(models: Mapping[str, Outline], arguments: argparse.Namespace, speeds: Speeds) -> list[_Component]:
+    """
+    Raises:
+        ConfigError: a budget is too small. The message names the smallest that works for all models.
+    """
     uses = {name: arguments.steps if name.startswith(DENOISERS) else 1 for name in models}
-    shares = _shares(models, uses, arguments)
-    found = {}
-    # If the device's budget is too small, the error is about the model that needs most of it.
-    for name, model in sorted(models.items(), key=lambda item: _turn_bytes(item[1]), reverse=True):
+    shares, problems, others = _shares(models, uses, arguments), dict[str, Problem](), dict[str, int]()
+    for name, model in models.items():
         is_timed = arguments.step_seconds is not None and (len(models) == 1 or name.startswith(DENOISERS))
         seconds = arguments.step_seconds if is_timed else 0.0
-        plan = make_plan(_problem(name, model, arguments, shares[name], seconds, speeds))
-        found[name] = _Component(name, model, uses[name], plan)
-    return [found[name] for name in models]
+        planned = [group for group in model.groups if group.name not in model.outer]
+        total = sum(group.num_bytes for group in planned) or 1
+        groups = tuple(replace(each, compute_seconds=seconds * each.num_bytes / total) for each in planned)
+        problems[name] = Problem(
+            groups=groups,
+            order=tuple(range(len(groups))),
+            speeds=speeds,
+            budgets=Budgets(device_bytes=None, ram_bytes=shares[name]),
+            staging_bytes=tuning().reading_bytes,
+        )
+        others[name] = arguments.activations + model.outer_bytes + tuning().device_margin_bytes
+    if arguments.vram is not None:
+        least = {name: smallest_device_bytes(problem) + others[name] for name, problem in problems.items()}
+        name = max(least, key=lambda name: least[name])
+        if arguments.vram < least[name]:
+            raise ConfigError(
+                f"{name}{': ' * bool(name)}--vram {describe_bytes(arguments.vram)} is too small. The smallest that works is "
+                f"{describe_bytes(least[name], round_up=True)}: {describe_bytes(least[name] - others[name])} of buffers, "
+                f"{describe_bytes(models[name].outer_bytes)} of weights around the blocks, "
+                f"{describe_bytes(arguments.activations)} of activations, and a margin of "
+                f"{describe_bytes(tuning().device_margin_bytes)}."
+            )
+        for name, problem in problems.items():
+            budgets = Budgets(device_bytes=arguments.vram - others[name], ram_bytes=shares[name])
+            problems[name] = replace(problem, budgets=budgets)
+    return [_Component(name, models[name], uses[name], make_plan(problem)) for name, problem in problems.items()]
 
 
 def _shares(
@@ -206,44 +223,6 @@ def _shares(
         )
     loads = [ComponentLoad(num_bytes=model.num_bytes, uses=uses[name], must_bytes=0) for name, model in models.items()]
     return dict(zip(models, share_ram(loads, arguments.ram - others), strict=True))
-
-
-def _turn_bytes(model: Outline) -> int:
-    """About how much device memory the model needs."""
-    turning = (group.num_bytes for group in model.groups if group.name not in model.outer)
-    return model.outer_bytes + sum(nlargest(2, turning))
-
-
-def _problem(
-    name: str, model: Outline, arguments: argparse.Namespace, ram: int | None, seconds: float, speeds: Speeds
-) -> Problem:
-    """
-    Raises:
-        ConfigError: the device's budget is too small.
-    """
-    vram, activations, outer = arguments.vram, arguments.activations, model.outer_bytes
-    planned = [group for group in model.groups if group.name not in model.outer]
-    total = sum(group.num_bytes for group in planned) or 1
-    groups = tuple(replace(each, compute_seconds=seconds * each.num_bytes / total) for each in planned)
-    problem = Problem(
-        groups=groups,
-        order=tuple(range(len(groups))),
-        speeds=speeds,
-        budgets=Budgets(device_bytes=None, ram_bytes=ram),
-        staging_bytes=tuning().reading_bytes,
-    )
-    if vram is None:
-        return problem
-    others = activations + outer + tuning().device_margin_bytes
-    least = smallest_device_bytes(problem) + others
-    if vram < least:
-        raise ConfigError(
-            f"{f'{name}: ' if name else ''}--vram {describe_bytes(vram)} is too small. The smallest that works is "
-            f"{describe_bytes(least, round_up=True)}: {describe_bytes(least - others)} of buffers, {describe_bytes(outer)} of "
-            f"weights around the blocks, {describe_bytes(activations)} of activations, and a margin of "
-            f"{describe_bytes(tuning().device_margin_bytes)}."
-        )
-    return replace(problem, budgets=Budgets(device_bytes=vram - others, ram_bytes=ram))
 
 
 def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component]) -> Iterator[str]:
@@ -307,6 +286,17 @@ def _call(
 def _facts(
     arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], left_out: Mapping[str, str]
 ) -> ReportFacts:
+    memories = []
+    for component in components:
+        plan = component.plan
+        parts = [
+            ("resident weights", plan.device_bytes - plan.slot_bytes, "device"),
+            ("buffers for streamed weights", plan.slot_bytes, "locked"),
+            ("weights around the blocks", component.outline.outer_bytes, "ram"),
+            ("activations, as given", arguments.activations, "pass"),
+        ]
+        name = f"Device while {component.name} runs" if component.name else "Device"
+        memories.append(MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram))
     ram = [
         ("pinned weights", sum(component.plan.ram_bytes for component in components), "locked"),
         ("buffers for reads", len(components) * tuning().reading_bytes, "file"),
@@ -315,10 +305,7 @@ def _facts(
     return ReportFacts(
         title=f"Plan of {arguments.model}",
         models=[_model_facts(component) for component in components],
-        memories=[
-            *(_device_facts(component, arguments) for component in components),
-            MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram),
-        ],
+        memories=[*memories, MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram)],
         sentences=[
             "All times are predicted; nothing has run.",
             *_notes(arguments, speeds, components),
@@ -330,15 +317,6 @@ def _facts(
 def _model_facts(component: _Component) -> ModelFacts:
     plan, outline = component.plan, component.outline
     placed = {group.name: PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
-    groups = [
-        GroupFacts(
-            name=each.name,
-            num_bytes=each.num_bytes,
-            place=placed.get(each.name, Place.PASS),
-            is_outer=each.name in outline.outer,
-        )
-        for each in outline.groups
-    ]
     figures = figures_of(plan) | {
         "num_bytes": outline.num_bytes,
         "num_passes": component.uses,
@@ -349,33 +327,23 @@ def _model_facts(component: _Component) -> ModelFacts:
     return ModelFacts(
         name=component.name,
         model_class=outline.model_class,
-        groups=groups,
-        passes=[predicted_pass(plan)] if plan.prediction.step_seconds else [],
+        groups=[
+            GroupFacts(name=each.name, num_bytes=each.num_bytes, place=placed.get(each.name, Place.PASS))
+            for each in outline.groups
+        ],
         sentences=plan.sentences(),
         figures={"The plan in numbers": figures},
     )
 
 
-def _device_facts(component: _Component, arguments: argparse.Namespace) -> MemoryFacts:
-    plan = component.plan
-    parts = [
-        ("resident weights", plan.device_bytes - plan.slot_bytes, "device"),
-        ("buffers for streamed weights", plan.slot_bytes, "locked"),
-        ("weights around the blocks", component.outline.outer_bytes, "ram"),
-        ("activations, as given", arguments.activations, "pass"),
-    ]
-    name = f"Device while {component.name} runs" if component.name else "Device"
-    return MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram)
-
-
 def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
-    """What the page says, but for its timelines, for programs. These fields are stable."""
+    """What the page says, for programs. These fields are stable."""
     models = [
         {
             "name": model.name,
             "model_class": model.model_class,
             "sentences": model.sentences,
-            **{name: value for figures in model.figures.values() for name, value in figures.items()},
+            **model.figures["The plan in numbers"],
             "groups": [
                 {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
             ],
@@ -383,13 +351,8 @@ def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
         for model in facts.models
     ]
     memories = [
-        {
-            "name": memory.name,
-            "budget_bytes": memory.budget_bytes,
-            "parts": {label: num_bytes for label, num_bytes, _ in memory.parts},
-        }
+        {"name": memory.name, "budget_bytes": memory.budget_bytes, "parts": {part[0]: part[1] for part in memory.parts}}
         for memory in facts.memories
     ]
     found = {"title": facts.title, "models": models, "memories": memories, "sentences": facts.sentences}
-    found["call"] = "\n".join(call)
-    return json.dumps(found, indent=2)
+    return json.dumps({**found, "call": "\n".join(call)}, indent=2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -26,7 +25,6 @@ _UNITS = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
-_AMBIGUOUS = frozenset("kmgt")
 _NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)", re.IGNORECASE)
 _LEAST_PLAIN_BYTES = 1024
 _MIN_RESERVE_BYTES = 1 << 30
@@ -68,14 +66,17 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return AUTO
-    with _refusing(value, name, "bytes, '8GiB', '8GB', '80%' or 'auto'"):
+
+    def read() -> int:
         num_bytes = _from_text(value, total) if isinstance(value, str) else _from_number(value)
         if num_bytes <= 0:
             raise ValueError("it must be more than 0")
+        return num_bytes
+
+    num_bytes = _checked(read, value, name, "bytes, '8GiB', '8GB', '80%' or 'auto'")
     if num_bytes > total:
         _warn_of_less(name, f"{value!r:.80}", total)
-        return total
-    return num_bytes
+    return min(num_bytes, total)
 
 
 @lru_cache(maxsize=64)  # so once, and not for each model of a pipeline
@@ -96,8 +97,7 @@ def parse_bytes(value: str, name: str) -> int:
     Raises:
         ConfigError: `value` is no such amount.
     """
-    with _refusing(value, name, "bytes, '8GiB' or '8GB'"):
-        return _from_text(value, None)
+    return _checked(lambda: _from_text(value, None), value, name, "bytes, '8GiB' or '8GB'")
 
 
 def auto_ram() -> int:
@@ -119,12 +119,12 @@ def _from_text(value: str, total: int | None) -> int:
     found = _NUMBER.fullmatch(value.strip())
     if found is None or (found[2] == "%" and total is None):
         raise ValueError("it isn't an amount of memory")
-    number, unit = _fraction(found[1]), found[2].lower()
+    number, unit = Decimal(found[1]), found[2].lower()  # a float would round more than 2**53 bytes
     if unit == "%" and total is not None:
         if not 0 < number <= 100:
             raise ValueError("a share must be more than 0% and at most 100%")
         return max(1, int(total * number / 100))
-    if unit in _AMBIGUOUS:
+    if f"{unit}ib" in _UNITS:
         binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
         raise ValueError(f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?")
     if unit not in _UNITS:
@@ -136,8 +136,7 @@ def _from_text(value: str, total: int | None) -> int:
 def _plain(num_bytes: int) -> int:
     """Bytes that were given without a unit. A few are meant to be GiB."""
     if 0 < num_bytes < _LEAST_PLAIN_BYTES:
-        few = f"{num_bytes} {'byte' if num_bytes == 1 else 'bytes'}"
-        raise ValueError(f"that is {few}. Did you mean '{num_bytes}GiB'?")
+        raise ValueError(f"that is {num_bytes} bytes. Did you mean '{num_bytes}GiB'?")
     return num_bytes
 
 
@@ -154,17 +153,10 @@ def _from_number(value: Any) -> int:
     raise ValueError("bytes must be a whole number")
 
 
-def _fraction(text: str) -> Fraction:
-    """The exact number: a float would round more than 2**53 bytes."""
-    whole, _, rest = text.partition(".")
-    return Fraction(int(whole + rest or 0), 10 ** len(rest))
-
-
-@contextmanager
-def _refusing(value: Any, name: str, forms: str) -> Iterator[None]:
+def _checked(read: Callable[[], int], value: Any, name: str, forms: str) -> int:
     """Turn what is wrong with a value into an error for the user, that names the forms that are understood."""
     try:
-        yield
+        return read()
     except ValueError as error:
         why = str(error) if str(error).endswith("?") else f"{error}."
         raise ConfigError(f"{name}={value!r:.80}: {why} Use {forms}.") from None

@@ -25,12 +25,11 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
 
-from ..base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
 from .placement import NUM_BERTHS, Placement, Problem
 from .ring import Geometry
 
@@ -69,46 +68,6 @@ class Prediction:
     def limit_seconds(self) -> float:
         """How long that part is busy: no order of work makes this placement faster."""
         return max(self.compute_seconds + self.unpack_seconds, self.h2d_seconds, self.drive_seconds)
-
-
-def foresee(problem: Problem, placements: Sequence[Placement]) -> list[Slice]:
-    """What the drive, the link and compute do in one pass in steady state, in seconds from its beginning.
-
-    What is begun before the pass, or is for the next one, is a part of it: such slices begin before 0, or end after the pass.
-    """
-    model = PassModel(problem)
-    footprint = model.footprint(placements)
-    sent = model.sent_uses(placements, footprint.slot_bytes) if footprint.h2d_bytes else []
-    unpack = model.unpack_seconds(placements) if footprint.unpack_bytes else [0.0] * len(model.groups)
-    clocks, moves, stalls = _Clocks(sent), list[_Move](), list[float]()
-    if sent:
-        for _ in range(_MIN_PASSES):
-            clocks.run_pass()
-        stalls = clocks.run_pass(moves)
-        clocks.run_pass(moves)
-    found, now, stall_of = list[Slice](), 0.0, iter(stalls)
-    for index, seconds in model.uses:
-        name, num_bytes = model.groups[index].name, model.sizes[index]
-        stall = 0.0 if placements[index] is Placement.DEVICE else next(stall_of, 0.0)
-        for lane, took in ((STALLS, stall), (DECODE, unpack[index]), (COMPUTE, seconds)):
-            if took > 0 or lane is COMPUTE:
-                found.append(Slice(lane, name, now, now + took, 0 if lane is STALLS else num_bytes))
-            now += took
-    if not sent:
-        return found
-    first_name = model.groups[sent[0][0]].name
-    first = next(each.start for each in found if each.name == first_name and each.lane in (DECODE, COMPUTE))
-    zero, end = moves[0][2] - first, found[-1].end
-    for (index, _, _, copy, _, _, read), (start, arrived, _, is_read) in zip(sent * 2, moves, strict=True):
-        if copy is None or arrived is None:
-            continue
-        name = model.groups[index].name
-        num_bytes = model.sent[index] if unpack[index] else model.sizes[index]
-        if read is not None:
-            found.append(Slice(READS, name, is_read - zero - read.seconds, is_read - zero, num_bytes))
-        # A copy that waits for the drive is not busy all the time: what counts is its end.
-        found.append(Slice(COPIES, name, max(start, arrived - copy) - zero, arrived - zero, num_bytes))
-    return [each for each in found if each.end > 0 and each.start < end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,64 +176,32 @@ class PassModel:
         speeds, busy = self.problem.speeds, self.busy_seconds(footprint)
         return max(busy, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
 
-    def least_seconds(self, rests: Sequence[Placement]) -> Callable[[int], float]:
-        """How long a pass takes at least if groups rest there: a function of the bytes that weights may take on the device.
-
-        All of these bytes hold groups, or parts of groups, but for the slots. If the smallest group that the slots are made for
-        has s bytes, all larger ones are on the device, resident or in slots. Hence s is no smaller than the last group that
-        still fits there, taking groups by size.
-        """
-        speeds, most = self.problem.speeds, max(self.num_sent, default=0)
-        read = sum([self.read[i] * self.num_sent[i] for i in self.used if rests[i] is Placement.FILE])
-        sent = read + sum([self.sent[i] * self.num_sent[i] for i in self.used if rests[i] is not Placement.FILE])
-        unpack = sum(
-            [self.sizes[i] * self.num_sent[i] for i, seconds in enumerate(self.unpack_seconds(rests)) if seconds]
-        )
-        by_size = sorted(self.sizes, reverse=True)
-        ends = [*accumulate(by_size)]
-        used, num_slots = sum([self.sizes[index] for index in self.used]), min(self.problem.num_slots, len(by_size))
-
-        def least(device_bytes: int) -> float:
-            if used <= device_bytes:
-                return self.compute_seconds
-            num_large = bisect_right(ends, device_bytes)
-            room = device_bytes - (by_size[num_large - 1] * num_slots if num_large else 0)
-            kept = room * most
-            busy = self.compute_seconds + max(0, unpack - kept) / speeds.unpack
-            return max(busy, (sent - kept) / speeds.h2d, (read - kept) / speeds.drive)
-
-        return least
-
     def busy_seconds(self, footprint: Footprint) -> float:
         """How long the device computes and unpacks."""
         return self.compute_seconds + footprint.unpack_bytes / self.problem.speeds.unpack
 
-    def run(self, placements: Sequence[Placement], footprint: Footprint) -> tuple[float, int]:
-        """Simulate passes until two take equally long. Of these two the mean counts.
-
-        Returns:
-            The seconds of a pass, and how many uses were simulated, over all passes.
-        """
+    def run(self, placements: Sequence[Placement], footprint: Footprint) -> float:
+        """Simulate passes until two take equally long. Of these two the mean counts, in seconds."""
         busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
-            return busy, 0
-        sent = self.sent_uses(placements, footprint.slot_bytes)
-        clocks = _Clocks(sent)
-        before, after, num_passes = list[float](), clocks.run_pass(), 1
-        while num_passes < _MAX_PASSES:
-            before, after, num_passes = after, clocks.run_pass(), num_passes + 1
-            stalled = sum(after)
-            if num_passes >= _MIN_PASSES and abs(stalled - sum(before)) <= _SAME_PASS * (busy + stalled):
+            return busy
+        clocks = _Clocks(self.sent_uses(placements, footprint.slot_bytes))
+        before, after = 0.0, clocks.run_pass()
+        for number in range(2, _MAX_PASSES + 1):
+            before, after = after, clocks.run_pass()
+            if number >= _MIN_PASSES and abs(after - before) <= _SAME_PASS * (busy + after):
                 break
-        stalled = sum([(one + other) / 2 for one, other in zip(before, after, strict=True)])
-        return busy + stalled, num_passes * len(sent)
+        return busy + (before + after) / 2
 
     def sent_uses(self, placements: Sequence[Placement], slot_bytes: int) -> list[_Use]:
         """The uses of one pass whose groups are sent."""
         h2d, num_bytes, unpack = self.problem.speeds.h2d, self.sizes, self.unpack_seconds(placements)
         indices = [index for index, _ in self.uses if placements[index] is not Placement.DEVICE]
         largest = max([size for size, at in zip(num_bytes, placements, strict=True) if at is not Placement.DEVICE])
-        backs = iter(self._backs([num_bytes[index] for index in indices], Geometry(slot_bytes, largest)))
+        key = (slot_bytes, largest, *(num_bytes[index] for index in indices))
+        if key not in self._known_backs:  # it takes most of the time, and many placements send the same sizes
+            self._known_backs[key] = _backs([*key[2:]], Geometry(slot_bytes, largest))
+        backs = iter(self._known_backs[key])
         reads = _reads([self.read[index] for index in indices if placements[index] is Placement.FILE], self.problem)
         sent, gap = list[_Use](), 0.0
         for index, seconds in self.uses:
@@ -286,21 +213,14 @@ class PassModel:
             copy = (self.sent[index] if takes else num_bytes[index]) / h2d if at is not Placement.PACKED else None
             read = next(reads) if at is Placement.FILE else None
             num_strips = -(-self.sent[index] // self.berths[index]) if takes else 0
-            sent.append((index, gap, seconds + takes, copy, num_strips, next(backs), read))
+            sent.append((gap, seconds + takes, copy, num_strips, next(backs), read))
             gap = 0.0
         # Residents at the end of a pass are computed before the first use of the next one.
-        sent[0] = (sent[0][0], sent[0][1] + gap, *sent[0][2:])
+        sent[0] = (sent[0][0] + gap, *sent[0][1:])
         return sent
 
-    def _backs(self, sizes: list[int], geometry: Geometry) -> list[int]:
-        """`_backs`, remembered: it takes most of the time of a simulation, and many placements send the same sizes."""
-        key = (geometry.num_bytes, geometry.first_part, *sizes)
-        if key not in self._known_backs:
-            self._known_backs[key] = _backs(sizes, geometry)
-        return self._known_backs[key]
-
     def predict(self, placements: Sequence[Placement], footprint: Footprint) -> Prediction:
-        step_seconds, _ = self.run(placements, footprint)
+        step_seconds = self.run(placements, footprint)
         return Prediction(
             step_seconds=step_seconds,
             stall_seconds=step_seconds - self.busy_seconds(footprint),
@@ -325,10 +245,9 @@ class _Read:
     """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_reads`."""
 
 
-_Use = tuple[int, float, float, "float | None", int, int, "_Read | None"]
+_Use = tuple[float, float, "float | None", int, int, "_Read | None"]
 """A use whose group is sent:
 
-- the group,
 - the seconds of compute of resident groups right before the use,
 - its own seconds of compute, and of unpacking the group for it,
 - the seconds that the link needs for it, or None if the group stays on the device packed,
@@ -336,11 +255,6 @@ _Use = tuple[int, float, float, "float | None", int, int, "_Read | None"]
 - how many uses earlier the use is that has to be computed before the slot of this one is free,
 - the read from a file, or None if the group rests in RAM.
 """
-
-
-_Move = tuple[float, "float | None", float, float]
-"""When the copy of a use begins and ends, when its unpacking or compute begins, and when the drive is done. Without an end
-there is no copy."""
 
 
 class _Clocks:
@@ -358,18 +272,14 @@ class _Clocks:
         self._starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
         """When the copy of each use that is read from a file began."""
 
-    def run_pass(self, moves: list[_Move] | None = None) -> list[float]:
-        """Simulate a pass. Returns the seconds that compute waits for each use.
-
-        Args:
-            moves: Gets what moves for each use.
-        """
+    def run_pass(self) -> float:
+        """Simulate a pass. Returns the seconds that compute waits for weights."""
         ends, starts, drive, link, compute = self._ends, self._starts, self._drive, self._link, self._compute
-        stalls = []
-        for _, gap, seconds, copy, num_strips, back, read in self._sent:
+        stalled = 0.0
+        for gap, seconds, copy, num_strips, back, read in self._sent:
             compute += gap
-            start, arrived, stall = link, None, 0.0
             if copy is not None:
+                start = link
                 room = free = ends[-back]
                 if num_strips:
                     free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
@@ -386,20 +296,17 @@ class _Clocks:
                         drive = max(drive, starts[-1 - earlier] + after)
                     link = max(link, drive + read.last_chunk_seconds)
                 if link > compute:
-                    stall = link - compute
+                    stalled += link - compute
+                    compute = link
                 if num_strips and read is None:
                     for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
                         self._berths.append(max(link - left * copy / num_strips, room))
                 elif num_strips:
                     self._reading_berth = max(link, room)
-                arrived = link
-            stalls.append(stall)
-            compute += stall + seconds
+            compute += seconds
             ends.append(compute)
-            if moves is not None:
-                moves.append((start, arrived, compute - seconds, drive))
         self._drive, self._link, self._compute = drive, link, compute
-        return stalls
+        return stalled
 
 
 def _backs(sizes: list[int], geometry: Geometry) -> list[int]:

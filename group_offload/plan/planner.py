@@ -14,8 +14,6 @@ from .pass_model import PassModel, Prediction
 from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
 from .search import find_fastest
 
-_NEAR = 0.05
-"""What sets the time of a pass is known if the measured time is as near as this to its limit."""
 _SOME = 0.001
 """What saves a smaller share of a pass doesn't help."""
 
@@ -35,8 +33,6 @@ class Plan:
     ram_bytes: int
     """Groups that rest in RAM, also those of which a copy stays on the device, and groups that no file holds."""
     prediction: Prediction
-    num_simulated_uses: int
-    """The effort that the search has taken."""
     measured_seconds: float | None = None
     """The time that the last forwards took with this plan; None if none was timed."""
 
@@ -52,22 +48,15 @@ class Plan:
         return self.prediction.step_seconds if self.measured_seconds is None else self.measured_seconds
 
     def verdict(self) -> str:
-        """One sentence: what bounds a pass, and how far from that limit it is."""
-        step, limit = self.prediction.step_seconds, self.prediction.limit_seconds
-        if not step:
+        """One sentence: what bounds a pass, and how long each part of the machine is busy."""
+        p = self.prediction
+        if not p.step_seconds:
             return "No transfers needed. Compute time hasn't been measured yet."
-        bound, told, over = self.prediction.bound, describe_seconds(limit), step / limit - 1
-        if self.measured_seconds is not None:
-            took, over = describe_seconds(self.measured_seconds), self.measured_seconds / limit - 1
-            if over < -_NEAR:
-                cached = "; the page cache is faster than the disk" if self.prediction.drive_seconds else ""
-                why = f"less than the {told} predicted for {bound} alone{cached}"
-                return f"Measured {took} a forward, {why} ({self._busy()})."
-            if over > _NEAR:
-                return f"Measured {took} a forward, {over:.0%} over the {told} of {bound} alone ({self._busy()})."
-            return f"Bottleneck: {bound}, measured {took} a forward; the limit is {told} ({self._busy()})."
-        distance = "" if over < 0.001 else f", {over:.1%} over the limit of {told}"
-        return f"Bottleneck: {bound}, predicted {describe_seconds(step)} a forward{distance} ({self._busy()})."
+        told = "predicted" if self.measured_seconds is None else "measured"
+        busy = [f"compute {describe_seconds(p.compute_seconds) if p.compute_seconds else 'unknown'}"]
+        busy += [f"PCIe {describe_seconds(p.h2d_seconds)}", f"disk {describe_seconds(p.drive_seconds)}"]
+        busy += [f"unpacking {describe_seconds(p.unpack_seconds)}"] if p.unpack_bytes else []
+        return f"Bottleneck: {p.bound}, {told} {describe_seconds(self.step_seconds)} a forward ({', '.join(busy)})."
 
     def sentences(self) -> list[str]:
         """The verdict, and what more of each memory would save: of one without a budget only if that is something."""
@@ -110,26 +99,19 @@ class Plan:
         more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram), rests=rests)
         return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
-    def _busy(self) -> str:
-        p = self.prediction
-        parts = [f"compute {describe_seconds(p.compute_seconds) if p.compute_seconds else 'unknown'}"]
-        parts += [f"PCIe {describe_seconds(p.h2d_seconds)}", f"disk {describe_seconds(p.drive_seconds)}"]
-        parts += [f"unpacking {describe_seconds(p.unpack_seconds)}"] if p.unpack_bytes else []
-        return ", ".join(parts)
-
 
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, with the rests of the problem if these are decided.
 
-    More memory never makes it slower, but for 0.5%: see [Note: More memory is never slower] (`search`). Where there are few
-    placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but for 0.2%.
+    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but
+    for 0.2%.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
-    rests, placements, num_uses = find_fastest(problem)
-    return _plan_of(replace(problem, rests=rests), placements, num_uses)
+    rests, placements = find_fastest(problem)
+    return _plan_of(replace(problem, rests=rests), placements)
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -145,13 +127,13 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
         return None
     if problem.rests not in (None, before.rests):
         return None
-    kept = _plan_of(replace(problem, rests=before.rests), before.placements, before.num_simulated_uses)
+    kept = _plan_of(replace(problem, rests=before.rests), before.placements)
     if device is not None and kept.device_bytes > device:
         return None
     return replace(kept, measured_seconds=before.measured_seconds)
 
 
-def _plan_of(problem: Problem, placements: Sequence[Placement], num_uses: int) -> Plan:
+def _plan_of(problem: Problem, placements: Sequence[Placement]) -> Plan:
     assert problem.rests is not None
     model = PassModel(problem)
     footprint = model.footprint(placements)
@@ -162,5 +144,4 @@ def _plan_of(problem: Problem, placements: Sequence[Placement], num_uses: int) -
         device_bytes=footprint.device_bytes,
         ram_bytes=ram_bytes_of(problem, problem.rests),
         prediction=model.predict(placements, footprint),
-        num_simulated_uses=num_uses,
     )

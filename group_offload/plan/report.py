@@ -39,7 +39,6 @@ class OffloadPlan:
     """How many forwards ran block by block together; None if they may not."""
     gpus: str = ""
     """Whether GPUs share transfers, with the measured speeds; empty without `process_group`."""
-
     memory: Sequence[tuple[str, int]] = ()
     """Who holds device memory now, or has it kept free: labels and bytes. Empty for the CPU."""
 
@@ -50,7 +49,7 @@ class OffloadPlan:
 
     @property
     def verdict(self) -> str:
-        """What bounds a forward, how far from that limit it is, and how much time more memory would save."""
+        """What bounds a forward, how long each part of the machine is busy, and how much time more memory would save."""
         if self.details is None:
             return "No weights are streamed." if self.device_has_memory else _ALL_IN_RAM
         if self.device_has_memory:
@@ -78,28 +77,19 @@ class OffloadPlan:
             words = _WHERE if self.device_has_memory else _WHERE_ON_CPU
             yield [("groups", "number", "size", "stored on"), *_rows(self.details, words)]
         if self.memory:
-            yield memory_rows(self.memory)
+            yield [("device memory now", "size"), *((label, describe_bytes(size)) for label, size in self.memory)]
 
     def _sharing(self) -> Iterator[str]:
-        if self.shared is None:
-            return
-        found = self.shared
-        yield (
-            f"share_passes: {found.num_shared} of {found.num_forwards} forwards ran together with others, which saved "
-            f"{describe_bytes(found.bytes_spared)} of transfers and reads."
-        )
-        if self.details is not None:
-            p = self.details.prediction
-            saved = [f"transferring {describe_bytes(p.h2d_bytes)}"] if self.device_has_memory else []
-            saved += [f"reading {describe_bytes(p.drive_bytes)} from disk"] if p.drive_bytes else []
-            if saved:
-                yield f"Each further forward that runs along saves {' and '.join(saved)}."
+        if self.shared is not None:
+            yield (
+                f"share_passes: {self.shared.num_shared} of {self.shared.num_forwards} forwards ran together with others, "
+                f"which saved {describe_bytes(self.shared.bytes_spared)} of transfers and reads."
+            )
 
     def _summary(self) -> list[str]:
         plan = self.details
         if plan is None:
             return [f"{self.model}: {self.verdict}"]
-        resident = plan.device_bytes - plan.slot_bytes
         p = plan.prediction
         if not self.device_has_memory:
             in_ram = sum(g.num_bytes for g, placement in _placed(plan) if placement is not Placement.FILE)
@@ -110,15 +100,11 @@ class OffloadPlan:
         moves += [f"reads {describe_bytes(p.drive_bytes)} from disk"] if p.drive_bytes else []
         moves += [f"unpacks {describe_bytes(p.unpack_bytes)}"] if p.unpack_bytes else []
         return [
-            f"{self.model}: {describe_bytes(resident)} resident on the device and {describe_bytes(plan.slot_bytes)} of "
-            f"buffers; {describe_bytes(plan.ram_bytes)} in RAM. Each forward {' and '.join(moves)}.",
+            f"{self.model}: {describe_bytes(plan.device_bytes - plan.slot_bytes)} resident on the device and "
+            f"{describe_bytes(plan.slot_bytes)} of buffers; {describe_bytes(plan.ram_bytes)} in RAM. Each forward "
+            f"{' and '.join(moves)}.",
             self.verdict,
         ]
-
-
-def memory_rows(memory: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
-    """Rows of the table of device memory."""
-    return [("device memory now", "size"), *((label, describe_bytes(num_bytes)) for label, num_bytes in memory)]
 
 
 def _placed(plan: Plan) -> list[tuple[PlannedGroup, Placement]]:

@@ -18,7 +18,7 @@ import platform
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -34,7 +34,7 @@ from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import advise, name_of_drive, open_to_read
+from ..base.system import advise, name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
@@ -45,7 +45,7 @@ ASSUMED_DRIVE = 3_500_000_000
 """Bytes per second where the drive was not measured: an NVMe drive on PCIe 3 x4."""
 LINK_BYTES = 256 << 20
 UNPACKED_BYTES = 64 << 20
-MAX_DRIVE_BYTES = 1 << 30
+_MAX_DRIVE_BYTES = 1 << 30
 MIN_DRIVE_BYTES = 64 << 20
 """A smaller file takes too little time to tell a speed."""
 _COPY_BYTES = 32 << 20
@@ -57,7 +57,6 @@ _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
 _MAX_SPARSENESS = 1.1
 _VERSION = 3
-_MAX_RECORD_BYTES = 1 << 20
 
 Take = Callable[[int, Stream], torch.Tensor]
 
@@ -118,36 +117,21 @@ def known_speeds(
     return measured
 
 
-def measure(
-    backend: Backend,
-    path: Path | None,
-    *,
-    h2d: int | None = None,
-    link_bytes: int = LINK_BYTES,
-    max_drive_bytes: int = MAX_DRIVE_BYTES,
-    min_drive_bytes: int = MIN_DRIVE_BYTES,
-    take: Take | None = None,
-) -> MachineSpeeds:
+def measure(backend: Backend, path: Path | None, *, h2d: int | None = None, take: Take | None = None) -> MachineSpeeds:
     """Measure the link to the device, and the drive. See [Note: How a drive is measured].
 
     Args:
         path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
             no drive is measured.
         h2d: the speed of the link, if it is known.
-        link_bytes: the page-locked RAM that the measurement of the link takes.
-        max_drive_bytes, min_drive_bytes: how much is read, and how large a file has to be.
         take: see `known_speeds`.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
-    if h2d is None:
-        h2d = measure_link(backend, link_bytes, take=take)
-    drive, problem = None, ""
-    if path is not None:
-        drive, problem = measure_drive(path, min_drive_bytes, max_drive_bytes)
+    drive, problem = (None, "") if path is None else measure_drive(path, MIN_DRIVE_BYTES)
     return MachineSpeeds(
-        h2d=h2d,
+        h2d=h2d or measure_link(backend, LINK_BYTES, take=take),
         drive=drive,
         problem=problem,
         device=device_name(backend),
@@ -185,8 +169,7 @@ def recorded() -> list[MachineSpeeds]:
     if path is None:
         return []
     try:
-        with open(open_to_read(path), "rb") as file:  # a FIFO would be waited for
-            content = json.loads(file.read(_MAX_RECORD_BYTES))
+        content = json.loads(path.read_bytes())
         found = [MachineSpeeds(**entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
@@ -201,14 +184,14 @@ def record(speeds: MachineSpeeds) -> bool:
     Returns:
         Whether that was possible.
     """
+    path = record_file()
+    if path is None:
+        return False
     if speeds.drive is None:
         speeds = replace(speeds, filesystem="", problem="")
     key = speeds.device, speeds.filesystem
     others = [found for found in recorded() if (found.device, found.filesystem) != key]
     text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
-    path = record_file()
-    if path is None:
-        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         publish(path, [text.encode()])
@@ -227,7 +210,7 @@ def device_name(backend: Backend) -> str:
     return str(getattr(torch, device.type).get_device_properties(device).name)
 
 
-def measure_link(backend: Backend, num_bytes: int = LINK_BYTES, *, take: Take | None = None) -> int:
+def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) -> int:
     """Bytes per second from page-locked RAM to the device: the best of a few tries.
 
     Raises:
@@ -312,30 +295,22 @@ def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ the drive
 
 
-def measure_drive(path: Path, min_bytes: int, max_bytes: int) -> tuple[int | None, str]:
+def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
     """Bytes per second, or None, and what was wrong, if anything. See [Note: How a drive is measured].
 
     Args:
         path: a file of at least `min_bytes`, or the folder of a model with such a file.
     """
-    chosen = next((file for file in _files_of_the_model(path) if _is_large(file, min_bytes)), None)
+    folder = path if path.is_dir() else path.parent
+    files = path, *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*/*.safetensors"))  # of a pipeline
+    chosen = next((file for file in files if _is_large(file, min_bytes)), None)
     if chosen is None:
         return None, f"Not measuring the disk: {path} has no safetensors file of {describe_bytes(min_bytes)} or more."
     try:
-        fd = open_to_read(chosen, follows_links=True)
-        try:
-            return _measure_file(fd, chosen, os.fstat(fd).st_size, max_bytes)
-        finally:
-            os.close(fd)
+        with chosen.open("rb", buffering=0) as file:
+            return _measure_file(file.fileno(), chosen)
     except OSError as error:
         return None, f"Cannot read {chosen} to measure the disk: {error.strerror or error}."
-
-
-def _files_of_the_model(path: Path) -> Iterator[Path]:
-    yield path
-    folder = path if path.is_dir() else path.parent
-    yield from sorted(folder.glob("*.safetensors"))
-    yield from sorted(folder.glob("*/*.safetensors"))  # the models of a pipeline
 
 
 def _is_large(path: Path, min_bytes: int) -> bool:
@@ -348,41 +323,35 @@ def _is_large(path: Path, min_bytes: int) -> bool:
     return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
 
 
-def _measure_file(fd: int, path: Path, num_bytes: int, max_bytes: int) -> tuple[int | None, str]:
+def _measure_file(fd: int, path: Path) -> tuple[int | None, str]:
+    num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
-    pieces = pieces[:: -(-num_bytes // max(max_bytes, size))]
-    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
-    memory.fill_(1)  # it is there before the clock runs
-    buffers = [memory_of(part) for part in torch.split(memory, size)]
+    pieces = pieces[:: -(-num_bytes // _MAX_DRIVE_BYTES)]
     direct = open_direct(fd)
     if direct is not None:
         try:
-            return _read_all(direct, cold or pieces, buffers), ""
+            return _read_all(direct, pieces), ""
         except OSError as error:
             if not refuses_direct(error):
                 raise
         finally:
             os.close(direct)
+    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
     if not cold:
         return None, f"Direct reads of {path} aren't possible, and all of it is in RAM, so the disk was not measured."
-    speed = _read_all(fd, cold, buffers)
+    speed = _read_all(fd, cold)
     for start, num in cold:
         with suppress(OSError):
             advise(fd, start, num, "DONTNEED")
     return speed, "Direct reads aren't possible there, so the disk was measured without."
 
 
-def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryview]) -> int:
-    """Read pieces, one after another, by the threads of the pool until there are no more or the time is over.
-
-    Returns:
-        Bytes per second.
-
-    Raises:
-        OSError: what the system said.
-    """
+def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:
+    """Read pieces by the threads of the pool, until there are no more or the time is over. Returns bytes per second."""
+    size = pieces[0][1]
+    memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
+    memory.fill_(1)  # it is there before the clock runs
     left, began = deque(pieces), time.perf_counter()
 
     def work(buffer: memoryview) -> int:
@@ -393,7 +362,7 @@ def _read_all(fd: int, pieces: Iterable[tuple[int, int]], buffers: list[memoryvi
                 done += read_part(fd, buffer[:size], start)
         return done
 
-    num_bytes = sum(run_all(partial(work, buffer) for buffer in buffers))
+    num_bytes = sum(run_all(partial(work, memory_of(part)) for part in torch.split(memory, size)))
     return max(1, int(num_bytes / (time.perf_counter() - began)))
 
 

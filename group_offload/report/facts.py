@@ -7,20 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice
-from ..plan.pass_model import foresee
+from ..base.timeline import Slice
 from ..plan.placement import Placement
 from ..plan.planner import Plan
-
-LANES = {
-    READS: "disk",
-    COPIES: "link",
-    GATHERS: "gather",
-    DECODE: "decode",
-    COMPUTE: "compute",
-    STALLS: "stalls",
-}
-"""The lanes of a timeline, from the top, and what the page calls them."""
 
 
 class Place(Enum):
@@ -85,7 +74,6 @@ class MemoryFacts:
     """The label, the bytes, and the color: that of a place or of a lane."""
     budget_bytes: int | None
     total_bytes: int | None = None
-    sentences: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +81,17 @@ class ModelFacts:
     name: str
     """The name in its pipeline. Empty for a model by itself."""
     model_class: str
-    device: str = ""
     groups: Sequence[GroupFacts]
-    passes: Sequence[PassFacts]
+    passes: Sequence[PassFacts] = ()
     """The last ones, the latest last."""
     sentences: Sequence[str]
     """The verdict first."""
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tables of numbers, by their titles."""
-    memory: Sequence[tuple[str, int]] = ()
-    """Who holds device memory now."""
 
     @property
     def title(self) -> str:
-        return " ".join(part for part in (self.name, self.model_class) if part) or "model"
+        return f"{self.name} {self.model_class}".strip()
 
     @property
     def outer(self) -> frozenset[str]:
@@ -120,13 +105,6 @@ class ReportFacts:
     memories: Sequence[MemoryFacts]
     sentences: Sequence[str]
     """What the numbers stand on."""
-
-
-def predicted_pass(plan: Plan) -> PassFacts:
-    """A pass as the plan foresees it."""
-    return PassFacts(
-        title="predicted", seconds=plan.prediction.step_seconds, slices=foresee(plan.problem, plan.placements)
-    )
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,19 @@ from typing import Any
 import torch
 
 from ..base.publish import check_path, publish
-from ..base.text import describe_seconds, html_table, printable
-from ..base.timeline import COMPUTE, COPIES, READS, Slice, side_by_side
+from ..base.text import describe_bytes, describe_seconds, html_table, printable
+from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice, side_by_side
 from ..errors import GroupFileError
-from ..plan.budgets import describe_bytes
-from ..plan.report import memory_rows
-from .facts import LANES, GroupFacts, MemoryFacts, ModelFacts, PassFacts, ReportFacts
+from .facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, ReportFacts
 
+_LANES = {READS: "disk", COPIES: "link", GATHERS: "gather", DECODE: "decode", COMPUTE: "compute", STALLS: "stalls"}
+"""The lanes of a timeline, from the top, and what the page calls them."""
 _MAX_PIECES = 240
 """Pieces of one row of a timeline. Neighbors become one where there are more, so a page stays below 2 MB."""
-_MAX_CELLS = 1000
-"""Pieces of the picture of where weights are stored."""
-_MAX_LISTS = 40
+_MAX_CELLS, _MAX_RUNS = 1000, 100
+"""Pieces of the bar of groups, and rows of their table."""
 _MAX_ROWS = 8
 """Rows of one lane: several threads read."""
-_MAX_WIDTH = 12_000
-"""Pixels. A timeline with many slices is wider than the window, and scrolls."""
 
 _Piece = tuple[float, float, str, str]
 """Where a part of a bar begins, its length (both as shares of the bar), its color, and what the pointer says of it."""
@@ -46,7 +41,7 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
     """
     found = Path(path)
     check_path(found)
-    content = render(facts).encode("utf-8", "replace")
+    content = _render(facts).encode("utf-8", "replace")
     try:
         if found.exists() and not found.is_file():
             found.write_bytes(content)
@@ -55,43 +50,6 @@ def write_page(facts: ReportFacts, path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError) as error:  # links in a circle
         raise GroupFileError(f"Cannot write {found}: {getattr(error, 'strerror', None) or error}.") from error
     return found
-
-
-def render(facts: ReportFacts) -> str:
-    """The page."""
-    css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    overview = [("model", "weights", "a forward", "bottleneck")]
-    for model in facts.models:
-        size = describe_bytes(sum(group.num_bytes for group in model.groups))
-        last = next((one for one in reversed(model.passes) if one.is_forward), None)
-        overview.append((model.title, size, "" if last is None else describe_seconds(last.seconds), model.sentences[0]))
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>{_safe(facts.title)}</title><style>\n{css}</style></head><body><main>",
-            f"<h1>{_safe(facts.title)}</h1>",
-            *(f'<p class="soft">{_safe(sentence)}</p>' for sentence in (*facts.sentences, _made())),
-            *([_card("Models", html_table(overview))] if len(facts.models) > 1 else ()),
-            *(_card(*_memory(memory)) for memory in facts.memories),
-            *(part for model in facts.models for part in _section(model)),
-            "</main></body></html>\n",
-        ]
-    )
-
-
-def _made() -> str:
-    try:
-        number = version("group-offload")
-    except PackageNotFoundError:  # it runs from a folder
-        number = ""
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return f"Written {now} by group_offload {number}, with torch {torch.__version__}."
-
-
-def _safe(text: object) -> str:
-    return escape(printable(str(text)))
 
 
 def value_text(name: str, value: Any) -> str:
@@ -107,6 +65,42 @@ def value_text(name: str, value: Any) -> str:
     if "bytes" in name:
         return f"{describe_bytes(value)} ({value} B)" if value >= 1024 else f"{value} B"
     return describe_seconds(value) if name.endswith("_seconds") else str(value)
+
+
+def _render(facts: ReportFacts) -> str:
+    css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    made = f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, with torch {torch.__version__}."
+    overview = [("model", "weights", "a forward", "bottleneck")]
+    for model in facts.models:
+        last = next((one for one in reversed(model.passes) if one.is_forward), None)
+        took = "" if last is None else describe_seconds(last.seconds)
+        overview.append((model.title, _size(model.groups), took, model.sentences[0]))
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>{_safe(facts.title)}</title><style>\n{css}</style></head><body><main>",
+            f"<h1>{_safe(facts.title)}</h1>",
+            *(f'<p class="soft">{_safe(sentence)}</p>' for sentence in (*facts.sentences, made)),
+            *([_card("Models", html_table(overview))] if len(facts.models) > 1 else ()),
+            *map(_memory, facts.memories),
+            *(part for model in facts.models for part in _section(model)),
+            "</main></body></html>\n",
+        ]
+    )
+
+
+def _safe(text: object) -> str:
+    return escape(printable(str(text)))
+
+
+def _size(groups: Iterable[GroupFacts]) -> str:
+    return describe_bytes(sum(group.num_bytes for group in groups))
+
+
+def _span(names: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((names[0], names[-1])))
 
 
 # ------------------------------------------------------------------------------------------------ parts of the page
@@ -137,88 +131,59 @@ def _key(labels: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="key">{"".join(found)}</ul>'
 
 
-def _memory(memory: MemoryFacts) -> Iterator[str]:
+def _memory(memory: MemoryFacts) -> str:
     used = sum(num_bytes for _, num_bytes, _ in memory.parts)
-    limit = memory.budget_bytes if memory.budget_bytes is not None else memory.total_bytes or 0
     budget = "" if memory.budget_bytes is None else f", budget {describe_bytes(memory.budget_bytes)}"
     total = "" if memory.total_bytes is None else f", of {describe_bytes(memory.total_bytes)}"
-    yield f"{memory.name}: {describe_bytes(used)}{budget}{total}"
-    whole = max(used, limit, 1)
+    whole = max(used, memory.budget_bytes or memory.total_bytes or 1)
     shown = [(size, color, f"{label}: {describe_bytes(size)}") for label, size, color in memory.parts if size]
     mark = [] if memory.budget_bytes is None else [(memory.budget_bytes / whole - 0.003, 0.003, "ink", budget[2:])]
-    yield _bar([*_in_a_row(shown, whole), *mark])
-    yield _key((color, title) for _, color, title in shown)
-    yield from (f'<p class="soft">{_safe(sentence)}</p>' for sentence in memory.sentences)
+    return _card(
+        f"{memory.name}: {describe_bytes(used)}{budget}{total}",
+        _bar([*_in_a_row(shown, whole), *mark]),
+        _key((color, title) for _, color, title in shown),
+    )
 
 
 def _section(model: ModelFacts) -> Iterator[str]:
-    total = sum(group.num_bytes for group in model.groups)
-    where = f", computed on {model.device}" if model.device else ""
-    sentences = (f"<p>{_safe(sentence)}</p>" for sentence in model.sentences)
     yield f"<h2>{_safe(model.title)}</h2>"
-    yield _card(f"{describe_bytes(total)} in {len(model.groups)} groups{where}", *sentences)
-    if model.memory:
-        yield _card("Device memory now", html_table(memory_rows(model.memory)))
-    yield _card("Where weights are stored", *_groups(model, total or 1))
+    sentences = (f"<p>{_safe(sentence)}</p>" for sentence in model.sentences)
+    yield _card(f"{_size(model.groups)} in {len(model.groups)} groups", *sentences)
+    yield _card("Where weights are stored", *_groups(model.groups))
     if model.passes:
+        hint = '<p class="soft">Hover over a group for its times and bytes.</p>'
         last = model.passes[-1]
         timelines = (_timeline(one, model.outer, is_open=one is last) for one in model.passes)
-        hint = '<p class="soft">Hover over a group for its times and bytes.</p>'
         yield _card("Timeline", hint, *timelines)
-    else:
-        yield _card("No timeline: no forward was recorded, and none can be predicted.")
     for title, figures in model.figures.items():
         rows = [("", "value"), *((name, value_text(name, value)) for name, value in figures.items())]
         yield f'<details class="card scroll"><summary>{_safe(title)}</summary>{html_table(rows)}</details>'
 
 
-def _groups(model: ModelFacts, total: int) -> Iterator[str]:
-    """Each group as wide as its bytes, in the color of its place; then a row for the groups of one list."""
-    prefix, most = f"{model.name}.", -(-len(model.groups) // _MAX_CELLS)
-    cells: list[tuple[int, str, str]] = []
-    for place, neighbors in groupby(model.groups, key=lambda group: group.place):
-        found = [*neighbors]
-        for mine in (found[start : start + most] for start in range(0, len(found), most)):
-            size, detail = sum(group.num_bytes for group in mine), f", {mine[0].detail}" if mine[0].detail else ""
-            said = f"{_span([group.name for group in mine])}: {describe_bytes(size)}, {place.value}{detail}"
-            cells.append((size, place.name.lower(), said))
-    yield _bar(_in_a_row(cells, total))
-    yield _key((place.name.lower(), place.value) for place in dict.fromkeys(group.place for group in model.groups))
-    lists: dict[str, list[GroupFacts]] = {}
-    for group in model.groups:
-        lists.setdefault(re.split(r"\d", group.name.removeprefix(prefix), maxsplit=1)[0], []).append(group)
-    largest = sorted(lists.values(), key=lambda mine: -sum(group.num_bytes for group in mine))
-    rows = [("groups", "number", "size", "where"), *map(_row, largest[:_MAX_LISTS])]
-    if len(largest) > _MAX_LISTS:
-        rows.append((f"{len(largest) - _MAX_LISTS} smaller lists", "", "", ""))
-    yield html_table([*rows, ("all", *_row(model.groups)[1:])])
-
-
-def _row(groups: Sequence[GroupFacts]) -> tuple[str, str, str, str]:
-    places: dict[str, int] = {}
-    for group in groups:
-        places[group.place.value] = places.get(group.place.value, 0) + group.num_bytes
-    where = ", ".join(f"{place} {describe_bytes(size)}" for place, size in places.items())
-    return _span([group.name for group in groups]), str(len(groups)), describe_bytes(sum(places.values())), where
-
-
-def _span(names: Sequence[str]) -> str:
-    return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else ""
-
-
-# ------------------------------------------------------------------------------------------------ the timeline
+def _groups(groups: Sequence[GroupFacts]) -> Iterator[str]:
+    """A bar of the groups, each as wide as its bytes; then a row for each run of neighbors that are stored alike."""
+    cells, rows, most = list[tuple[int, str, str]](), list[tuple[str, str, str, str]](), -(-len(groups) // _MAX_CELLS)
+    for place, run in groupby(groups, key=lambda group: group.place):
+        mine = [*run]
+        rows.append((_span([group.name for group in mine]), str(len(mine)), _size(mine), place.value))
+        for part in (mine[start : start + most] for start in range(0, len(mine), most)):
+            said = f"{_span([group.name for group in part])}: {_size(part)}, {place.value}, {part[0].detail}"
+            cells.append((sum(group.num_bytes for group in part), place.name.lower(), said.removesuffix(", ")))
+    yield _bar(_in_a_row(cells, sum(size for size, *_ in cells) or 1))
+    yield _key((place.name.lower(), place.value) for place in dict.fromkeys(group.place for group in groups))
+    if len(rows) > _MAX_RUNS:
+        rows[_MAX_RUNS:] = [(f"{len(rows) - _MAX_RUNS} more runs of groups", "", "", "")]
+    yield html_table([("groups", "number", "size", "where"), *rows, ("all", str(len(groups)), _size(groups), "")])
 
 
 def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
-    busy = [
-        f"{label} {describe_seconds(took)}" for lane, label in LANES.items() if (took := one.busy_seconds(lane, outer))
-    ]
+    lanes = _LANES.items()
+    busy = [f"{label} {describe_seconds(took)}" for lane, label in lanes if (took := one.busy_seconds(lane, outer))]
     summary = f"{one.title}, {describe_seconds(one.seconds)}: {', '.join(busy) or 'nothing ran'}."
     length = one.seconds or 1e-9
     rows = [(label, [*_thinned(row, length)]) for label, row in _rows(one, outer)]
-    width = min(_MAX_WIDTH, 5 * max((len(row) for _, row in rows), default=0))
-    ticks = max(4, width // 250)
-    axis = "".join(f"<span>{describe_seconds(length * tick / ticks)}</span>" for tick in range(ticks + 1))
+    width = 5 * max((len(row) for _, row in rows), default=0)
+    axis = "".join(f"<span>{describe_seconds(length * tick / 4)}</span>" for tick in range(5))
     drawn = (
         f'<div class="lane {label}"><span>{label}</span>{_bar(_piece(each, label, length) for each in row)}</div>'
         for label, row in rows
@@ -232,12 +197,13 @@ def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
 
 def _rows(one: PassFacts, outer: frozenset[str]) -> Iterator[tuple[str, list[Slice]]]:
     """The rows of a timeline. Groups that are held around others have one of their own: they would hide those."""
-    for lane, label in LANES.items():
+    for lane, label in _LANES.items():
         mine = [each for each in one.slices if each.lane == lane and each.start < min(each.end, one.seconds)]
         around = [each for each in mine if lane == COMPUTE and each.name in outer]
-        rows = [("around", around)] if around else []
-        rows += [(label, row) for row in side_by_side(each for each in mine if each not in around)[:_MAX_ROWS]]
-        yield from rows
+        if around:
+            yield "around", around
+        for row in side_by_side(each for each in mine if each not in around)[:_MAX_ROWS]:
+            yield label, row
 
 
 def _piece(each: Slice, color: str, length: float) -> _Piece:
@@ -245,21 +211,16 @@ def _piece(each: Slice, color: str, length: float) -> _Piece:
     took = each.end - each.start
     size = f", {describe_bytes(each.num_bytes)}" if each.num_bytes else ""
     speed = f" at {each.num_bytes / took / 1e9:.3g} GB/s" if size and each.lane in (READS, COPIES) else ""
-    return (
-        start,
-        max(0.0, end - start),
-        color,
-        f"{each.name}: {describe_seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}",
-    )
+    said = f"{each.name}: {describe_seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}"
+    return start, max(0.0, end - start), color, said
 
 
 def _thinned(slices: Sequence[Slice], length: float) -> Iterable[Slice]:
     """The slices; neighbors in one of `_MAX_PIECES` equal parts of the pass are one if there are more of them."""
     if len(slices) <= _MAX_PIECES:
-        return slices
-    found: list[Slice] = []
+        yield from slices
+        return
     for _, run in groupby(slices, key=lambda each: int(each.start / length * _MAX_PIECES)):
         mine = [*run]
         size, end = sum(each.num_bytes for each in mine), max(each.end for each in mine)
-        found.append(Slice(mine[0].lane, _span([each.name for each in mine]), mine[0].start, end, size))
-    return found
+        yield Slice(mine[0].lane, _span([each.name for each in mine]), mine[0].start, end, size)

@@ -219,10 +219,6 @@ class Engine:
     # ---------------------------------------------------------------- for the handle
 
     @property
-    def gated_modules(self) -> tuple[nn.Module, ...]:
-        return self._gates.modules
-
-    @property
     def seconds_stalled(self) -> dict[str, float]:
         """Seconds that compute waited, by the group that it waited for."""
         return self.memory.stalls.by_group()

@@ -19,7 +19,6 @@ import torch
 
 import group_offload
 from group_offload.base import pagemap
-from group_offload.base.device import HostBackend
 from group_offload.cli import doctor
 from group_offload.cli.doctor import ask_nvidia
 from group_offload.plan.budgets import describe_bytes
@@ -46,7 +45,7 @@ def _little_is_tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.node.get_closest_marker("gpu") is None:
         tune(monkeypatch, tried_file_bytes=1 << 20, tried_lock_bytes=LOCK_BYTES, segment_bytes=SEGMENT_BYTES)
         tune(monkeypatch, tried_lock_seconds=60.0)
-        monkeypatch.setattr(doctor, "ask_nvidia", lambda backend: {})
+        monkeypatch.setattr(doctor, "ask_nvidia", dict)
 
 
 @pytest.fixture
@@ -130,7 +129,7 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "page_map": (doctor, "scans_quickly"),
     "page_locking": (doctor, "LockLimit"),
     "mapped_files": (SourceFile, "lock"),
-    "direct_reads": (SourceFile, "read"),
+    "direct_reads": (doctor, "read_part"),
     "ram": (doctor, "auto_ram"),
     "device": (SimulatedDevice, "free_bytes"),
     "link": (doctor, "measure_link"),
@@ -212,7 +211,7 @@ def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatc
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     rows = ask()
     assert rows["page_locking"]["verdict"] == "slower"
-    assert "64 KiB of driver-allocated memory only" in rows["page_locking"]["found"]
+    assert "64 KiB of it allocated by the driver" in rows["page_locking"]["found"]
     assert rows["mapped_files"]["verdict"] == "slower" and "staging" in rows["mapped_files"]["found"]
 
 
@@ -237,31 +236,18 @@ def test_no_more_is_locked_than_is_left(
 # ---------------------------------------------------------------- files
 
 
-def test_direct_reads(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locking the file before has read it into the page cache, as a driver does."""
-    real = device.pin
-
-    def pin(memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        memory.sum()
-        return real(memory, undo, read_only=read_only)
-
-    monkeypatch.setattr(device, "pin", pin)
+@pytest.mark.parametrize("when", ["opened", "read"])
+def test_direct_reads(when: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ask()
     if rows["drive"]["found"].partition(",")[0] in ("ext4", "xfs", "btrfs"):
         assert rows["direct_reads"]["verdict"] == "ok" and "O_DIRECT works" in rows["direct_reads"]["found"]
-
-
-def test_no_direct_reads(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops no page that it works on itself at that moment: it is asked again."""
-    answers = [True, True, False]
-    with monkeypatch.context() as patch:
-        patch.setattr(SourceFile, "is_cached", lambda *args: answers.pop(0) if answers else False)
-        assert "stay in the page cache" not in ask()["direct_reads"]["found"] and not answers
-    monkeypatch.setattr(SourceFile, "read", lambda *args, **kwargs: False)
-    for is_cached, why in ((False, "no O_DIRECT"), (True, "stay in the page cache")):
-        monkeypatch.setattr(SourceFile, "is_cached", lambda *args, cached=is_cached: cached)
-        row = ask()["direct_reads"]
-        assert row["verdict"] == "slower" and why in row["found"]
+    if when == "opened":
+        monkeypatch.setattr(doctor, "open_direct", lambda fd: None)
+    else:
+        monkeypatch.setattr(doctor, "open_direct", os.dup)
+        monkeypatch.setattr(doctor, "read_part", failing(errno.EINVAL))
+    row = ask()["direct_reads"]
+    assert row["verdict"] == "slower" and "no O_DIRECT" in row["found"]
 
 
 @pytest.mark.parametrize(("speed", "verdict"), [(10**9, "ok"), (10**9 - 1, "slower"), (None, "unknown")])
@@ -310,7 +296,7 @@ def test_a_driver_that_raises(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("sees_it", [False, True])
 def test_a_torch_for_the_cpu_beside_a_driver(sees_it: bool, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--device cpu` on a machine where all is well nothing is missing."""
-    monkeypatch.setattr(doctor, "ask_nvidia", lambda backend: NVIDIA)
+    monkeypatch.setattr(doctor, "ask_nvidia", lambda: NVIDIA)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: sees_it)
     rows = ask()
     assert rows["device"]["verdict"] == ("ok" if sees_it else "missing")
@@ -344,7 +330,7 @@ def test_what_nvidia_smi_says(
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o700)
-    assert ask_nvidia(HostBackend()) == found
+    assert ask_nvidia() == found
 
 
 def test_versions(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

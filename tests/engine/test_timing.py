@@ -260,8 +260,7 @@ def test_the_plan_says_what_passes_took(monkeypatch: pytest.MonkeyPatch) -> None
             plan = handle.plan
             assert plan.details is not None and plan.step_seconds == pytest.approx(seconds, rel=0.01)
             assert plan.details.prediction.step_seconds == pytest.approx(seconds * factor, rel=0.05)
-            assert f"Measured {describe_seconds(plan.step_seconds)} a forward, " in str(plan)
-            assert ("% over the" if factor < 1 else "less than the") in str(plan)
+            assert f", measured {describe_seconds(plan.step_seconds)} a forward (" in str(plan)
 
 
 def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from group_offload.base.timeline import READS
 from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
-from group_offload.plan.pass_model import PassModel, Prediction, foresee
+from group_offload.plan.pass_model import PassModel, Prediction
 from group_offload.plan.placement import (
     Budgets,
     Placement,
@@ -171,41 +170,11 @@ def test_a_kept_plan_keeps_its_rests() -> None:
 # What the device holds
 
 
-@pytest.mark.parametrize(
-    ("shape", "share", "compute"), [("mixed", 0.05, 3.0), ("three huge", 0.3, 0.0), ("used again", 0.6, 1.0)]
-)
-def test_the_effort_for_two_thousand_groups_is_bounded(share: float, compute: float, shape: str) -> None:
-    problem = large(share, compute=compute, shape=shape)
-    assert make_plan(problem).num_simulated_uses < 20 * len(problem.order)
-
-
-def test_the_effort_for_groups_of_many_sizes_is_bounded() -> None:
-    """As of a VAE at leaf level: there is no end of the ways to fill a budget. A forward waits for the plan."""
-    sizes = [(1 + 7 * (i % 18) ** 2) * MIB // 4 for i in range(120)]
-    seconds = [size / 25e9 * (0.5 + i % 5 / 2) for i, size in enumerate(sizes)]
-    problem = problem_of(groups_of(sizes, seconds), order=range(40, 120), speeds=Speeds(h2d=25e9, drive=3e9))
-    least = smallest_device_bytes(problem)
-    problem = within(problem, least + round(0.1 * sum(sizes)), round(0.7 * sum(sizes)))
-    plan = make_plan(problem)
-    assert plan.num_simulated_uses < 20_000 and make_plan(problem) == plan
-    assert make_plan(replace(problem, rests=plan.rests)).num_simulated_uses < 20_000
-
-
-def large(share: float, *, compute: float, shape: str = "mixed") -> Problem:
-    sizes = [(1 + 37 * i % 101) * MIB // 4 for i in range(2000)]
-    if shape == "three huge":  # so many small ones are in the slots at a time
-        sizes = [10 * MIB] * 1997 + [500 * MIB] * 3
-    order = [*range(2000), *(range(0, 2000, 2) if shape == "used again" else ())]
-    seconds = [compute * (0.5 + i % 3 / 2) * size / 55e9 for i, size in enumerate(sizes)]
-    problem = problem_of(groups_of(sizes, seconds), order=order, speeds=Speeds(h2d=55e9, drive=7e9))
-    return within(problem, round(share * sum(sizes)) + 2 * max(sizes), round(0.5 * sum(sizes)))
-
-
 def test_verdict() -> None:
     half = make_plan(within(problem_of(groups_of([100 * MIB] * 8, 0.25)), 600 * MIB))
     assert half.verdict() == "Bottleneck: PCIe, predicted 4 s a forward (compute 2 s, PCIe 4 s, disk 0 s)."
     streamed = make_plan(problem_of(groups_of([100 * MIB] * 8, 0.5), num_slots=1))
-    assert "predicted 12 s a forward, 50.0% over the limit of 8 s (compute 4 s, PCIe 8 s" in streamed.verdict()
+    assert "predicted 12 s a forward (compute 4 s, PCIe 8 s" in streamed.verdict()
     unknown = make_plan(within(problem_of(groups_of([100 * MIB] * 8)), GIB))
     assert "measured yet" in unknown.verdict()
 
@@ -254,8 +223,6 @@ def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
     assert_sound(plan)
     assert sorted(plan.placements) == [F] * 3 + [R]
     assert plan.slot_bytes == (2 * 100 + 3 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
-    slices = [each for each in foresee(problem, [F] * 4) if each.lane == READS]
-    assert slices and all(each.num_bytes == 50 * MIB for each in slices)
 
 
 @given(st.lists(st.integers(1, 4 * GIB), min_size=1, max_size=8), st.floats(0.5, 1), st.booleans())
@@ -429,7 +396,7 @@ MORE = st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0.01, 0.5))
 def test_more_memory_is_never_slower(
     problem: Problem, device: float | None, ram: float | None, more_device: float, more_ram: float, ratio: float
 ) -> None:
-    """But for 0.5%: plans within 0.2% count as equally fast, and not all fillings are tried.
+    """But for 2%: plans within 0.2% count as equally fast, and few fillings are tried.
 
     Packed groups take time to unpack: they get no more RAM here.
     """
@@ -443,7 +410,7 @@ def test_more_memory_is_never_slower(
         least = smallest_device_bytes(within(problem, None, ram_bytes))
         device_bytes = None if device is None else least + int((device + device_share) * total)
         seconds.append(make_plan(within(problem, device_bytes, ram_bytes)).prediction.step_seconds)
-    assert seconds[1] <= seconds[0] * 1.005 + 1e-9
+    assert seconds[1] <= seconds[0] * 1.02 + 1e-9
 
 
 # Against plans that are known
@@ -463,19 +430,14 @@ def golden(model: str, machine: str, kind: str, device_bytes: int | None, ram_by
     return within(problem_of(groups, speeds=Speeds(**GOLDEN["machines"][machine])), device_bytes, ram_bytes)
 
 
-def test_plans_are_as_fast_as_the_fastest_known_and_soon_found() -> None:
-    """For 24 to 60 groups a plan takes 4 ms on average: a use 1.2 us, and a placement that is not simulated 20 to 60 us."""
-    over, effort = [], []
+def test_plans_are_about_as_fast_as_the_fastest_known() -> None:
+    over = []
     for *problem, seconds in GOLDEN["problems"]:
         plan = make_plan(golden(*problem))
         over.append(plan.prediction.step_seconds / seconds - 1)
-        if len(plan.problem.groups) >= 24:
-            effort.append(plan.num_simulated_uses)
-    # What is predicted is asserted too: two plans are faster than those that were known.
-    assert sum(each < -0.02 for each in over) <= 2
-    assert max(over) <= 0.14 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0.001
-    # The most is for one problem in which compute sets the time of many placements, and no limit tells them apart.
-    assert max(effort) < 30_000 and sum(each > 4_000 for each in effort) <= 4 and sum(effort) / len(effort) < 1_000
+    # What is predicted is asserted too: some plans are faster than those that were known.
+    assert sum(each < -0.02 for each in over) <= 4
+    assert max(over) <= 0.1 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0
 
 
 # Bad input

@@ -22,11 +22,12 @@ from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds
 
 from ..support.files import failing
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS, MIB, SIZES, SPEEDS
+from ..support.speeds import KNOWN_SPEEDS, MIB, SPEEDS, measure_little
 
 
 @pytest.fixture(autouse=True)
 def kept_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    measure_little(monkeypatch)
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
@@ -63,7 +64,7 @@ def drop(path: Path) -> bool:
 
 def test_the_cpu(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors")
-    check(measure(HostBackend(), tmp_path, **SIZES), tmp_path)
+    check(measure(HostBackend(), tmp_path), tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -80,11 +81,11 @@ def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.Mo
             lambda n: memory if pins == "its own" and real(memory := torch.empty(n, dtype=torch.uint8), []) else None,
         )
     with use_simulated_device(device):
-        found = measure(device, None, **SIZES)
+        found = measure(device, None)
     assert found.h2d > 0 and found.drive is None and found.filesystem == found.problem == ""
-    assert device.copied_bytes == 4 * SIZES["link_bytes"] and device.allocated_bytes == 0
-    assert device.peak_bytes == SIZES["link_bytes"]
-    assert device.pinned_bytes == (SIZES["link_bytes"] if pins == "its own" else 0)  # it goes with the memory
+    assert device.copied_bytes == 8 * MIB and device.allocated_bytes == 0
+    assert device.peak_bytes == 2 * MIB
+    assert device.pinned_bytes == (2 * MIB if pins == "its own" else 0)  # it goes with the memory
 
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device, "empty", full)
     with pytest.raises(speeds.DeviceError, match="has no 2 MiB free"):
-        measure(device, None, **SIZES)
+        measure(device, None)
     assert device.pinned_bytes == 0
 
 
@@ -110,13 +111,13 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     path, small = write(folder / "model.safetensors"), write(folder / "a.safetensors", 1000)
     content, can_drop = path.read_bytes(), drop(path)
     given = {"the file": path, "its folder": folder, "a folder in it": tmp_path}.get(where, small)
-    check(measure(HostBackend(), given, **SIZES), path)
+    check(measure(HostBackend(), given), path)
     if can_drop:
         assert in_page_cache(path) < MIB  # but for what the kernel reads ahead
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
     before = in_page_cache(path)
     assert before > 2 * MIB
-    check(measure(HostBackend(), path, **SIZES), path)
+    check(measure(HostBackend(), path), path)
     assert in_page_cache(path) > before - MIB // 8  # the system may take some pages meanwhile
 
 
@@ -133,7 +134,7 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
         path.touch()
         os.truncate(path, 1000 if kind == "small" else 64 * MIB)
     before = list(tmp_path.iterdir())
-    found = measure(HostBackend(), tmp_path if kind == "none" else path, **SIZES)
+    found = measure(HostBackend(), tmp_path if kind == "none" else path)
     assert found.h2d > 0 and found.drive is None and "no safetensors file of 1 MiB" in found.problem
     assert str(tmp_path) in found.problem and list(tmp_path.iterdir()) == before
 
@@ -154,17 +155,17 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
         )
     path = write(tmp_path / "model.safetensors")
     if drop(path):
-        found = measure(HostBackend(), path, **SIZES)
+        found = measure(HostBackend(), path)
         assert found.drive is not None and found.drive > 0
         assert "aren't possible" in found.problem and in_page_cache(path) < MIB
     path.read_bytes()
-    found = measure(HostBackend(), path, **SIZES)
+    found = measure(HostBackend(), path)
     assert found.drive is None and "all of it is in RAM" in found.problem and in_page_cache(path) == 3 * MIB
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "read_part", failing(errno.EIO))
-    found = measure(HostBackend(), write(tmp_path / "model.safetensors"), **SIZES)
+    found = measure(HostBackend(), write(tmp_path / "model.safetensors"))
     assert found.drive is None and "Input/output error" in found.problem
 
 
@@ -172,7 +173,7 @@ def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     """Also by a folder that is not there yet."""
     assert filesystem_of(Path("/proc")).startswith("/proc (") != filesystem_of(tmp_path).startswith("/proc (")
     assert Path(filesystem_of(tmp_path).rpartition(" ")[0]).is_mount()
-    found = measure(HostBackend(), tmp_path / "later" / "groups", **SIZES)
+    found = measure(HostBackend(), tmp_path / "later" / "groups")
     assert found.filesystem == filesystem_of(tmp_path) and not list(tmp_path.iterdir())
 
 
@@ -189,7 +190,7 @@ class Counted:
 
     def __call__(self, backend: Backend, path: Path | None, **options: Any) -> MachineSpeeds:
         self.num += 1
-        return self._measure(backend, path, **{**options, **SIZES})
+        return self._measure(backend, path, **options)
 
 
 @pytest.fixture
@@ -250,8 +251,6 @@ DAMAGES = {
     "a fraction": changed(h2d=1.5),
     "true": changed(drive=True),
     "no text": changed(device=5),
-    "very long": b" " * (2 << 20) + changed(),
-    "deep": b"[" * 100_000,
 }
 
 
@@ -265,7 +264,7 @@ def test_a_record_that_is_damaged(content: bytes, counted: Counted, tmp_path: Pa
     assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.num == 1
 
 
-@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "a FIFO", "read-only"])
+@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "read-only"])
 def test_a_place_that_nothing_can_be_kept_in(
     kind: str, counted: Counted, kept_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,15 +273,12 @@ def test_a_place_that_nothing_can_be_kept_in(
         (kept_in / "group_offload").touch()
     elif kind == "a folder in its place":
         record_file().mkdir(parents=True)
-    elif kind == "a FIFO":
-        record_file().parent.mkdir()
-        os.mkfifo(record_file())
     else:
         monkeypatch.setattr(speeds, "publish", failing(errno.EROFS))
     write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
     check(known_speeds(HostBackend(), tmp_path), tmp_path)
-    assert counted.num == (1 if kind == "a FIFO" else 2)  # which is replaced
+    assert counted.num == 2
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -300,9 +296,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert recorded() == []
     with pytest.raises(GroupFileError, match="There is no"):
         find_checkpoint("~/model.safetensors")
-    with pytest.raises(ConfigError, match="no home"):
+    with pytest.raises(ConfigError, match="Pass a full path"):
         apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~/groups")
-    with pytest.raises(ConfigError, match="no such user"):
+    with pytest.raises(ConfigError, match="Pass a full path"):
         apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~nobody-of-that-name/groups")
     assert [path.name for path in tmp_path.iterdir()] == ["~"]
 
