@@ -67,7 +67,7 @@ class Tuning:
     resident_bytes: int = 8 << 20
     """The size below which groups that are needed around others all stay: turns would save too little."""
     largest_rest_bytes: int = 256 << 20
-    """The size from which a part of a model that is no block is cut into its own blocks: the others stay for a whole forward."""
+    """The size above which a part of a model that is no block is cut into its own: else it stays for a whole forward."""
     device_margin_bytes: int = 128 << 20
     """The reserve: device memory that a budget leaves free, for allocations outside of all calls and for what the allocator
     loses. In an expandable segment that is up to two pages of 20 MiB at each end of free memory."""

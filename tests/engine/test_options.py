@@ -32,6 +32,7 @@ from group_offload.base.device import say_that_the_cpu_computes
 from ..support.asserts import assert_at_rest, assert_same, named_tensors
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run
+from ..support.tuning import tune
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 
@@ -367,6 +368,16 @@ def test_block_modules(blocks: list[str], tmp_path: Path) -> None:
     check(model, reference, inputs())
     assert_same(run(model.decoder, inputs()), run(reference.decoder, inputs()))
     assert_at_rest(model, reference)
+
+
+def test_a_large_part_around_blocks_is_cut_into_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all of it stays on the device for the length of a forward: MiniMax-H3's token refiner has 1.5 GiB."""
+    for largest, is_cut in ((1 << 20, False), (1 << 10, True)):
+        tune(monkeypatch, largest_rest_bytes=largest)
+        model = make(Nested)
+        ids = {group.group_id for group in apply_group_offloading(model, "cpu").groups}
+        assert ("encoder.blocks_0_0" in ids) == ("decoder.blocks_0_0" in ids) == is_cut and "layers_0_0" in ids
+        check(model, make(Nested), inputs())
 
 
 def test_block_modules_of_the_class() -> None:
