@@ -279,8 +279,7 @@ class Placer:
         if need is None:
             return  # the first pass measures
         memory = self._memory
-        room = self._room(need) - sum(max(each.resident_bytes, wanted) for each, wanted in memory.spared.items())
-        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), max(0, room)):
+        if self._budgeter.before_pass(self._lookahead.schedule.order_of(kind.top), self._own_room(need)):
             self.reside()
             self._tell_plan()
         memory.wanted_bytes = self._budgeter.resident_bytes
@@ -399,6 +398,11 @@ class Placer:
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return available - others - need - margin - memory.outer_bytes
 
+    def _own_room(self, need: int) -> int:
+        """What of `_room` is not for models whose residents are spared."""
+        spared = self._memory.spared.items()
+        return max(0, self._room(need) - sum(max(each.resident_bytes, wanted) for each, wanted in spared))
+
     def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
@@ -421,10 +425,20 @@ class Placer:
         """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.measured(kind)
-        if not need or self.sends_nothing:
+        need = self._needs.measured(kind) if self._backend.has_streams else None
+        if need is None or self.sends_nothing:
             return 1
-        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // need)
+        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // max(1, need))
+
+    def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
+        """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
+        self._note_times()
+        self._describe()
+        if not self.has_budget:
+            return self._budgeter.gain_from_sharing(kinds, None, None)
+        needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
+        of_all = self._needs.measured(both) or self._needs.at_most(both) or sum(needs)
+        return self._budgeter.gain_from_sharing(kinds, self._own_room(max(needs)), self._own_room(of_all))
 
     @property
     def sends_nothing(self) -> bool:

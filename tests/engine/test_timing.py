@@ -7,12 +7,14 @@ the link and the blocks take what they take on one H200.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload import (
+    OffloadHandle,
+    apply_activation_offloading,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+    handles_of,
+)
 from group_offload.base.text import describe_seconds
 from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
@@ -521,3 +530,37 @@ def test_forwards_that_share_passes(
     times = num_threads * num_calls * scale
     double, single = max(DOUBLE / LINK, DOUBLE_SECONDS * times), max(SINGLE / LINK, SINGLE_SECONDS * times)
     assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * times)
+
+
+@pytest.mark.parametrize(("scale", "budget", "shares"), [(1.0, 0.5, True), (4.9, 0.5, False), (4.9, 0.0, False)])
+def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
+    scale: float, budget: float, shares: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hazard: where compute bounds, sharing saves nothing, and its trial costs a pass. The log says once what is done."""
+    caplog.set_level(logging.INFO, "group_offload")
+    monkeypatch.setattr("group_offload.runtime.convoy.contract.is_function", lambda config, root: True)
+    monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
+    took, prompts = [], [torch.full((64,), value) for value in (0.0, 1.0)]
+    for options in ({}, {"share_passes": False}):
+        with offloaded(monkeypatch) as (device, model, handle):
+            handle.remove()
+            device.scale = scale
+            model.eval()
+            for module in model.modules():
+                if isinstance(module, Timed):
+                    module.device = Clock(device)
+            pipe = SimpleNamespace(components={"transformer": model})
+            enable_group_offload(pipe, "cpu", vram_budget=int(budget * TOTAL) or None, **options)
+            begun = device.now
+            with torch.no_grad():
+                for _ in range(12):
+                    x = torch.zeros(64)
+                    for prompt in prompts:
+                        model(x, prompt)
+            took.append(device.now - begun)
+            stats = handles_of(pipe)["transformer"].stats()
+            assert bool(stats.passes_predicted) == (shares and not options)
+            disable_group_offload(pipe)
+    assert took[0] <= (0.85 if shares else 1) * took[1]
+    told = [record.getMessage() for record in caplog.records if "(share_passes)" in record.getMessage()]
+    assert len(told) == 1 and ("together" in told[0]) == shares, told

@@ -51,6 +51,8 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 
 
+_MIN_GAIN = 0.05
+"""With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
@@ -68,9 +70,12 @@ class SharingPolicy:
         is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
         refresh: Callable[[], Callable[[], None] | None],
+        *,
+        asks_plan: bool,
     ) -> None:
         """
         Args:
+            asks_plan: Whether forwards only share a pass where the plan says that this saves time.
             is_ours: Whether a hook of a module belongs to the engine.
             refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
@@ -81,6 +86,7 @@ class SharingPolicy:
         self._is_ours = is_ours
         self._why_not = why_not
         self._refresh = refresh
+        self._asks_plan = asks_plan
         self._local = threading.local()
         self._may_share: Recent[Hashable, int | None] = Recent(_MOST_KINDS)
         """For each kind of calls that was tried, in which epoch they were found to be right together; None if they were not."""
@@ -147,21 +153,33 @@ class SharingPolicy:
         room, num_callers = self._passes.most_together, self._turns.announce()
         if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
-        reason = self._examined()
-        if reason is None and len(calls) > room and self._passes.counters.passes:
+        if len(calls) > room and self._passes.counters.passes:
             is_vain, most = self._passes.sends_nothing, f"the device has space for {room} at once, not for {len(calls)}"
             self._say("by its plan, forwards transfer no weights" if is_vain else most)
+        if room == 1 or not self._pays(calls[:room], min(num_callers, room)):
+            return self.alone(*args, **kwargs)
+        reason = self._examined()
         may_share = [self._judgement(call.key) for call in calls[:room]]
         if False in may_share:
             del may_share[1:]
         calls = calls[: len(may_share)]
         if reason is None and all(may_share):
             return self._travel(steps, calls, args, kwargs)
-        if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
+        if reason is None and may_share[0] is None and max(len(calls), num_callers) > 1:
             if self._num_in_vain < _MOST_IN_VAIN:
                 return self._trial(steps, calls, args, kwargs)
             self._say("its inputs or modules differ from step to step")
         return self.alone(*args, **kwargs)
+
+    def _pays(self, calls: list[Arguments], num_callers: int) -> bool:
+        """Whether these calls, or those of so many threads, are faster in one pass by the plan. True if nobody asks it."""
+        if not self._asks_plan:
+            return True
+        all_shapes = [call.shapes for call in calls]
+        gain = self._passes.gain_from_sharing(all_shapes if len(calls) > 1 else all_shapes * num_callers)
+        if gain is not None and gain < _MIN_GAIN:
+            self._say(f"by its plan, sharing saves less than {_MIN_GAIN:.0%}")
+        return gain is not None and gain >= _MIN_GAIN
 
     def _examined(self) -> str | None:
         """Look at the modules. Why forwards may not share passes with them as they are."""
@@ -267,6 +285,8 @@ class SharingPolicy:
                 self._findings.pop(key, None)
             self._num_in_vain = 0
             self._keep(steps, ahead, epoch, caller)
+            if boarded[0].convoy.size > 1:
+                self._say("each block is loaded once for all of them", "together")
             return output
         if finding is not None:
             self._judge(keys, finding)
@@ -440,10 +460,10 @@ class SharingPolicy:
         if finding is not None:
             self._say(finding)
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, how: str = "separately") -> None:
         if reason not in self._said:
             self._said[reason] = None
-            logger.info("Running forwards of %s separately (share_passes): %s.", type(self._root).__name__, reason)
+            logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
 
 
 def _state_of_thread() -> str | None:
