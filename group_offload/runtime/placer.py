@@ -106,6 +106,7 @@ class Placer:
         self._groups = tuple(groups)
         self._packer.begin(groups)
         if not self._config.has_budgets:
+            self._budgeter.clear()
             self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
@@ -433,7 +434,8 @@ class Placer:
     def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
         """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
         self._note_times()
-        self._describe()
+        if self._budgeter.plan is None:
+            self._describe()
         if not self.has_budget:
             return self._budgeter.gain_from_sharing(kinds, None, None)
         needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
