@@ -117,7 +117,7 @@ class Needs:
 
     def at_most(self, kind: Kind) -> int | None:
         """What a pass needs at most whose kind has yet to be measured, by what smaller inputs needed: attention takes the
-        square. Forwards that share it need no more than each does by itself. None if no kind is known that could tell."""
+        square. What forwards need apart is enough for all of them together. None if no kind is known that could tell."""
         apart = [self.measured(each) for each in kind.together]
         if apart and None not in apart:
             return sum(filter(None, apart))

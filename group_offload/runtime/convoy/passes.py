@@ -47,6 +47,7 @@ class SharedPasses(Passes):
     most_together = 1
     """How many forwards there is room for in one pass, as far as the last pass has shown."""
     _gain: float | None = None
+    """What sharing a pass saves, as it was weighed last."""
     _least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 

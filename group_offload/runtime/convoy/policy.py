@@ -49,8 +49,6 @@ _MOST_KINDS = 256
 _MOST_FINDINGS = 3
 """How often a kind of calls may be found to break the contract before it goes alone for good. A first forward may move a table
 to the device, and another thread may draw random numbers meanwhile."""
-
-
 _MIN_GAIN = 0.05
 """With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
 _MOST_IN_VAIN = 4
@@ -378,6 +376,7 @@ class SharingPolicy:
         if any(outputs) and all(map(are_equal, shared, outputs)):
             for key in keys:
                 self._right_in[key] = self._epoch
+                self._findings.pop(key, None)
             self._keep(steps, results[1:], epoch, caller)
         else:
             self._note(keys, "outputs differ from those of separate forwards, or can't be compared")
