@@ -19,6 +19,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "pack": {"pack": True},
     "auto": {"vram_budget": "auto"},
     "share": {"share_passes": True},
+    "auto share": {"share_passes": "auto"},
     "stream": {"use_stream": True},
     "record_stream": {"use_stream": True, "record_stream": True},
     "no stream": {"use_stream": False},
@@ -197,5 +198,6 @@ def apply_to_pipeline(engine: str, pipe: Any, device: torch.device, options: Map
     else:
         from group_offload import enable_group_offload
 
-        return dict(enable_group_offload(pipe, onload_device=device, **{"vram_budget": None, **options}))
+        least = {"vram_budget": None, "share_passes": False}
+        return dict(enable_group_offload(pipe, onload_device=device, **{**least, **options}))
     return {}

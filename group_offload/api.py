@@ -78,10 +78,10 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             predicts that this is faster. Weights that are in no file stay in RAM uncompressed too, so that they can
             be read. Tensors that barely shrink are left as they are. Needs Triton. By name only.
         share_passes: Run forwards of several threads, or the calls of one guidance step, block by block, loading each
-            block once. `"auto"` does so on a GPU for the denoisers of diffusers that tests have tried, unless a
-            class, a forward or an attention processor of yours is inside. With True you vouch, for any class, that a
-            forward depends on its inputs and the weights alone. Forwards for which that is seen not to hold run
-            separately, and the log says why. By name only.
+            block once. `"auto"` does so on a GPU where the plan says that it saves time, for the denoisers of diffusers
+            that tests have tried, unless a class, a forward or an attention processor of yours is inside. With True you
+            vouch, for any class, that a forward depends on its inputs and the weights alone. Forwards for which that is
+            seen not to hold run separately, and the log says why. By name only.
         process_group: The processes that offload the same module, each on its own GPU: a
             `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension. The GPUs of one host each load a
             shard of every group and exchange them. All ranks make the same calls, in the same order. By name only.

@@ -152,7 +152,8 @@ class OffloadConfig:
     pack: bool | Literal["auto"]
     """Compress weights; "auto": once a plan predicts that this is faster. False where the device can't decompress."""
     share_passes: bool | Literal["auto"]
-    """Run forwards of several threads, or of a guidance step, block by block; "auto": those of diffusers' denoisers."""
+    """Run forwards of several threads, or of a guidance step, block by block; "auto": those of diffusers' denoisers,
+    where that saves time."""
     process_group: Any
     """The `torch.distributed.ProcessGroup` of the processes that offload the same module; None for this one alone."""
     share: bool | Literal["auto"]

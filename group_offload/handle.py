@@ -211,7 +211,7 @@ class OffloadHandle:
                 self._name,
                 engine.placer.current_plan(),
                 device_has_memory=has_memory,
-                shared=shared if engine.shares_passes else None,
+                shared=shared if counters.shared or engine.config.share_passes is True else None,
                 gpus="" if engine.sharing is None else engine.sharing.describe(),
                 memory=engine.device_memory,
             )

@@ -64,6 +64,7 @@ class PipelineOptions(OffloadOptions):
     """The options of `enable_group_offload`."""
 
     vram_budget: int | str | None = field(default=FILL, kw_only=True)
+    share_passes: bool | str = field(default="auto", kw_only=True)
     exclude_modules: str | Iterable[str] | None = None
     model_options: Mapping[str, Mapping[str, Any]] | None = None
 
@@ -73,6 +74,7 @@ class LeastOptions(PipelineOptions):
     """Those of diffusers' own call, which takes the least memory by itself."""
 
     vram_budget: int | str | None = field(default=None, kw_only=True)
+    share_passes: bool | str = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
             "auto" on an accelerator, unless `low_cpu_mem_usage` or `process_group` is given; None takes the least memory.
             Of a model whose two largest blocks take more than half of it, single layers are streamed, unless `offload_type`,
             `num_blocks_per_group` or `block_modules` is given.
+        share_passes: `"auto"` by default.
         ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
 
     Returns:

@@ -99,7 +99,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     With a `quantization_config` the library's own quantiser makes one weight after another, each time: save the result with
     `save_pretrained` to open it without quantizing.
 
-    On an accelerator `vram_budget` is "auto" by default, as that of `enable_group_offload` is.
+    On an accelerator `vram_budget` and `share_passes` are "auto" by default, as those of `enable_group_offload` are.
 
     Args:
         model_class: A model class of diffusers or transformers, or a pipeline class of diffusers (`DiffusionPipeline` and
@@ -130,7 +130,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     for_models = {name: options.pop(name) for name in _FOR_MODELS if name in options}
     for_pipelines = {name: options.pop(name) for name in _FOR_PIPELINES if name in options}
     given = {*common, *for_pipelines}
-    common.setdefault("vram_budget", FILL)
+    common = {"vram_budget": FILL, "share_passes": "auto", **common}
     _check_class(model_class)
     _check_loader_options(options)
     _name_dtype(model_class, options)

@@ -36,7 +36,7 @@ class OffloadPlan:
     """Whether the device has its own memory. The CPU hasn't: it uses weights in RAM in place, and only weights that are read
     from files move."""
     shared: SharedForwards | None = None
-    """How many forwards ran block by block together; None if they may not."""
+    """How many forwards ran block by block together; None if none did, unless `share_passes=True` asks for it."""
     gpus: str = ""
     """Whether GPUs share transfers, with the measured speeds; empty without `process_group`."""
     memory: Sequence[tuple[str, int]] = ()

@@ -141,11 +141,6 @@ class Engine:
                 raise
 
     @property
-    def shares_passes(self) -> bool:
-        """Whether forwards may share passes."""
-        return isinstance(self._passes, SharedPasses)
-
-    @property
     def sharing(self) -> Sharing | None:
         """The other processes that offload the same module; None if there are none."""
         return self.transfer.sharing

@@ -482,7 +482,8 @@ class Gates:
         """Let forwards of the root share passes, if they may, before gates are installed."""
         top, passes = self._top, self.passes
         if isinstance(passes, SharedPasses):
-            self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, weakly(self._why_not_shared), refresh)
+            why_not, asks_plan = weakly(self._why_not_shared), self._config.share_passes == "auto"
+            self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, why_not, refresh, asks_plan=asks_plan)
         elif self._config.share_passes == "auto" and (self._config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "

@@ -108,6 +108,7 @@ class Placer:
         self._groups = tuple(groups)
         self._packer.begin(groups)
         if not self._config.has_budgets:
+            self._budgeter.clear()
             self._packer.pack(self._packer.lacking())
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
@@ -294,7 +295,7 @@ class Placer:
 
     def _problem(self, kind: Kind, need: int) -> tuple[Sequence[Group], int]:
         """The order in which a pass needs groups, and the room that they have beside what it needs."""
-        return self._lookahead.schedule.order_of(kind.top), max(0, self._room(need) - self._spared_bytes)
+        return self._lookahead.schedule.order_of(kind.top), self._own_room(need)
 
     def _tell_plan(self) -> None:
         """Log the plan, if it is another one than what was logged last: a little more or less room is none."""
@@ -410,6 +411,10 @@ class Placer:
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return available - others - need - margin - memory.outer_bytes
 
+    def _own_room(self, need: int) -> int:
+        """What of `_room` is not for models whose residents are spared."""
+        return max(0, self._room(need) - self._spared_bytes)
+
     def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
 
@@ -432,10 +437,21 @@ class Placer:
         """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.measured(kind)
-        if not need or self.sends_nothing:
+        need = self._needs.measured(kind) if self._backend.has_streams else None
+        if need is None or self.sends_nothing:
             return 1
-        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // need)
+        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // max(1, need))
+
+    def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
+        """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
+        self._note_times()
+        if self._budgeter.plan is None:
+            self._describe()
+        if not self.has_budget:
+            return self._budgeter.gain_from_sharing(kinds, None, None)
+        needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
+        of_all = self._needs.measured(both) or self._needs.at_most(both) or sum(needs)
+        return self._budgeter.gain_from_sharing(kinds, self._own_room(max(needs)), self._own_room(of_all))
 
     @property
     def sends_nothing(self) -> bool:

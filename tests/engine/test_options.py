@@ -238,8 +238,8 @@ def test_signatures_of_one_definition() -> None:
             assert parameter.annotation and opened[name].annotation == parameter.annotation, name
             assert opened[name].default == parameter.default, name
     for name in pipeline.keys() & model.keys():
-        # A pipeline fills the device by itself.
-        default = "auto" if name == "vram_budget" else model[name].default
+        # A pipeline fills the device by itself, and shares passes where that pays.
+        default = "auto" if name in ("vram_budget", "share_passes") else model[name].default
         assert pipeline[name] == model[name].replace(default=default), name
 
 

@@ -7,12 +7,14 @@ the link and the blocks take what they take on one H200.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload import (
+    OffloadHandle,
+    apply_activation_offloading,
+    apply_group_offloading,
+    disable_group_offload,
+    enable_group_offload,
+)
 from group_offload.base.text import describe_seconds
 from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
@@ -520,3 +528,65 @@ def test_forwards_that_share_passes(
     times = num_threads * num_calls * scale
     double, single = max(DOUBLE / LINK, DOUBLE_SECONDS * times), max(SINGLE / LINK, SINGLE_SECONDS * times)
     assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * times)
+
+
+@contextmanager
+def guided_pipeline(
+    monkeypatch: pytest.MonkeyPatch, scale: float, **options: Any
+) -> Iterator[tuple[TimedDevice, OffloadHandle, Callable[[int], float]]]:
+    """A pipeline that calls its denoiser twice a step, and a function that runs steps and returns their seconds."""
+    monkeypatch.setattr("group_offload.runtime.convoy.contract.is_function", lambda config, root: True)
+    monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
+    prompts = [torch.full((64,), value) for value in (0.0, 1.0)]
+    with offloaded(monkeypatch) as (device, model, handle):
+        handle.remove()
+        device.scale = scale
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, Timed):
+                module.device = Clock(device)
+
+        def run(num_steps: int) -> float:
+            begun = device.now
+            with torch.no_grad():
+                for _ in range(num_steps):
+                    x = torch.zeros(64)
+                    for prompt in prompts:
+                        model(x, prompt)
+            return device.now - begun
+
+        pipe = SimpleNamespace(components={"transformer": model})
+        yield device, enable_group_offload(pipe, "cpu", **options)["transformer"], run
+        disable_group_offload(pipe)
+
+
+@pytest.mark.parametrize(("scale", "budget", "shares"), [(1.0, 0.5, True), (4.9, 0.5, False), (4.9, 0.0, False)])
+def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
+    scale: float, budget: float, shares: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hazards: where compute bounds, sharing saves nothing, and its trial costs a pass. The trial's pass is of a new kind, and
+    would evict all that is resident. The log says once what is done."""
+    caplog.set_level(logging.INFO, "group_offload")
+    took = []
+    for options in ({}, {"share_passes": False}):
+        vram = int(budget * TOTAL) or None
+        with guided_pipeline(monkeypatch, scale, vram_budget=vram, **options) as (_, handle, run):
+            took.append(run(12))
+            assert bool(handle.stats().passes_predicted) == (shares and not options)
+    assert took[0] <= (0.85 if shares else 1) * took[1]
+    told = [record.getMessage() for record in caplog.records if "(share_passes)" in record.getMessage()]
+    assert len(told) == 1 and ("together" in told[0]) == shares, told
+
+
+def test_sharing_is_decided_anew_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights stay until something else takes device memory."""
+    with guided_pipeline(monkeypatch, 1.0, vram_budget=int(1.2 * TOTAL)) as (device, handle, run):
+        run(6)
+        assert not handle.stats().passes_predicted
+        taken = device.empty(int(0.8 * TOTAL))
+        run(6)
+        predicted = handle.stats().passes_predicted
+        assert predicted >= 4
+        del taken
+        run(6)
+        assert handle.stats().passes_predicted <= predicted + 1

@@ -371,6 +371,10 @@ def _budgets(pipe: Any) -> set[Any]:
     return found
 
 
+def _sharing(pipe: Any) -> set[Any]:
+    return {handle.config.share_passes for handle in handles_of(pipe).values()}
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -387,10 +391,11 @@ def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: 
     pipe.save_pretrained(tmp_path)
     with use_simulated_device(SimulatedDevice(0, "lazy")):
         enable_group_offload(pipe, **options)
+        assert _sharing(pipe) == {"auto"}
         assert _budgets(pipe) == {wanted}
         assert _budgets(from_pretrained(diffusers.FluxPipeline, tmp_path, **options)) == {wanted}
         model = from_pretrained(diffusers.FluxTransformer2DModel, tmp_path / "transformer", **options)
-        assert handle_of(model).config.vram_budget == wanted
+        assert (handle_of(model).config.vram_budget, handle_of(model).config.share_passes) == (wanted, "auto")
         remove_group_offloading(model)
 
 
@@ -412,9 +417,11 @@ def test_who_takes_the_least_memory_by_itself(patched: None) -> None:
         assert _budgets(pipe) == {None, AUTO}
         with pytest.raises(ConfigError, match="vram_budget can't be combined with low_cpu_mem_usage=True"):
             enable_group_offload(pipe, vram_budget="auto", low_cpu_mem_usage=True)
-        assert apply_group_offloading(pipe.transformer).config.vram_budget is None
+        config = apply_group_offloading(pipe.transformer).config
+        assert (config.vram_budget, config.share_passes) == (None, False)
         enable_group_offload(pipe, exclude_modules="vae")  # what comes later does as the pipeline was asked to
         assert _budgets(pipe) == {None, AUTO}
         remove_group_offloading(pipe.transformer)
         pipe.enable_group_offload()
+        assert _sharing(pipe) == {False}
         assert _budgets(pipe) == {None}

@@ -93,6 +93,8 @@ class Budgeter:
         """The room on the device and the `_pass_seconds` that the plan was made for."""
         self._next: Plan | None = None
         """The plan from the next pass on, if it was made again."""
+        self._weighed: tuple[list[Problem], float] = [], 0.0
+        """What sharing a pass was weighed for last, apart and together, and its gain."""
         self._asked_to_pack: float | None = None
         """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
@@ -288,6 +290,28 @@ class Budgeter:
         of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
         before = now.prediction.step_seconds
         return 1 - max(then, of_host) / before if before else 0.0
+
+    def gain_from_sharing(self, kinds: Sequence[Kind], room: int | None, room_of_all: int | None) -> float | None:
+        """The share of time that is saved if forwards of these kinds share a pass; None if their compute isn't known yet.
+
+        Args:
+            room: Device memory for groups in a pass of one of these forwards, slots included; None without a budget.
+            room_of_all: The same in a pass of all of them.
+        """
+        timed = [each for kind, each in self._timed.items() if kind in kinds]
+        if self.plan is None or sum(map(len, timed)) < 2:  # the module's first pass warms up
+            return None
+        seconds = {name: median_low(each[name] for each in timed[-1] if name in each) for name in timed[-1][-1]}
+        step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
+        problems = []
+        for space, times in ((room, 1), (room_of_all, len(kinds))):
+            problem = self._problem(None if space is None else space // step * step)
+            groups = [replace(each, compute_seconds=times * seconds.get(each.name, 0.0)) for each in problem.groups]
+            problems.append(replace(problem, groups=tuple(groups)))
+        if problems != self._weighed[0]:
+            apart, together = (make_plan(each).prediction.step_seconds for each in problems)
+            self._weighed = problems, 1 - together / (apart * len(kinds)) if apart else 0.0
+        return self._weighed[1]
 
     # ---------------------------------------------------------------- measurements of passes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class Kind:
     """What the pass begins at: a weak reference to the module, or the method; a name for a backward."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
+    together: tuple[Kind, ...] = ()
+    """The kinds of the forwards, if several share the pass."""
 
     @classmethod
     def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
@@ -40,14 +42,24 @@ class Kind:
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
 
+    @classmethod
+    def of_all(cls, kinds: Sequence[Kind]) -> Kind:
+        """The kind of a pass that forwards of these kinds share: its activations are those of all."""
+        if len(kinds) == 1:
+            return kinds[0]
+        shapes = sorted((shape for each in kinds for shape in each.shapes), key=repr)
+        return cls(
+            kinds[0].top, tuple(shapes), kinds[0].with_grad, tuple(sorted(kinds, key=lambda each: repr(each.shapes)))
+        )
+
     @property
     def is_backward(self) -> bool:
         return isinstance(self.top, str)
 
     def growth_from(self, other: Kind) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
-        alike = self.top == other.top and self.with_grad == other.with_grad and len(self.shapes) == len(other.shapes)
-        if not alike or any(a[1] != b[1] for a, b in zip(self.shapes, other.shapes, strict=True)):
+        mine, theirs = ((each.top, each.with_grad, len(each.together), len(each.shapes)) for each in (self, other))
+        if mine != theirs or any(a[1] != b[1] for a, b in zip(self.shapes, other.shapes, strict=True)):
             return None
         sizes = zip(self.shapes, other.shapes, strict=True)
         return max((torch.Size(a).numel() / max(1, torch.Size(b).numel()) for (a, _), (b, _) in sizes), default=1.0)
@@ -105,7 +117,10 @@ class Needs:
 
     def at_most(self, kind: Kind) -> int | None:
         """What a pass needs at most whose kind has yet to be measured, by what smaller inputs needed: attention takes the
-        square. None if no kind is known that could tell."""
+        square. What forwards need apart is enough for all of them together. None if no kind is known that could tell."""
+        apart = [self.measured(each) for each in kind.together]
+        if apart and None not in apart:
+            return sum(filter(None, apart))
         return min((int(need * growth**2 * _SLACK) for growth, need in self._alike(kind)), default=None)
 
     def _alike(self, kind: Kind) -> list[tuple[float, int]]:

@@ -26,7 +26,7 @@ _GLANCE_SECONDS = 1.0
 class Traveller:
     """One forward in a convoy. The mutex of its lock guards its fields, except `calls`."""
 
-    def __init__(self, lock: TurnLock, convoy: Convoy, shapes: Collection[Any]) -> None:
+    def __init__(self, lock: TurnLock, convoy: Convoy, shapes: tuple[Any, ...]) -> None:
         self.lock = lock
         self.convoy = convoy
         self.shapes = shapes
@@ -191,7 +191,7 @@ class TurnLock:
             self._recent[threading.get_ident()] = self._number
             return len(self._expected)
 
-    def board(self, shapes: Collection[Collection[Any]], most: int, mine: list[Traveller]) -> None:
+    def board(self, shapes: Collection[tuple[Any, ...]], most: int, mine: list[Traveller]) -> None:
         """Join the convoy that forms, with as many forwards as there are `shapes`, and wait until it departs.
 
         The first of the travellers is the calling thread's. `embark` is for the threads of the others.

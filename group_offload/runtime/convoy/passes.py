@@ -17,7 +17,9 @@ lock. So a traveller takes the steps of any other pass, with four differences:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...base.device import Stream
@@ -44,6 +46,8 @@ class SharedPasses(Passes):
     """Called as a call begins in a pass that is not shared."""
     most_together = 1
     """How many forwards there is room for in one pass, as far as the last pass has shown."""
+    _gain: float | None = None
+    """What sharing a pass saves, as it was weighed last."""
     _least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 
@@ -85,6 +89,19 @@ class SharedPasses(Passes):
     def sends_nothing(self) -> bool:
         """Whether no pass sends weights, so that forwards save nothing by sharing one."""
         return self._placer.sends_nothing
+
+    def gain_from_sharing(self, all_shapes: Sequence[Any]) -> float | None:
+        """The share of time that forwards with inputs of these shapes save in one pass; None if that isn't known yet.
+
+        While another thread has the lock, that is what it was the last time.
+        """
+
+        def weigh() -> None:
+            top = weakref.ref(self.root)
+            self._gain = self._placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
+
+        self.if_at_rest(weigh)
+        return self._gain
 
     def ran_out(self, num_forwards: int) -> None:
         """So many forwards had no room in one pass."""
@@ -162,18 +179,10 @@ class SharedPasses(Passes):
             self._counters.passes += 1
         else:
             convoy.bytes_before = self._bytes_sent
-            super()._begin(call, self._kind_of_all(traveller, kind), inputs)
+            super()._begin(call, Kind.of_all([replace(kind, shapes=each.shapes) for each in convoy.travellers]), inputs)
             convoy.has_begun = True
         if convoy.size > 1:
             self._counters.shared += 1
-
-    @staticmethod
-    def _kind_of_all(traveller: Traveller, kind: Kind) -> Kind:
-        """The kind of a pass of these travellers: its activations are those of all."""
-        if traveller.convoy.size == 1:
-            return kind
-        shapes = [shape for each in traveller.convoy.travellers for shape in each.shapes]
-        return Kind(kind.top, tuple(sorted(shapes, key=repr)), kind.with_grad) if shapes else kind
 
     @property
     def _bytes_sent(self) -> int:

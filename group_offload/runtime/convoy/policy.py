@@ -49,8 +49,8 @@ _MOST_KINDS = 256
 _MOST_FINDINGS = 3
 """How often a kind of calls may be found to break the contract before it goes alone for good. A first forward may move a table
 to the device, and another thread may draw random numbers meanwhile."""
-
-
+_MIN_GAIN = 0.05
+"""With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
@@ -68,9 +68,12 @@ class SharingPolicy:
         is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
         refresh: Callable[[], Callable[[], None] | None],
+        *,
+        asks_plan: bool,
     ) -> None:
         """
         Args:
+            asks_plan: Whether forwards only share a pass where the plan says that this saves time.
             is_ours: Whether a hook of a module belongs to the engine.
             refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
@@ -81,13 +84,14 @@ class SharingPolicy:
         self._is_ours = is_ours
         self._why_not = why_not
         self._refresh = refresh
+        self._asks_plan = asks_plan
         self._local = threading.local()
-        self._may_share: Recent[Hashable, int | None] = Recent(_MOST_KINDS)
-        """For each kind of calls that was tried, in which epoch they were found to be right together; None if they were not."""
+        self._right_in: Recent[Hashable, int] = Recent(_MOST_KINDS)
+        """For each kind of calls, in which epoch they were last found to be right together."""
         self._num_in_vain = 0
         """The trials since forwards last shared a pass."""
         self._findings: Recent[Hashable, int] = Recent(_MOST_KINDS)
-        """For each kind, how often in a row a call was found to break the contract."""
+        """For each kind, how often in a row a call was found to break the contract. Many times, if that is sure."""
         self._state: Fingerprint | None = None
         """What the last call found."""
         self._epoch = 0
@@ -147,21 +151,32 @@ class SharingPolicy:
         room, num_callers = self._passes.most_together, self._turns.announce()
         if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
-        reason = self._examined()
-        if reason is None and len(calls) > room and self._passes.counters.passes:
+        if len(calls) > room and self._passes.counters.passes:
             is_vain, most = self._passes.sends_nothing, f"the device has space for {room} at once, not for {len(calls)}"
             self._say("by its plan, forwards transfer no weights" if is_vain else most)
-        may_share = [self._judgement(call.key) for call in calls[:room]]
+        calls = calls[:room]
+        if room == 1 or not self._pays(calls, min(num_callers, room)) or self._examined() is not None:
+            return self.alone(*args, **kwargs)
+        may_share = [self._judgement(call.key) for call in calls]
         if False in may_share:
-            del may_share[1:]
-        calls = calls[: len(may_share)]
-        if reason is None and all(may_share):
+            del calls[1:], may_share[1:]
+        if all(may_share):
             return self._travel(steps, calls, args, kwargs)
-        if reason is None and may_share[0] is None and room > 1 and max(len(calls), num_callers) > 1:
+        if may_share[0] is None and max(len(calls), num_callers) > 1:
             if self._num_in_vain < _MOST_IN_VAIN:
                 return self._trial(steps, calls, args, kwargs)
             self._say("its inputs or modules differ from step to step")
         return self.alone(*args, **kwargs)
+
+    def _pays(self, calls: list[Arguments], num_callers: int) -> bool:
+        """Whether these calls, or those of so many threads, are faster in one pass by the plan. True if nobody asks it."""
+        if not self._asks_plan:
+            return True
+        all_shapes = [call.shapes for call in calls]
+        gain = self._passes.gain_from_sharing(all_shapes if len(calls) > 1 else all_shapes * num_callers)
+        if gain is not None and gain < _MIN_GAIN:
+            self._say(f"by its plan, sharing saves less than {_MIN_GAIN:.0%}")
+        return gain is not None and gain >= _MIN_GAIN
 
     def _examined(self) -> str | None:
         """Look at the modules. Why forwards may not share passes with them as they are."""
@@ -175,7 +190,7 @@ class SharingPolicy:
             return found
         if found.structure != self._structure:  # the modules are others than the trials were about
             self._structure = found.structure
-            self._may_share.clear()
+            self._right_in.clear()
             self._findings.clear()
             self._num_in_vain = 0
         self._state = found
@@ -267,9 +282,11 @@ class SharingPolicy:
                 self._findings.pop(key, None)
             self._num_in_vain = 0
             self._keep(steps, ahead, epoch, caller)
+            if boarded[0].convoy.size > 1:
+                self._say("each block is loaded once for all of them", "together")
             return output
         if finding is not None:
-            self._judge(keys, finding)
+            self._note(keys, finding)
         self._passes.counters.predicted += len(ahead)
         self._passes.counters.discarded += len(ahead)
         return self.alone(*args, **kwargs) if is_void else output
@@ -338,7 +355,7 @@ class SharingPolicy:
         if finding is not None or len(results) < len(calls):
             self._put_back(keys, len(keys), before)
             if finding is not None:
-                self._note(keys, finding)
+                self._note(keys, finding, 1)
             return output
         boarded: list[Traveller] = []
         ahead: list[Speculation] = []
@@ -357,10 +374,12 @@ class SharingPolicy:
         if self._is_spoiled(keys, [*outputs, *shared], given):
             return self.alone(*args, **kwargs)
         if any(outputs) and all(map(are_equal, shared, outputs)):
-            self._judge(keys, None)
+            for key in keys:
+                self._right_in[key] = self._epoch
+                self._findings.pop(key, None)
             self._keep(steps, results[1:], epoch, caller)
         else:
-            self._judge(keys, "outputs differ from those of separate forwards, or can't be compared")
+            self._note(keys, "outputs differ from those of separate forwards, or can't be compared")
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
@@ -398,7 +417,7 @@ class SharingPolicy:
         )
         is_spoiled = len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
         if is_spoiled:
-            self._judge(keys, "it returns the same memory each time")
+            self._note(keys, "it returns the same memory each time")
         return is_spoiled
 
     def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
@@ -414,36 +433,29 @@ class SharingPolicy:
             return False
         finding = "it draws random numbers"
         if size != len(keys) or others_may_draw():
-            self._note(keys, finding)
+            self._note(keys, finding, 1)
             return False
-        self._judge(keys, finding)
+        self._note(keys, finding)
         before.restore()
         return True
 
     def _judgement(self, key: Hashable) -> bool | None:
         """Whether calls of a kind share passes; None if they were not tried with the modules as they are."""
-        epoch = self._may_share.get(key, -1)
-        return False if epoch is None else (True if epoch == self._epoch else None)
+        if self._findings.get(key, 0) >= _MOST_FINDINGS:
+            return False
+        return True if self._right_in.get(key) == self._epoch else None
 
-    def _note(self, keys: list[Hashable], finding: str) -> None:
-        """Note that calls of these kinds were found to break the contract. They go alone after a few times in a row."""
+    def _note(self, keys: list[Hashable], finding: str, times: int = _MOST_FINDINGS) -> None:
+        """Note that calls of these kinds break the contract. They go alone after a few times in a row, or from now on."""
         for key in {*keys}:
-            self._findings[key] = self._findings.get(key, 0) + 1
+            self._findings[key] = self._findings.get(key, 0) + times
         if any(self._findings[key] >= _MOST_FINDINGS for key in keys):
-            self._judge(keys, finding)
-
-    def _judge(self, keys: list[Hashable], finding: str | None) -> None:
-        """Note whether calls of these kinds share passes: not if there is a finding."""
-        for key in keys:
-            self._may_share[key] = self._epoch if finding is None and self._may_share.get(key, -1) is not None else None
-            self._findings.pop(key, None)
-        if finding is not None:
             self._say(finding)
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, how: str = "separately") -> None:
         if reason not in self._said:
             self._said[reason] = None
-            logger.info("Running forwards of %s separately (share_passes): %s.", type(self._root).__name__, reason)
+            logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
 
 
 def _state_of_thread() -> str | None:

@@ -22,7 +22,7 @@ class Steps:
         self.calls: list[Arguments] = []
         """The calls of the step in progress."""
         self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with, as far as `_most` says."""
+        """What the rest of this step should be called with, as far as that is foreseen."""
         self.ahead: list[Result] = []
         """What these calls would return, as far as they were not made yet."""
         self.found_in: Any = ()
@@ -32,9 +32,7 @@ class Steps:
         self._kinds: Hashable = None
         """The kinds of all calls that are expected."""
         self._misses: Recent[Hashable, int] = Recent()
-        """For calls of such kinds, how often in a row one came that was foreseen wrongly, or has to go alone."""
-        self._most: Recent[Hashable, int] = Recent()
-        """How many of them are foreseen, if two misses in a row have shown that not all should be."""
+        """For calls of such kinds, and a call's place among them, how often in a row it was foreseen wrongly."""
 
     def forget(self) -> None:
         self.calls, self.foreseen, self.ahead, self._announced = [], [], [], None
@@ -42,19 +40,15 @@ class Steps:
     def hit(self, now: Arguments, found: Result) -> None:
         """Note that a call was foreseen rightly."""
         now.shared = found.arguments.shared
+        self._misses.pop((self._kinds, len(self.calls)), None)
         self.calls.append(now)
-        if not self.ahead:
-            self._misses.pop(self._kinds, None)
 
     def miss(self) -> bool:
         """Note that the next call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
         self.ahead, self.foreseen = [], []
-        self._misses[self._kinds] = self._misses.get(self._kinds, 0) + 1
-        if self._misses[self._kinds] < _MOST_MISSES:
-            return False
-        del self._misses[self._kinds]
-        self._most[self._kinds] = len(self.calls) - 1
-        return True
+        place = self._kinds, len(self.calls)
+        self._misses[place] = self._misses.get(place, 0) + 1
+        return self._misses[place] == _MOST_MISSES
 
     def goes_on_with(self, now: Arguments) -> bool:
         """Whether a call belongs to the step in progress."""
@@ -83,4 +77,5 @@ class Steps:
 
     def _foresee(self, calls: list[Arguments]) -> None:
         self._kinds = tuple(call.key for call in calls)
-        self.foreseen = calls[: self._most.get(self._kinds, len(calls))]
+        missed = (at for at in range(len(calls)) if self._misses.get((self._kinds, at + 1), 0) >= _MOST_MISSES)
+        self.foreseen = calls[: next(missed, None)]
