@@ -169,20 +169,6 @@ def file_holds(fd: int, header: bytes, content: str) -> bool:
     return found == header and content_of_file(fd, len(header)) == content
 
 
-def data_section(fd: int) -> tuple[int, int, str] | None:
-    """Where the data section of a group file begins and ends, and its hash, as the header says. None: it says no hash.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    size = os.fstat(fd).st_size
-    raw = _read_header(fd, size)
-    try:
-        return (len(raw), size, str(json.loads(raw[8:])["__metadata__"][_CONTENT_KEY])) if raw is not None else None
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-
-
 def _read_header(fd: int, size: int) -> bytearray | None:
     prefix = bytearray(8)
     read_part(fd, memoryview(prefix), 0)

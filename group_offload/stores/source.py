@@ -110,9 +110,6 @@ class SourceFile:
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
 
-    whole: tuple[int, int, str] | None = None
-    """Bytes of the file that all blobs lie in, from the first to the last one, and their hash, if that is known."""
-
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
@@ -351,17 +348,6 @@ class SourceFile:
             done += len(chunk)
         return True
 
-    def prove_whole(self) -> None:
-        """
-        Raises:
-            GroupFileError: the file does not hold the bytes any more whose hash is known (`whole`).
-        """
-        if self.whole is not None:
-            start, end, content = self.whole
-            contents = Contents(self.path.name, [Piece(0, start, end - start)], self)
-            contents.content = content
-            contents.prove()
-
     def chunks(self, position: int, num_bytes: int) -> Iterator[memoryview]:
         """The bytes of the file, in chunks. Each chunk is good until the next one.
 
@@ -486,22 +472,16 @@ class SourceFile:
             if now.st_ctime_ns == self._stamp.st_ctime_ns:
                 return
             blobs = [*self.blobs]
-            if self.whole is not None:
-                self.prove_whole()
-            elif blobs and all(blob.content for blob in blobs):
+            if blobs and all(blob.content for blob in blobs):
                 for blob in blobs:
                     blob.prove()
-            elif not self._is_explained(self._stamp, now):
+            elif _status_of(now) == _status_of(self._stamp) and self.named_stat() is not None:
                 raise self.lost(
                     self.start,
                     "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
                     "its content is compared instead)",
                 )
             self._stamp = now
-
-    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
-        """Whether there is a reason for another `st_ctime_ns` that leaves the bytes alone."""
-        return False
 
     def _out_of_reach(self, error: OSError) -> GroupFileError:
         return self.lost(
@@ -518,6 +498,11 @@ def _identity_of(found: os.stat_result) -> tuple[int, int]:
 def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
     """What differs if the content does: the file itself, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What explains another `st_ctime_ns`, beside another name, and leaves the bytes alone."""
+    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

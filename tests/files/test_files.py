@@ -50,21 +50,6 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 # ---------------------------------------------------------------- names and content
 
 
-@every_level
-def test_two_models_of_one_class_in_one_folder(level: str, tmp_path: Path) -> None:
-    """Equal weights use the same files. Hazard: a file is trusted for its name: a second model runs with the first one's
-    weights."""
-    pairs = [pair(seed=seed) for seed in range(3)]
-    for model, _ in pairs:
-        offload_to(tmp_path, model, level)
-    before = contents(tmp_path)
-    pairs.append(pair(seed=1))
-    offload_to(tmp_path, pairs[-1][0], level)
-    for model, reference in (*pairs, *pairs):
-        check(model, reference, inputs(), passes=1)
-    assert contents(tmp_path) == before
-
-
 # ---------------------------------------------------------------- what else may be there
 
 
@@ -371,18 +356,6 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
             with pytest.raises(GroupFileError, match="XXH3") as caught:
                 run(model, inputs())
             assert path.name in str(caught.value) and "'blocks" in str(caught.value)
-        flip_a_bit(path, position)
-        check(model, reference, inputs(), passes=2)
-    if tier == "groups":  # what is left in the file after an edit, before it was read
-        for twin in (model, reference):
-            twin.blocks[1].down.weight.data = twin.blocks[1].down.weight.data * 2
-        handle.refresh()
-        flip_a_bit(path, position)
-        for _ in range(
-            2 if any(path.name in group.where for group in handle.groups) else 0
-        ):  # else all of it is in RAM
-            with pytest.raises(GroupFileError, match="XXH3"):
-                run(model, inputs())
         flip_a_bit(path, position)
         check(model, reference, inputs(), passes=2)
     handle.remove()
