@@ -1,7 +1,7 @@
 """The private names of torch that this package needs, and why. No other module imports one.
 
-Attributes of tensors and modules are used where they are; `ATTRIBUTES` lists them. `torch._dynamo.skip_frame` is too: it
-works on the frame that calls it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
+Attributes of tensors and modules are used where they are. So is `torch._dynamo.skip_frame`: it works on the frame that calls
+it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
 """
 
 from __future__ import annotations
@@ -264,25 +264,3 @@ def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""
-
-ATTRIBUTES: dict[str, dict[str, str]] = {
-    "Tensor": {
-        "_base": "what a view is of, to count changes and memory once",
-        "_is_view": "whether a weight is one",
-        "_is_zerotensor": "forward-mode differentiation has zeros without memory",
-        "_version": "changes in place, as autograd counts them",
-    },
-    "UntypedStorage": {"_cdata": "whether two tensors have one storage"},
-    "Module": {
-        "_buffers": "for each pass: `named_buffers()` takes longer",
-        "_call_impl": "what a call is without a compiled one",
-        "_compiled_call_impl": "see `COMPILED_CALL`",
-        "_backward_hooks": "whether torch would do more than call `forward`",
-        "_backward_pre_hooks": "the same",
-        "_forward_hooks": "those of others are called inside of a gate, or around it",
-        "_forward_pre_hooks": "the same",
-        "_modules": "for each pass: `named_modules()` takes longer",
-        "_parameters": "for each pass: `named_parameters()` takes longer",
-    },
-}
-"""Private attributes that are used where they are, and what for."""
