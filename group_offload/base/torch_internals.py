@@ -6,7 +6,6 @@ it, with a literal. tests/units/test_torch_internals.py says which of them a rel
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -39,31 +38,15 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OLDEST, NEWEST = (2, 8), (2, 15)
-"""The torch versions that the tests were run with. In 2.7 nothing tells which saved-tensor hooks are in force."""
-
 
 def check_version(version: str) -> None:
-    """Warn of a torch that is newer than what was tested.
-
-    Raises:
-        ImportError: The torch is too old.
     """
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    if found < OLDEST:
+    Raises:
+        ImportError: The torch is too old. In 2.7 nothing tells which saved-tensor hooks are in force.
+    """
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 8):
         raise ImportError(
-            f"torch {version} is too old: group_offload needs torch {oldest} or newer, and was tested up to {newest}. "
-            f"pip install 'torch>={oldest}'"
-        )
-    if found > NEWEST:
-        logging.getLogger("group_offload").warning(
-            "torch %s is newer than %s, the newest one that this version of group_offload was tested with. If something is "
-            "wrong, install a newer group_offload, or torch %s: pip install 'torch==%s.*'.",
-            version,
-            newest,
-            newest,
-            newest,
+            f"torch {version} is too old: group_offload needs torch 2.8 or newer. pip install 'torch>=2.8'"
         )
 
 

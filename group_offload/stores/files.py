@@ -339,7 +339,7 @@ def write_blob(
     except OSError as error:
         raise GroupFileError(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
-            f"-v: all weights must fit into the address space twice."
+            f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
     finally:
         os.close(found.fd)

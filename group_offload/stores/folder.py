@@ -193,10 +193,19 @@ class Folder:
         Args:
             replaced: The file that it takes the place of, if it shall.
             written_at: The time of change that it gets if it is written, in seconds.
+
+        Raises:
+            GroupFileError: the file cannot be written.
         """
 
         def is_right(fd: int) -> bool:
             return file_holds(fd, header, content)
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for piece in data():
+                yield memory_of(piece)
+                on_written(piece.numel())
 
         while True:
             path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
@@ -204,10 +213,19 @@ class Folder:
                 fd, stamp, _ = found
                 on_written(stamp.st_size - len(header))
                 return ProvenFile(path, fd, stamp, content)
-            written = self._write(path, group_id, header, data(), on_written, replaced is not None, written_at)
-            if written is not None:
-                return ProvenFile(path, *written, content)
-            replaced = None
+            try:
+                self._make()  # it may have been deleted: files in use stay open
+                written = publish(path, pieces(), replaces=replaced is not None, written_at=written_at)
+            except OSError as error:
+                remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
+                raise GroupFileError(
+                    f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
+                    f"offload_to_disk_path. The weights are still in RAM."
+                ) from error
+            opened = None if written is None else _opened_as_written(path, written)
+            if opened is not None:
+                return ProvenFile(path, *opened, content)
+            replaced = None  # another file took the name, or another program changed this one as soon as it had it
 
     def search(
         self, group_id: str, is_right: Callable[[int], T | None]
@@ -255,53 +273,6 @@ class Folder:
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 
-    def _write(
-        self,
-        path: Path,
-        group_id: str,
-        header: bytes,
-        data: Iterable[torch.Tensor],
-        on_written: Callable[[int], None],
-        replaces: bool,
-        written_at: int | None,
-    ) -> tuple[int, os.stat_result] | None:
-        """Write a file: see `publish`.
-
-        Returns:
-            A descriptor that the caller closes, and what `fstat` says. None if another file took the name, or if another
-            program changed the file as soon as it had it.
-
-        Raises:
-            GroupFileError: it cannot be written.
-        """
-
-        def content() -> Iterator[memoryview]:
-            yield memoryview(header)
-            for piece in data:
-                yield memory_of(piece)
-                on_written(piece.numel())
-
-        try:
-            self._make()  # it may have been deleted: files in use stay open
-            written = publish(path, content(), replaces=replaces, written_at=written_at)
-        except OSError as error:
-            remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
-            raise GroupFileError(
-                f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
-                f"offload_to_disk_path. The weights are still in RAM."
-            ) from error
-        if written is None:
-            return None
-        with ExitStack() as stack, suppress(OSError):  # a drive that fails, or a file that went again
-            stack.callback(os.close, fd := open_to_read(path))
-            # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
-            # stamp of another content would make a change by another program count as what was written here.
-            stamp = os.fstat(fd)
-            if os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written):
-                stack.pop_all()
-                return fd, stamp
-        return None
-
     def _make(self) -> None:
         self.path.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask, not for everybody to write to
 
@@ -313,6 +284,19 @@ class Folder:
                 self.owners.check(found)
                 if _TEMPORARY_FILE.fullmatch(path.name) and stat.S_ISREG(found.st_mode):
                     path.unlink()
+
+
+def _opened_as_written(path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
+    """A descriptor of the file, and what `fstat` says now; None if it is not what was written."""
+    with ExitStack() as stack, suppress(OSError):  # a drive that fails, or a file that went again
+        stack.callback(os.close, fd := open_to_read(path))
+        # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
+        # stamp of another content would make a change by another program count as what was written here.
+        stamp = os.fstat(fd)
+        if os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written):
+            stack.pop_all()
+            return fd, stamp
+    return None
 
 
 def _content_of(found: os.stat_result) -> tuple[int, int]:

@@ -220,7 +220,7 @@ def test_the_next_blob_is_read_while_one_is_packed(
     resident = routed([2400] * 4)
     model = twin_of(resident, source, tmp_path)
     seen: list[str] = []
-    begin, pack_image = Reader.begin_now, packer.pack_image
+    begin, pack = Reader.begin_now, packer.pack
 
     def begin_now(self: Reader, target: torch.Tensor, reads: Any) -> Any:
         seen.append(f"read {sum(each.startswith('read') for each in seen)}")
@@ -231,10 +231,10 @@ def test_the_next_blob_is_read_while_one_is_packed(
         if number == 1:
             scale(2, model, resident, block=2)
         seen.append(f"pack {number}")
-        return pack_image(*args)
+        return pack(*args)
 
     monkeypatch.setattr(Reader, "begin_now", begin_now)
-    monkeypatch.setattr(packer, "pack_image", packs)
+    monkeypatch.setattr(packer, "pack", packs)
     handle = offload(model, pack=True, **options)
     if options:
         assert seen == [f"{what} {number}" for number in range(4) for what in ("read", "pack")]

@@ -126,21 +126,21 @@ def test_packing_that_ends_early(
 ) -> None:
     """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk, Ctrl-C
     or a changed checkpoint leaves descriptors or half a file."""
-    before, write, num_written = descriptors(), Folder._write, 0
+    before, obtain, num_written = descriptors(), Folder.obtain, 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_written
         num_written += 1
         if num_written == 5:
             raise error
-        return write(*args, **kwargs)
+        return obtain(*args, **kwargs)
 
     def wanted() -> Iterator[Wanted]:
         yield from MANY[:5]
         raise error
 
     if at == "a write":
-        monkeypatch.setattr(Folder, "_write", fail)
+        monkeypatch.setattr(Folder, "obtain", fail)
     with pytest.raises(error):
         close_all(PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted()))
     assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
