@@ -28,7 +28,7 @@ PAGE = mmap.PAGESIZE
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _MAX_REGIONS = 64
-_LOOK_BYTES = 64 << 20
+_LOOK_BYTES = 256 << 20
 """What one thread looks at, where entries are read."""
 _REQUEST = struct.Struct("12Q")
 """`struct pm_scan_arg`."""

@@ -112,9 +112,8 @@ def _control_groups() -> Iterator[tuple[Path, str, str]]:
         controllers, colon, name = rest.partition(":")
         if not colon or (controllers and "memory" not in controllers.split(",")):
             continue
-        root = (
-            _CONTROL_GROUPS / "memory" if controllers else _CONTROL_GROUPS
-        )  # version 1 has a tree for each controller
+        # Version 1 has a tree for each controller.
+        root = _CONTROL_GROUPS / "memory" if controllers else _CONTROL_GROUPS
         files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         folder = root / name.lstrip("/")
         while True:
