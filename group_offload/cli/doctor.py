@@ -227,7 +227,7 @@ def _opened(machine: Machine) -> Iterator[SourceFile]:
     try:
         yield source
     finally:
-        source.release()
+        source.unlock()
 
 
 def _mapped_files(machine: Machine) -> Row:

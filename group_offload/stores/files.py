@@ -78,7 +78,6 @@ class Checkpoint(SourceFile):
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = mapping_at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != file.identity:
-            found.release()
             raise OSError(f"{path} has changed since it was mapped")
         return found
 
@@ -87,11 +86,11 @@ class Checkpoint(SourceFile):
         self._pages = None
 
     def remove(self, blob: FileBlob) -> None:
-        """Forget a blob. The last one unlocks and closes the file."""
+        """Forget a blob. The last one unlocks the file."""
         self.blobs.discard(blob)
         self._pages = None
         if not self.blobs:
-            self.release()
+            self.unlock()
 
     @property
     def commits_late(self) -> bool:

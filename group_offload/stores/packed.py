@@ -275,7 +275,6 @@ def lock_image(
         stack.callback(os.close, file.fd)
         contents = FileContents(file)
         if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
-            contents.source.release()
             stack.pop_all()
             return None
     ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])

@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -133,8 +132,9 @@ class SourceFile:
         """The blobs whose bytes lie in this file."""
         self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
-        self._file: Any = duplicate(fd)
-        """The open file. The last user closes it."""
+        self._file = duplicate(fd)
+        """Keeps the file open for as long as this object is there."""
+        self._fd: int = self._file.fileno()
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
@@ -145,11 +145,6 @@ class SourceFile:
     @property
     def num_bytes(self) -> int:
         return self.bytes.numel()
-
-    def release(self) -> None:
-        """Unlock the file, and close it once no thread reads it any more."""
-        self.unlock()
-        self._file = None
 
     def unlock(self) -> None:
         self._unlock_all_but(())
@@ -247,8 +242,7 @@ class SourceFile:
 
     def _advise(self, start: int, num_bytes: int, advice: str) -> None:
         with suppress(OSError):
-            file = self._opened()
-            advise(file.fileno(), start, num_bytes, advice)
+            advise(self._fd, start, num_bytes, advice)
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
@@ -289,17 +283,16 @@ class SourceFile:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
         inset = position % BLOCK
-        file = self._unchanged()
-        fd = file.fileno()
+        self.check()
         done = None
         if direct and not self.is_cached(position, num_bytes):
-            done = self._read_direct(fd, area, position, inset + num_bytes)
+            done = self._read_direct(area, position, inset + num_bytes)
         is_direct = done is not None
         if done is None:
-            done = inset + self._pread(fd, area[inset : inset + num_bytes], position)
+            done = inset + self._pread(area[inset : inset + num_bytes], position)
         if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
             done = max(done, inset)
-            done += self._pread(fd, area[done : inset + num_bytes], position + done - inset)
+            done += self._pread(area[done : inset + num_bytes], position + done - inset)
         if done < inset + num_bytes:
             raise self.lost(position + done - inset, "it ends there")
         return is_direct
@@ -310,8 +303,8 @@ class SourceFile:
         Raises:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
-        file = self._unchanged()
-        self._fill(file.fileno(), target, position)
+        self.check()
+        self._fill(target, position)
 
     def bring_to_cache(self, buffer: memoryview, position: int) -> None:
         """Read as many bytes as `buffer` has into the page cache, unless they are there. What `buffer` holds then is of no use.
@@ -345,10 +338,9 @@ class SourceFile:
             GroupFileError: the file cannot be read.
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
-        file = self._opened()
         for start in range(0, num_bytes, _CHUNK_BYTES):
             chunk = buffer[: num_bytes - start]
-            self._fill(file.fileno(), chunk, position + start)
+            self._fill(chunk, position + start)
             yield chunk
 
     def check(self) -> None:
@@ -356,7 +348,17 @@ class SourceFile:
         Raises:
             GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
-        self._unchanged()
+        try:
+            now = os.fstat(self._fd)
+        except OSError as error:  # a network file system whose server has gone
+            raise self.lost(self.start, str(error.strerror)) from error
+        was = self._stamp
+        if now.st_size < was.st_size:
+            raise self.lost(now.st_size, "it ends there: it was cut off")
+        if _content_of(now) != _content_of(was):
+            raise self.lost(self.start, "another program changed it after it was opened")
+        if now.st_ctime_ns != was.st_ctime_ns:
+            self._look_again(now)
 
     @property
     def content(self) -> tuple[int, int, int, int]:
@@ -377,16 +379,16 @@ class SourceFile:
             f"while they are in use."
         )
 
-    def _pread(self, fd: int, target: memoryview, position: int) -> int:
+    def _pread(self, target: memoryview, position: int) -> int:
         try:
             self.bytes_cached += len(target)
-            return read_part(fd, target, position)
+            return read_part(self._fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
 
-    def _read_direct(self, fd: int, area: memoryview, position: int, num_needed: int) -> int | None:
+    def _read_direct(self, area: memoryview, position: int, num_needed: int) -> int | None:
         """How many bytes of `area` were filled; None if the file cannot be read directly."""
-        direct_fd = None if self._has_no_direct else open_direct(fd)
+        direct_fd = None if self._has_no_direct else open_direct(self._fd)
         if direct_fd is None:
             self._has_no_direct = True
             return None
@@ -402,36 +404,9 @@ class SourceFile:
         finally:
             os.close(direct_fd)
 
-    def _fill(self, fd: int, target: memoryview, position: int) -> None:
-        if (done := self._pread(fd, target, position)) < len(target):
+    def _fill(self, target: memoryview, position: int) -> None:
+        if (done := self._pread(target, position)) < len(target):
             raise self.lost(position + done, "it ends there")
-
-    def _opened(self) -> Any:
-        """The open file. It stays open for as long as the caller holds this.
-
-        Raises:
-            GroupFileError: it was given up.
-        """
-        file = self._file
-        if file is None:
-            raise self.lost(self.start, "it was closed")
-        return file
-
-    def _unchanged(self) -> Any:
-        """The same, unless another program changed it."""
-        file = self._opened()
-        try:
-            now = os.fstat(file.fileno())
-        except OSError as error:  # a network file system whose server has gone
-            raise self.lost(self.start, str(error.strerror)) from error
-        was = self._stamp
-        if now.st_size < was.st_size:
-            raise self.lost(now.st_size, "it ends there: it was cut off")
-        if _content_of(now) != _content_of(was):
-            raise self.lost(self.start, "another program changed it after it was opened")
-        if now.st_ctime_ns != was.st_ctime_ns:
-            self._look_again(now)
-        return file
 
     def _look_again(self, now: os.stat_result) -> None:
         """`st_ctime_ns` changed: find out whether any byte did."""

@@ -193,7 +193,6 @@ class Builder:
                 logger.info(
                     "Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path
                 )
-                checkpoint.release()
                 continue
             if locks:
                 logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
