@@ -26,7 +26,6 @@ from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget import budgeter
 from group_offload.runtime.copies.reader import Reader
-from group_offload.stores import packed
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
@@ -201,7 +200,7 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
 ) -> None:
     model = routed([600] * 3)
     resident, places = copy.deepcopy(model), [id(parameter) for parameter in model.parameters()]
-    raise_at(monkeypatch, packed, "pack", 2)
+    raise_at(monkeypatch, packer, "pack", 2)
     with pytest.raises(KeyboardInterrupt):
         offload(model, pack=True)
     monkeypatch.undo()
