@@ -8,7 +8,6 @@ land late.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -244,7 +243,6 @@ class HostBackend(Backend):
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _TRIED_BYTES = 4096
-_READ_ONLY_HOST_REGISTER = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 
 
 class AcceleratorBackend(Backend):
@@ -361,7 +359,7 @@ class AcceleratorBackend(Backend):
         memory.record_stream(stream)  # type: ignore[arg-type]
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        if self.device.type != "cuda" or not memory.numel() or (read_only and not self._may_lock_read_only):
+        if self.device.type != "cuda" or not memory.numel():
             return False
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address, num_bytes = memory.data_ptr(), memory.numel()
@@ -413,19 +411,6 @@ class AcceleratorBackend(Backend):
     def _trials(self) -> Stream:
         """A stream of its own: what waits for it waits for nobody's work."""
         return self.new_stream()
-
-    @cached_property
-    def _may_lock_read_only(self) -> bool:
-        """What the driver says of memory that is only read. Where it cannot be asked, it is tried."""
-        try:
-            driver, number, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(1)
-            if driver.cuDeviceGet(ctypes.byref(number), self.device.index) == 0:
-                driver.cuDeviceGetAttribute(ctypes.byref(answer), _READ_ONLY_HOST_REGISTER, number)
-        except (OSError, AttributeError):
-            return True
-        if not answer.value:
-            logger.info("The driver of %s can't pin files in the page cache.", self.device)
-        return bool(answer.value)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
         try:

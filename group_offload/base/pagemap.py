@@ -2,8 +2,7 @@
 
 An edit through `.data` (fusing a LoRA makes such edits) bumps no version counter. On a private mapping it leaves a page behind
 that is present and no longer backed by the file. Linux 6.7 finds those with one ioctl (`PAGEMAP_SCAN`,
-Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms): there
-threads look at many mappings side by side (`begin_looks`).
+Documentation/admin-guide/mm/pagemap.rst: 0.1 ms for 256 MiB), older kernels through `/proc/self/pagemap` (1 ms on one thread).
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
 from .mapping import TwiceMapped
-from .pool import Task, begin_all
+from .pool import run_all
 from .system import ioctl, on_fork, read_at
 
 logger = logging.getLogger("group_offload")
@@ -31,7 +28,7 @@ PAGE = mmap.PAGESIZE
 _PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _MAX_REGIONS = 64
-_MAX_LOOK_BYTES = 256 << 20
+_LOOK_BYTES = 256 << 20
 """What one thread looks at, where entries are read."""
 _REQUEST = struct.Struct("12Q")
 """`struct pm_scan_arg`."""
@@ -49,23 +46,15 @@ _ENTRY_THERE = (1 << 62) - (1 << 63)
 _ENTRY_FILE = 1 << 61
 
 Ranges = list[tuple[int, int]]
-Looks = Mapping[int, Callable[[], "Ranges | None"]]
-"""What gives the answer of `written_pages` for mappings that are looked at already, by address."""
-NO_LOOKS: Looks = MappingProxyType({})
 
 
-def written_pages(address: int, num_bytes: int, looks: Looks = NO_LOOKS) -> Ranges | None:
+def written_pages(address: int, num_bytes: int) -> Ranges | None:
     """The written pages of a private mapping that starts at `address`, the start of a page.
-
-    Args:
-        looks: The answers that are there already: see `begin_looks`.
 
     Returns:
         The byte ranges (start, end) of the written pages, relative to `address`, ascending and page-aligned. None if the system
         does not tell, at all or at this moment. Then any page may be written.
     """
-    if address in looks:
-        return looks[address]()
     length = -(-num_bytes // PAGE) * PAGE
     try:
         fd = _open_pagemap()
@@ -76,7 +65,15 @@ def written_pages(address: int, num_bytes: int, looks: Looks = NO_LOOKS) -> Rang
                 return _scan(fd, address, length)
             except OSError as error:
                 _Known.lacks_scan = error.errno in _NO_SCAN
-        return _read_entries(fd, address, length)
+        if length <= _LOOK_BYTES:
+            return _read_entries(fd, address, length)
+        starts = range(0, length, _LOOK_BYTES)
+        parts = run_all(
+            partial(_read_entries, fd, address + start, min(_LOOK_BYTES, length - start)) for start in starts
+        )
+        return [
+            (start + first, start + last) for start, part in zip(starts, parts, strict=True) for first, last in part
+        ]
     except OSError:
         return None
 
@@ -109,40 +106,6 @@ def _scan(fd: int, address: int, length: int) -> Ranges:
         if walked <= start:
             raise OSError(errno.ENOTTY, "the kernel has looked at nothing")
         start = walked
-    return found
-
-
-def begin_looks(mappings: Iterable[tuple[int, int]]) -> Looks:
-    """Look at many mappings, each an address and a length, with several threads, where the kernel has no quick scan.
-
-    Returns:
-        What is found, in the order given, for calls that come before the next edit: they wait for what they ask for. Nothing
-        where a scan is quick: it is done by itself then.
-    """
-    if not _Known.lacks_scan:
-        return NO_LOOKS
-    found = [*mappings]
-    pieces = [
-        (address, start, min(_MAX_LOOK_BYTES, num_bytes - start))
-        for address, num_bytes in found
-        for start in range(0, max(num_bytes, 1), _MAX_LOOK_BYTES)
-    ]
-    tasks = begin_all(partial(written_pages, address + start, size) for address, start, size in pieces)
-    by_address: dict[int, list[tuple[int, Task[Ranges | None]]]] = {}
-    for (address, start, _), task in zip(pieces, tasks, strict=True):
-        by_address.setdefault(address, []).append((start, task))
-    return {address: partial(_joined, looks) for address, looks in by_address.items()}
-
-
-def _joined(looks: list[tuple[int, Task[Ranges | None]]]) -> Ranges | None:
-    """What threads find in the pieces of a mapping, each of which begins somewhere in it."""
-    found: Ranges = []
-    for start, task in looks:
-        task.wait()
-        ranges = task.result()
-        if ranges is None:
-            return None
-        found += [(start + first, start + last) for first, last in ranges]
     return found
 
 

@@ -64,19 +64,6 @@ class Task(Generic[T]):
             self.do(object())
             box.clear()  # nobody may ever take it from the queue: it would keep what the work has made
 
-    def begin_apart(self) -> None:
-        """The same on a thread of its own, for work that waits for other work of the pool: it would take the last thread.
-
-        Python waits for that thread at exit.
-        """
-        apart = _Pool()
-        apart.tasks.put([self])
-        apart.tasks.put(None)
-        try:
-            _Thread(apart, daemon=False).start()
-        except (RuntimeError, MemoryError):  # no more threads, or the interpreter is about to exit
-            self.do(object())
-
     def withdraw(self) -> None:
         """Keep every thread from beginning the work."""
         self._claim(object())
@@ -91,11 +78,6 @@ class Task(Generic[T]):
         self._waiting.append(woken)
         while not self.is_done:
             woken.get()
-
-    @property
-    def made(self) -> T | None:
-        """The result, if there is one."""
-        return self._result[0] if self._result else None
 
     def result(self) -> T:
         """The result of work that is done. An error of the work is raised."""
@@ -150,8 +132,8 @@ class _Pool:
 
 
 class _Thread(threading.Thread):
-    def __init__(self, pool: _Pool, *, daemon: bool = True) -> None:
-        super().__init__(name="group_offload-io", daemon=daemon)
+    def __init__(self, pool: _Pool) -> None:
+        super().__init__(name="group_offload-io", daemon=True)
         self._pool = pool
 
     def run(self) -> None:

@@ -1,37 +1,31 @@
 """How files get their names, and how processes keep out of each other's way in a folder of group files.
 
 [Note: Write protocol]
-1. A new file is made under a temporary name (`.NAME.PID.BOOTRANDOM.tmp`). No link is followed, and no existing file is opened.
+1. A new file is made under a temporary name (`.NAME.PID.RANDOM.tmp`). No link is followed, and no existing file is opened.
 2. The content is written and synced, so a name never leads to bytes that a crash of the machine can take away.
 3. The file gets its name by link(2), which takes no name that another file has, and loses the temporary one. Where it replaces
    a file, or the file system has no links, it is renamed. Then the folder is synced, where the file system can do that.
-A process that dies at any of these steps leaves a whole file or none under the name, and at most one temporary file. The next
-set-up in the folder removes the temporary file if it is of this boot of the machine: only then does its lock tell that its
-process is dead.
+A process that dies at any of these steps leaves a whole file or none under the name, and at most one temporary file, which the
+next set-up in the folder removes.
 
 [Note: Locks]
-All locks are flock(2), which the kernel releases when a process ends, however it ends. They need no file and no right to
-write. They save work: where a file system has no locks, nothing goes wrong. Whoever may read a file can lock it, and a process
-that is stopped keeps its locks. So the wait for a lock has an end.
-- The folder: a process sets a model up there. A second set-up waits and finds the files of the first. On network file systems
-  this lock holds between the processes of one machine.
-- A file under its temporary name: a process is writing it.
+A set-up holds flock(2) on the folder: a second one waits, and finds the files of the first. The kernel releases the lock when
+the process ends, however it ends. The lock saves work: where a file system has none, nothing goes wrong. Whoever may read the
+folder can lock it, and a process that is stopped keeps its lock. So the wait has an end. On network file systems the lock holds
+between the processes of one machine. A writer that loses its temporary file to another set-up writes it once more.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from ..errors import GroupFileError
 from . import system
-from .ownership import Owners
 from .tuning import tuning
 
 logger = logging.getLogger("group_offload")
@@ -50,21 +44,16 @@ def publish(
         written_at: The time of change that the file gets, in seconds. None: now.
 
     Returns:
-        What `fstat` said of the file before it got its name. None if another file has the name, and may not be replaced.
+        What `fstat` said of the file before it got its name. None if another file has the name, and may not be replaced, or
+        if another process removed the temporary file.
 
     Raises:
         OSError: the file cannot be written. No temporary file is left.
     """
     temporary = path.with_name(temporary_name(path.name))
+    # An object in C closes it: an interrupt would also strike a finalizer that is written in Python.
     opened = system.own_descriptor(os.open(temporary, system.NEW_FILE, 0o644))
     try:
-        try:
-            system.lock(opened.fileno())
-            is_held = False
-        except OSError as error:  # a file system may have no locks
-            is_held = isinstance(error, BlockingIOError)
-        if is_held or not os.path.lexists(temporary):  # a set-up took it for a dead process' before it was locked
-            return publish(path, content, replaces=replaces, written_at=written_at)
         for piece in content:
             left = memoryview(piece)
             while left:
@@ -78,7 +67,7 @@ def publish(
         try:
             if not replaces:
                 os.link(temporary, path)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
             return None
         except OSError:  # a file system without links
             if os.path.lexists(path):
@@ -94,58 +83,36 @@ def publish(
         opened.close()
 
 
-def remove_if_dead(path: Path, owners: Owners) -> None:
-    """Remove a temporary file, unless a process of this machine writes it, or another user could have made it."""
-    with suppress(OSError):
-        fd = owners.open(path)
-        try:
-            system.lock(fd)
-            os.unlink(path)
-        finally:
-            os.close(fd)
-
-
-@cache
-def boot() -> str:
-    """8 hex digits that tell this boot of this machine, whose kernel keeps our locks, from others; or an empty text."""
-    try:
-        found = system.kernel_says("/proc/sys/kernel/random/boot_id")
-    except OSError:
-        return ""
-    return found[:8] if re.fullmatch("[0-9a-f]{8}", found[:8]) else ""
-
-
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes, and threads, from setting up in `folder` meanwhile. Not reentrant.
+def folder_lock(folder: Path) -> Iterator[bool]:
+    """Keep other processes, and threads, from setting up in `folder` meanwhile. Not reentrant. See [Note: Locks].
 
-    Where there are no locks, where the folder cannot be opened, or if another process keeps the lock for too long, the block
-    runs without the lock: see [Note: Locks].
+    Yields:
+        Whether the lock is held. It is not where there are no locks, where the folder cannot be opened, or if another process
+        keeps it for too long.
     """
     try:
-        # An object in C closes it: an interrupt would also strike a finalizer that is written in Python.
         opened = system.own_descriptor(system.open_folder(folder))
     except (OSError, NotImplementedError):
-        yield
+        yield False
         return
     try:
-        _wait_for_lock(opened.fileno(), folder)
-        yield
+        yield _wait_for_lock(opened.fileno(), folder)
     finally:
         opened.close()
 
 
-def _wait_for_lock(fd: int, folder: Path) -> None:
+def _wait_for_lock(fd: int, folder: Path) -> bool:
     start, patience, is_said = time.monotonic(), tuning().setup_patience_seconds, False
     while True:
         try:
             system.lock(fd)
-            return
+            return True
         except BlockingIOError:
             waited = time.monotonic() - start
         except OSError as error:
             logger.info("Cannot lock %s (%s): two processes may write the same files.", folder, error.strerror)
-            return
+            return False
         if waited > tuning().seconds_until_said and not is_said:
             is_said = True
             logger.warning(
@@ -155,13 +122,13 @@ def _wait_for_lock(fd: int, folder: Path) -> None:
             )
         if waited > patience:
             logger.warning("%s is still locked after %.0f seconds; continuing without the lock.", folder, patience)
-            return
+            return False
         time.sleep(_POLL_SECONDS)
 
 
 def temporary_name(name: str) -> str:
-    """The name of a file that is going to be `name`. It tells the process and the boot, and cannot be foreseen."""
-    return f".{name}.{os.getpid()}.{boot()}{os.urandom(4).hex()}.tmp"
+    """The name of a file that is going to be `name`. It cannot be foreseen."""
+    return f".{name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
-from .control_groups import memory_rooms
 from .release import wait_for_releases
 from .system import kernel_says, ram_of_machine
 
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _MAX_LIBRARY_BYTES = 512 << 20
 """The most that the code of libraries takes in pages of files. More than this is not code, but weights."""
 _RESERVE_BYTES = 1 << 30
@@ -42,7 +45,12 @@ def available_ram() -> int:
     bytes that are page-locked in the page cache are subtracted, because both count them as reclaimable.
     """
     wait_for_releases()
-    return max(0, min([ram_of_machine("available"), *memory_rooms()]) - locked.num_bytes)
+    found = [ram_of_machine("available")]
+    for folder, limit, usage in _control_groups():
+        with suppress(OSError, ValueError):
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            found.append(room + _cached_bytes(folder / "memory.stat"))
+    return max(0, min(found) - locked.num_bytes)
 
 
 def ram_in_use() -> int:
@@ -70,3 +78,46 @@ def ram_in_use() -> int:
 def fits(num_bytes: int) -> bool:
     """Whether RAM has room for `num_bytes` of weights, for as long as they are offloaded."""
     return num_bytes + _RESERVE_BYTES <= available_ram()
+
+
+def memory_limits() -> list[int]:
+    """The limits in bytes of the control groups (a container's) that the process is in, and of their parents."""
+    found = []
+    for folder, limit, _ in _control_groups():
+        with suppress(OSError, ValueError):
+            found.append(int((folder / limit).read_text()))
+    return [limit for limit in found if limit > 0]
+
+
+def _cached_bytes(stat: Path) -> int:
+    """The page cache of a group and of those inside of it; 0 if the system does not tell."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for line in stat.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(" ")
+            with suppress(ValueError):
+                found[key] = int(value)
+    names = ("inactive_file", "active_file")
+    # In version 1 these are the group's own, while its usage is that of all groups inside of it too.
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in names)
+
+
+def _control_groups() -> Iterator[tuple[Path, str, str]]:
+    """The folder of each group, and the names of its files for the limit and for the usage."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = kernel_says("/proc/self/cgroup").splitlines()
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, colon, name = rest.partition(":")
+        if not colon or (controllers and "memory" not in controllers.split(",")):
+            continue
+        # Version 1 has a tree for each controller.
+        root = _CONTROL_GROUPS / "memory" if controllers else _CONTROL_GROUPS
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        folder = root / name.lstrip("/")
+        while True:
+            yield folder, *files
+            if folder in (root, folder.parent):
+                break
+            folder = folder.parent

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from .pool import Task, on_pool
 from .system import on_fork
 
 _under_way: list[Task[None]] = []
 
 
-class _Held(threading.local):
-    """What `releases_held` keeps back in this thread."""
-
-    memory: list[list[object]] | None = None
-
-
-_held = _Held()
-
-
 def release_later(objects: list[object]) -> None:
     """Drop the objects of a list on another thread. They have to be the last references to the memory."""
-    if _held.memory is not None:
-        _held.memory.append(objects)
-        return
     _under_way[:] = [task for task in _under_way if not task.is_done]
     _under_way.append(on_pool(objects.clear))
-
-
-@contextmanager
-def releases_held() -> Iterator[None]:
-    """Let threads begin to release at the end: copies to a device would wait for the driver, which unlocks memory meanwhile."""
-    held = _held.memory = []
-    try:
-        yield
-    finally:
-        _held.memory = None
-        for objects in held:
-            release_later(objects)
 
 
 def wait_for_releases() -> None:

@@ -37,8 +37,6 @@ TO_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0
 """The flags that open a file to read it. A FIFO is not waited for, where the system can do that."""
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 """The flags that make a file which did not exist."""
-_FEW_DESCRIPTORS = 512
-"""What a process may have open at least, where the system does not tell. Windows gives C programs so many."""
 
 _turns = [threading.Lock() for _ in range(64)]
 """Guard the positions of open files, where a read cannot say its position. Descriptors of one file have the same lock."""
@@ -102,9 +100,19 @@ def ram_of_machine(what: str) -> int:
         return os.sysconf({"total": "SC_PHYS_PAGES", "available": "SC_AVPHYS_PAGES"}[what]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def max_descriptors() -> int:
-    """The number of files that this process may have open."""
-    return _FEW_DESCRIPTORS if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def duplicate(fd: int) -> Any:
+    """Another descriptor of the same file: see `own_descriptor`. If few are left, the limit of the process is raised.
+
+    Raises:
+        OSError: it has no descriptor left.
+    """
+    found = own_descriptor(os.dup(fd))
+    if resource is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if found.fileno() > soft // 2 and soft != hard:
+            with suppress(OSError, ValueError):  # a system with a limit of its own
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return found
 
 
 def max_locked_bytes() -> int | None:

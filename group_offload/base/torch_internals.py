@@ -1,12 +1,11 @@
 """The private names of torch that this package needs, and why. No other module imports one.
 
-Attributes of tensors and modules are used where they are; `ATTRIBUTES` lists them. `torch._dynamo.skip_frame` is too: it
-works on the frame that calls it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
+Attributes of tensors and modules are used where they are. So is `torch._dynamo.skip_frame`: it works on the frame that calls
+it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -39,31 +38,15 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OLDEST, NEWEST = (2, 8), (2, 15)
-"""The torch versions that the tests were run with. In 2.7 nothing tells which saved-tensor hooks are in force."""
-
 
 def check_version(version: str) -> None:
-    """Warn of a torch that is newer than what was tested.
-
-    Raises:
-        ImportError: The torch is too old.
     """
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    if found < OLDEST:
+    Raises:
+        ImportError: The torch is too old. In 2.7 nothing tells which saved-tensor hooks are in force.
+    """
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 8):
         raise ImportError(
-            f"torch {version} is too old: group_offload needs torch {oldest} or newer, and was tested up to {newest}. "
-            f"pip install 'torch>={oldest}'"
-        )
-    if found > NEWEST:
-        logging.getLogger("group_offload").warning(
-            "torch %s is newer than %s, the newest one that this version of group_offload was tested with. If something is "
-            "wrong, install a newer group_offload, or torch %s: pip install 'torch==%s.*'.",
-            version,
-            newest,
-            newest,
-            newest,
+            f"torch {version} is too old: group_offload needs torch 2.8 or newer. pip install 'torch>=2.8'"
         )
 
 
@@ -264,25 +247,3 @@ def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""
-
-ATTRIBUTES: dict[str, dict[str, str]] = {
-    "Tensor": {
-        "_base": "what a view is of, to count changes and memory once",
-        "_is_view": "whether a weight is one",
-        "_is_zerotensor": "forward-mode differentiation has zeros without memory",
-        "_version": "changes in place, as autograd counts them",
-    },
-    "UntypedStorage": {"_cdata": "whether two tensors have one storage"},
-    "Module": {
-        "_buffers": "for each pass: `named_buffers()` takes longer",
-        "_call_impl": "what a call is without a compiled one",
-        "_compiled_call_impl": "see `COMPILED_CALL`",
-        "_backward_hooks": "whether torch would do more than call `forward`",
-        "_backward_pre_hooks": "the same",
-        "_forward_hooks": "those of others are called inside of a gate, or around it",
-        "_forward_pre_hooks": "the same",
-        "_modules": "for each pass: `named_modules()` takes longer",
-        "_parameters": "for each pass: `named_parameters()` takes longer",
-    },
-}
-"""Private attributes that are used where they are, and what for."""

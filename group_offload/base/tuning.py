@@ -16,8 +16,6 @@ class Tuning:
     """Share of the available RAM that may be page-locked when no ram_budget is given."""
     relief_seconds: float = 1.0
     """The time between two steps in which page-locked files are given up because RAM runs short."""
-    max_kept_open: int = 256
-    """Descriptors of files that stay open; others are opened for each read. The limit of a process is often 1024."""
     min_mapped_piece_bytes: int = 32 << 20
     """The least size of the pieces that memory is filled in when it is mapped twice."""
     touched_bytes: int = 32 << 20

@@ -221,7 +221,7 @@ def _mapped_files(machine: Machine) -> Row:
     try:
         is_locked = source.lock(None, machine.backend, lambda: None)
     finally:
-        source.release()
+        source.unlock()
     if is_locked:
         return Row("the driver pins files in the page cache: checkpoints are copied from there")
     found = "the driver can't pin files in the page cache: checkpoints are copied through a staging buffer"

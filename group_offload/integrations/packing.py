@@ -14,7 +14,7 @@ from ..api import handle_of
 from ..runtime.packer import wanted_of
 from ..stores.folder import Folder
 from ..stores.packed import is_packable
-from ..stores.packed_files import PackedFiles, may_overlap
+from ..stores.packed_files import PackedFiles
 from .opening import errors_of_loading, from_pretrained
 
 
@@ -84,7 +84,6 @@ def pack_model(
         found_or_packed = packed_files.find_or_pack(
             (wanted_of(group_id, part.blob) for part, group_id in packable.items()),
             device,
-            overlaps=may_overlap(part.blob.layout.num_bytes for part in packable),
         )
         try:
             for group_id, part in parts:

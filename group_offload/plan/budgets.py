@@ -11,8 +11,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from ..base.control_groups import memory_limits
-from ..base.ram import available_ram
+from ..base.ram import available_ram, memory_limits
 from ..base.system import ram_of_machine
 from ..base.text import describe_bytes as describe_bytes
 from ..errors import ConfigError

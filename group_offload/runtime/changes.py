@@ -13,9 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.caches import touch
 from ..base.layout import overlapping
-from ..base.pagemap import NO_LOOKS, Looks, begin_looks
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
@@ -125,9 +123,7 @@ class Watch:
         Args:
             top: The module that the watch was made for. Its own table of names would keep alive the engine, and so the watch.
         """
-        # Modules are not looked at, only their tables: the device has nothing to do meanwhile, and all of this memory has left
-        # the processor's caches since the last pass. See `Changes.recover`.
-        touch(self._tables, self._members)
+        # Modules are not looked at, only their tables: the device has nothing to do meanwhile. See `Changes.recover`.
         return (
             top.__dict__.get(COMPILED_CALL) is self._call
             and [*map(len, self._tables)] == self._sizes
@@ -166,8 +162,6 @@ class Changes:
         self._checks_all_calls = False
         self._late: dict[Store, None] = {}
         """The stores whose edits are committed before their first use in the pass in progress."""
-        self._looks: Looks = NO_LOOKS
-        """What threads find out about these stores meanwhile."""
         self._is_known = False
         """Whether groups and gates fit the module as last seen. False after an exception on the way there."""
 
@@ -247,8 +241,7 @@ class Changes:
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
-        self._looks = begin_looks(mapping for store in (*now, *late) for mapping in store.rest_mappings())
-        found = [store.commit_edits(self._transfer.wait_for_copies, self._looks) for store in now]
+        found = [store.commit_edits(self._transfer.wait_for_copies) for store in now]
         if any(found) and any(group.is_outdated for group in watch.scope):
             return None
         return watch.scope
@@ -261,14 +254,14 @@ class Changes:
             for part in group.parts:
                 store = part.blob.store
                 if store in self._late:
-                    was_edited = store.commit_edits(self._transfer.wait_for_copies, self._looks)
+                    was_edited = store.commit_edits(self._transfer.wait_for_copies)
                     if was_edited and any(each.is_outdated for each in self._groups):
                         self.invalidate()  # this pass sends them from where they rest
                     del self._late[store]
 
     def end_pass(self) -> None:
         """The pass is over. The next forward looks for edits again, also of weights that this one has not used."""
-        self._late, self._looks = {}, NO_LOOKS
+        self._late = {}
 
     def undo_merges(self, top: nn.Module) -> bool:
         """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.release import releases_held, wait_for_releases
+from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
 from ..base.torch_internals import tell_of_apply
 from ..base.weak import Weak, weakly
@@ -199,17 +198,11 @@ class Engine:
         for group in self.groups:
             group.check()
             group.expect_single_pages(expected=False)  # whole tables are read now
-        goes_to_ram = any(
-            device.type == "cpu" for group in self.groups for part in group.parts for device in part.devices
-        )
-        with nullcontext() if goes_to_ram else releases_held():
-            for group in self.groups:
-                for part in group.parts:
-                    materialise(part)
-                group.give_up()
-                if goes_to_ram:
-                    wait_for_releases()  # the next group's memory may be taken out of what this one had
-        wait_for_releases()
+        for group in self.groups:
+            for part in group.parts:
+                materialise(part)
+            group.give_up()
+            wait_for_releases()  # the next group's memory may be taken out of what this one had
 
     # ---------------------------------------------------------------- for the handle
 

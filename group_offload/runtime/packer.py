@@ -15,12 +15,13 @@ from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import GroupFileError
+from ..packing.codec import pack
 from ..plan.budgets import describe_bytes
 from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
-from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, pack_image, read_image
-from ..stores.packed_files import PackedFile, PackedFiles, Wanted, may_overlap, packed_from
+from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
+from ..stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .feed import Plain, plain_bytes
@@ -317,8 +318,7 @@ class Packer:
         """The packed files of the parts that rest in files, in order."""
         in_files = [part for part in parts if isinstance(part.blob, FileBlob)]
         wanted = (wanted_of(self._ids[part], part.blob) for part in in_files)
-        overlaps = not self._has_ram_budget and may_overlap(part.blob.layout.num_bytes for part in in_files)
-        return PackedFiles(folder).find_or_pack(wanted, self._device, overlaps=overlaps)
+        return PackedFiles(folder).find_or_pack(wanted, self._device)
 
     @property
     def _device(self) -> torch.device | None:
@@ -340,8 +340,9 @@ class Packer:
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
             plain = next(feed)
-            packed = pack_image(plain.bytes, blob.layout, self._device, plain.generation, memory, plain.hashed)
-            return packed if isinstance(blob, RamBlob) else self._noted(packed, part, limit)
+            packed = pack(plain.bytes, blob.layout, self._device, memory.begin, plain.hashed)
+            image = None if packed is None else memory.image(packed.layout, plain.generation)
+            return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
         found = next(files)
         if found is None:

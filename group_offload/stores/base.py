@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
-from ..base.pagemap import NO_LOOKS, Looks
 from .moves import Move, PageableMemory, Read
 from .origin import Origin
 from .packed import PackedImage
@@ -36,10 +35,7 @@ class Store(Protocol):
         Then none rests elsewhere afterwards, and a blob becomes outdated only after a fork.
         """
 
-    def rest_mappings(self) -> Sequence[tuple[int, int]]:
-        """The addresses and lengths of the mappings that `commit_edits` looks at."""
-
-    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Make edits of weights at rest a part of the bytes that their blobs send.
 
         A blob whose bytes changed then has a new `generation`, or is `is_outdated`.
@@ -47,7 +43,6 @@ class Store(Protocol):
         Args:
             wait: A function that returns when no copy is on its way. It is called before memory changes that copies may
                 still be reading.
-            looks: What the page map said of `rest_mappings`, if it was asked before.
 
         Returns:
             Whether there were edits.

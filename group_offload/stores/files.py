@@ -20,7 +20,7 @@ import torch
 
 from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
-from ..base.pagemap import NO_LOOKS, PAGE, Looks, written_pages
+from ..base.pagemap import PAGE, written_pages
 from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
@@ -30,7 +30,6 @@ from .checkpoint import FileSpan
 from .folder import Folder
 from .moves import Copy, Move, Read
 from .origin import Origin
-from .safetensors_file import data_section
 from .source import Contents, Piece, Proof, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
@@ -46,8 +45,6 @@ class Checkpoint(SourceFile):
 
     is_ours = False
     """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
-    _mapping: tuple[str, tuple[str, int]] | None = None
-    """Path and identity, as the kernel shows them; None if nobody asks, as the hash of the content is known."""
 
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """See `SourceFile`."""
@@ -60,7 +57,7 @@ class Checkpoint(SourceFile):
         """The file that tensors are views of.
 
         Args:
-            folder: The folder of the model's group files. What their headers say of their content is believed.
+            folder: The folder of the model's group files.
 
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
@@ -75,16 +72,13 @@ class Checkpoint(SourceFile):
             start = min(span.position for span in spans)
             end = max(span.position + span.num_bytes for span in spans)
             found = cls(path, fd, start, end)
-            if folder is not None and folder.has(path):
-                found.is_ours, found.whole = True, data_section(fd)
+            found.is_ours = folder is not None and folder.has(path)
         finally:
             os.close(fd)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = mapping_at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != file.identity:
-            found.release()
             raise OSError(f"{path} has changed since it was mapped")
-        found._mapping = mapping.path, mapping.identity
         return found
 
     def add(self, blob: FileBlob) -> None:
@@ -92,18 +86,15 @@ class Checkpoint(SourceFile):
         self._pages = None
 
     def remove(self, blob: FileBlob) -> None:
-        """Forget a blob. The last one unlocks and closes the file."""
+        """Forget a blob. The last one unlocks the file."""
         self.blobs.discard(blob)
         self._pages = None
         if not self.blobs:
-            self.release()
+            self.unlock()
 
     @property
     def commits_late(self) -> bool:
         return False
-
-    def rest_mappings(self) -> Sequence[tuple[int, int]]:
-        return [(start, end - start) for start, end in self._rest_pages(self._rest_blobs()).all]
 
     def _rest_pages(self, blobs: Sequence[FileBlob]) -> _Pages:
         # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
@@ -115,14 +106,14 @@ class Checkpoint(SourceFile):
     def _rest_blobs(self) -> list[FileBlob]:
         return [blob for blob in self.blobs if isinstance(blob, FileBlob)]
 
-    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
         blobs = self._rest_blobs()
         pages = self._rest_pages(blobs)
         for start, end in pages.all:
             started = time.perf_counter()
-            written = written_pages(start, end - start, looks)
+            written = written_pages(start, end - start)
             if written == []:
                 if time.perf_counter() - started > tuning().slow_scan_seconds:
                     pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast
@@ -133,18 +124,6 @@ class Checkpoint(SourceFile):
                 if not found and written is not None:
                     pages.forget(start + low, start + high)
         return any(blob.is_outdated for blob in blobs)
-
-    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
-        mapping, before = mapping_at(self.bytes.data_ptr()), self._mapping
-        if mapping is None or before is None:
-            return False
-        self._mapping = mapping.path, mapping.identity
-        is_renamed = before != self._mapping  # or deleted
-        return is_renamed or _status_of(was) != _status_of(now)
-
-
-def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
 
 
 class _Pages:
@@ -359,7 +338,7 @@ def write_blob(
     except OSError as error:
         raise GroupFileError(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
-            f"-v: all weights must fit into the address space twice."
+            f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
     finally:
         os.close(found.fd)

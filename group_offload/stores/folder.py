@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ import torch
 
 from ..base.layout import BlobLayout, memory_of
 from ..base.ownership import ForeignFileError, Owners
-from ..base.publish import boot, folder_lock, publish, remove_if_dead, temporary_name
-from ..base.system import NEW_FILE
+from ..base.publish import folder_lock, publish, temporary_name
+from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
@@ -33,8 +34,7 @@ from .safetensors_file import content_of, data_pieces, encode_header, file_holds
 _MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _GROUP_FILE = re.compile(r"group_[0-9a-f]{16}\.safetensors")
-_TEMPORARY_FILE = re.compile(rf"\.(?:{_GROUP_FILE.pattern}|probe)\.[0-9]+\.([0-9a-f]{{8}})[0-9a-f]{{8}}\.tmp")
-"""The group of the expression is the boot of the machine that wrote the file."""
+_TEMPORARY_FILE = re.compile(rf"\.(?:{_GROUP_FILE.pattern}|probe)\.[0-9]+\.[0-9a-f]{{16}}\.tmp")
 
 logger = logging.getLogger("group_offload")
 
@@ -97,10 +97,16 @@ class Folder:
         """
         with ExitStack() as stack:
             try:
-                self._enter()
-                stack.enter_context(folder_lock(self.path))
+                read_only = self._enter()
+                has_lock = stack.enter_context(folder_lock(self.path))
                 present = sum(_size_of(file) for file in self.path.glob("group_*.safetensors"))
-                free = self._free_bytes(may_be_full=present >= max(num_bytes, 1))
+                if read_only is not None and present < max(num_bytes, 1):
+                    raise read_only
+                if read_only is not None:
+                    logger.info("%s is read-only: using the files in it.", self.path)
+                elif has_lock:
+                    self._tidy()
+                free = 0 if read_only is not None else shutil.disk_usage(self.path).free
             except OSError as error:
                 raise GroupFileError(
                     f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder of your own as "
@@ -121,23 +127,37 @@ class Folder:
             )
             self._of_others.clear()
 
-    def _free_bytes(self, *, may_be_full: bool) -> int:
-        """The bytes that can be written to the folder, which is tidied up.
+    def _enter(self) -> OSError | None:
+        """Make the folder. Where every user can replace files, a folder in it is used that belongs to this user alone.
 
-        Args:
-            may_be_full: Whether none need to be.
+        Returns:
+            Why no file can be written, if the folder is read-only.
+
+        Raises:
+            OSError: the folder cannot be used.
         """
-        try:
-            self._write_probe()
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not may_be_full:
-                raise
-            logger.info("%s is read-only: using the files in it.", self.path)
-            self.owners.check_folder(self.path)
-            return 0
+        self._make()
+        read_only = self._probe()
+        if self.owners.is_open_to_all(self.path):
+            own = self.owners.own_folder(self.path)
+            logger.info("Every user can replace files in %s, so group files go to %s.", self.path, own)
+            self.path, read_only = own, self._probe()
         self.owners.check_folder(self.path)
-        self._tidy()
-        return shutil.disk_usage(self.path).free
+        return read_only
+
+    def _probe(self) -> OSError | None:
+        """Find out whether files can be written, and to whom they belong then."""
+        probe = self.path / temporary_name("probe")
+        try:
+            fd = os.open(probe, NEW_FILE, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return error
+            raise
+        self.owners.learn(os.fstat(fd))
+        os.close(fd)
+        probe.unlink(missing_ok=True)
+        return None
 
     def find_or_write(
         self,
@@ -173,10 +193,19 @@ class Folder:
         Args:
             replaced: The file that it takes the place of, if it shall.
             written_at: The time of change that it gets if it is written, in seconds.
+
+        Raises:
+            GroupFileError: the file cannot be written.
         """
 
         def is_right(fd: int) -> bool:
             return file_holds(fd, header, content)
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for piece in data():
+                yield memory_of(piece)
+                on_written(piece.numel())
 
         while True:
             path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
@@ -184,10 +213,19 @@ class Folder:
                 fd, stamp, _ = found
                 on_written(stamp.st_size - len(header))
                 return ProvenFile(path, fd, stamp, content)
-            written = self._write(path, group_id, header, data(), on_written, replaced is not None, written_at)
-            if written is not None:
-                return ProvenFile(path, *written, content)
-            replaced = None
+            try:
+                self._make()  # it may have been deleted: files in use stay open
+                written = publish(path, pieces(), replaces=replaced is not None, written_at=written_at)
+            except OSError as error:
+                remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
+                raise GroupFileError(
+                    f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
+                    f"offload_to_disk_path. The weights are still in RAM."
+                ) from error
+            opened = None if written is None else _opened_as_written(path, written)
+            if opened is not None:
+                return ProvenFile(path, *opened, content)
+            replaced = None  # another file took the name, or another program changed this one as soon as it had it
 
     def search(
         self, group_id: str, is_right: Callable[[int], T | None]
@@ -235,90 +273,30 @@ class Folder:
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 
-    def _write(
-        self,
-        path: Path,
-        group_id: str,
-        header: bytes,
-        data: Iterable[torch.Tensor],
-        on_written: Callable[[int], None],
-        replaces: bool,
-        written_at: int | None,
-    ) -> tuple[int, os.stat_result] | None:
-        """Write a file: see `publish`.
-
-        Returns:
-            A descriptor that the caller closes, and what `fstat` says. None if another file took the name, or if another
-            program changed the file as soon as it had it.
-
-        Raises:
-            GroupFileError: it cannot be written.
-        """
-
-        def content() -> Iterator[memoryview]:
-            yield memoryview(header)
-            for piece in data:
-                yield memory_of(piece)
-                on_written(piece.numel())
-
-        try:
-            self._make()  # it may have been deleted: files in use stay open
-            written = publish(path, content(), replaces=replaces, written_at=written_at)
-        except OSError as error:
-            remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
-            raise GroupFileError(
-                f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
-                f"offload_to_disk_path. The weights are still in RAM."
-            ) from error
-        return None if written is None else self._opened_as_written(path, written)
-
-    def _opened_as_written(self, path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
-        try:
-            fd = self.owners.open(path)
-        except ForeignFileError as error:
-            raise GroupFileError(f"Cannot use {path}, which was just written: {error}. Pass another folder.") from error
-        except OSError:
-            return None
-        is_same = False
-        try:
-            # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
-            # stamp of another content would make a change by another program count as what was written here.
-            stamp = os.fstat(fd)
-            is_same = os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written)
-            return (fd, stamp) if is_same else None
-        except OSError:  # a drive that fails
-            return None
-        finally:
-            if not is_same:
-                os.close(fd)
-
-    def _enter(self) -> None:
-        """Make the folder. Where every user can replace files, a folder in it is used that belongs to this user alone."""
-        self._make()
-        if self.owners.is_open_to_all(self.path):
-            with suppress(OSError):  # it may be read-only
-                self._write_probe()  # its file system may have no modes
-        if self.owners.is_open_to_all(self.path):
-            own = self.owners.own_folder(self.path)
-            logger.info("Every user can replace files in %s, so group files go to %s.", self.path, own)
-            self.path = own
-
     def _make(self) -> None:
         self.path.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask, not for everybody to write to
 
-    def _write_probe(self) -> None:
-        probe = self.path / temporary_name("probe")
-        fd = os.open(probe, NEW_FILE, 0o600)
-        self.owners.learn(os.fstat(fd))
-        os.close(fd)
-        probe.unlink(missing_ok=True)
-
     def _tidy(self) -> None:
-        """Remove the files that processes were writing, on this boot of the machine, when they died."""
+        """Remove the files that processes were writing when they died."""
         for path in self.path.glob(".*.tmp"):
-            found = _TEMPORARY_FILE.fullmatch(path.name)
-            if found is not None and found[1] == boot():
-                remove_if_dead(path, self.owners)
+            with suppress(OSError):
+                found = path.lstat()
+                self.owners.check(found)
+                if _TEMPORARY_FILE.fullmatch(path.name) and stat.S_ISREG(found.st_mode):
+                    path.unlink()
+
+
+def _opened_as_written(path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
+    """A descriptor of the file, and what `fstat` says now; None if it is not what was written."""
+    with ExitStack() as stack, suppress(OSError):  # a drive that fails, or a file that went again
+        stack.callback(os.close, fd := open_to_read(path))
+        # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
+        # stamp of another content would make a change by another program count as what was written here.
+        stamp = os.fstat(fd)
+        if os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written):
+            stack.pop_all()
+            return fd, stamp
+    return None
 
 
 def _content_of(found: os.stat_result) -> tuple[int, int]:

@@ -47,7 +47,6 @@ class Origin:
                 try:
                     stack.callback(os.close, fd := open_to_read(path))
                     source = SourceFile(path, fd, start, end)
-                    stack.callback(source.release)
                     # The largest first: a LoRA is not for norms, and one difference is enough.
                     for index, place in sorted(mine.items(), key=lambda item: -item[1].num_bytes):
                         if place.content != source.content or place.num_bytes != span_bytes(rest[index]):

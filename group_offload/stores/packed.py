@@ -35,7 +35,6 @@ from ..base.pool import Task, finish_all, on_pool
 from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from ..packing.codec import pack
 from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
 from .moves import Copy, Move, Read, Unpack
@@ -257,28 +256,6 @@ class LockedMemory:
         return PackedImage(layout, generation, memory[: layout.packed_bytes], lock)
 
 
-def pack_image(
-    image: torch.Tensor,
-    layout: BlobLayout,
-    device: torch.device | None,
-    generation: int,
-    memory: LockedMemory,
-    hashed: Task[str],
-) -> PackedImage | None:
-    """Pack the bytes of a blob.
-
-    Args:
-        image: Flat uint8, on the CPU.
-        device: The device that packs, unless its memory is full; None for the CPU.
-        hashed: The work of the pool that hashes the bytes.
-
-    Returns:
-        None if packing saves too little, or if no more memory can be page-locked.
-    """
-    packed = pack(image, layout, device, memory.begin, hashed)
-    return None if packed is None else memory.image(packed.layout, generation)
-
-
 def lock_image(
     file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
 ) -> tuple[PackedImage, Task[str]] | None:
@@ -298,7 +275,6 @@ def lock_image(
         stack.callback(os.close, file.fd)
         contents = FileContents(file)
         if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
-            contents.source.release()
             stack.pop_all()
             return None
     ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])

@@ -19,22 +19,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import Task, done, withdraw_all
-from ..base.ram import fits
+from ..base.pool import done
 from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, check, hash_of, pack
@@ -52,9 +50,9 @@ from .safetensors_file import (
 )
 from .source import Piece, SourceFile
 
+logger = logging.getLogger("group_offload")
+
 _CHUNK_BYTES = 16 << 20
-_MOST_AT_ONCE = 4
-"""Blobs that are read, packed and written at the same time."""
 
 
 def facts_of(found: os.stat_result) -> str:
@@ -135,19 +133,6 @@ class Wanted(NamedTuple):
     """The bytes of a file that the tensors are views of, so that the packed file is found by facts the next time."""
 
 
-def may_overlap(sizes: Iterable[int]) -> bool:
-    """Whether RAM has room for several blobs of these sizes at a time: as they are, packed, or both."""
-    return fits((_MOST_AT_ONCE + 1) * max(sizes, default=0))
-
-
-class _Draft(NamedTuple):
-    """A blob that was read, and is going to be packed and written."""
-
-    wanted: Wanted
-    image: torch.Tensor
-    hash: str
-
-
 class PackedFiles:
     """The packed files of a folder, as one model uses them. Order of calls: as those of `Folder`."""
 
@@ -172,15 +157,12 @@ class PackedFiles:
         return found
 
     def find_or_pack(
-        self, wanted: Iterable[Wanted], device: torch.device | None = None, *, overlaps: bool = False
+        self, wanted: Iterable[Wanted], device: torch.device | None = None
     ) -> Generator[PackedFile | None]:
         """For each of the blobs, in order, the file that holds it packed. It is written if there is none.
 
         Args:
-            wanted: Consumed as work begins, which is before the files of the blobs before are there.
             device: packs. None: the CPU.
-            overlaps: Whether threads read the blobs that come next and write those before, while one is packed. See
-                `may_overlap`.
 
         Yields:
             None if packing the blob would not save enough.
@@ -188,40 +170,10 @@ class PackedFiles:
         Raises:
             GroupFileError: the file cannot be written, or the file of `origin` changed meanwhile.
         """
-        most = _MOST_AT_ONCE if overlaps else 1
-        left = iter(wanted)
-        drafts, files = deque[Task[PackedFile | _Draft]](), deque[Task[PackedFile | None]]()
-        is_over = False
-        try:
-            while True:
-                while not is_over and len(drafts) + len(files) < most:
-                    one = next(left, None)
-                    is_over = one is None
-                    if one is not None:
-                        drafts.append(self._draft_of(one))
-                        _begin_last(drafts)
-                if not (drafts or files):
-                    return
-                if drafts and len(files) <= most // 2:
-                    drafts[0].wait()
-                    files.append(self._file_of(drafts.popleft().result(), device))
-                    _begin_last(files)
-                else:
-                    files[0].wait()
-                    yield files.popleft().result()
-        finally:
-            tasks: list[Task[Any]] = [*drafts, *files]
-            withdraw_all(tasks)
-            for task in tasks:
-                if isinstance(task.made, PackedFile):
-                    os.close(task.made.fd)
+        for one in wanted:
+            yield self.find(one) or self._find_or_pack(one, device)
 
-    def _draft_of(self, wanted: Wanted) -> Task[PackedFile | _Draft]:
-        """The file that is found by facts, or the work that reads what is going to be packed."""
-        found = self.find(wanted)
-        return Task(partial(self._find_or_read, wanted)) if found is None else done(found)
-
-    def _find_or_read(self, wanted: Wanted) -> PackedFile | _Draft:
+    def _find_or_pack(self, wanted: Wanted, device: torch.device | None) -> PackedFile | None:
         with torch.no_grad():
             image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
         plain = hash_of(image)
@@ -232,32 +184,23 @@ class PackedFiles:
 
         found, origin = self._search(wanted, is_right)
         if found is None:
-            return _Draft(wanted, image, plain)
-        return found if wanted.origin in (None, origin) else self._renewed(found, wanted)
+            packed = pack(image, wanted.layout, device, hashed=done(plain))
+            return None if packed is None else self._write(wanted, packed)
+        if wanted.origin in (None, origin):
+            return found
+        try:
+            return self._renewed(found, wanted)
+        except GroupFileError as error:  # the folder may be full
+            logger.info("%s is used as it is: %s", found.path, error)
+            return found
 
     def _renewed(self, found: PackedFile, wanted: Wanted) -> PackedFile:
-        """The same packed bytes with the facts of now, if the folder takes another file. `found` serves as well."""
-        is_of_use = False
-        try:
-            memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
-            found.read(memory)
-            try:
-                return self._write(wanted, Packed(found.packed, memory), found.path)
-            except GroupFileError:
-                is_of_use = wanted.origin is not None and _is_there(wanted.origin)
-                if not is_of_use:
-                    raise
-            return found
-        finally:
-            if not is_of_use:
-                os.close(found.fd)
-
-    def _file_of(self, draft: PackedFile | _Draft, device: torch.device | None) -> Task[PackedFile | None]:
-        """Pack what was read. Returns the work that writes it."""
-        if isinstance(draft, PackedFile):
-            return done(draft)
-        packed = pack(draft.image, draft.wanted.layout, device, hashed=done(draft.hash))
-        return done(None) if packed is None else Task(partial(self._write, draft.wanted, packed))
+        """The same packed bytes with the facts of now."""
+        memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
+        found.read(memory)
+        renewed = self._write(wanted, Packed(found.packed, memory), found.path)
+        os.close(found.fd)
+        return renewed
 
     def _write(self, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
         group_id, layout, _, origin = wanted
@@ -292,9 +235,3 @@ class PackedFiles:
 def _id_of(group_id: str) -> str:
     """What the packed file of a group is named by. The plain one is named by the group's id itself."""
     return f"{group_id}|packed"
-
-
-def _begin_last(tasks: Sequence[Task[Any]]) -> None:
-    """Begin the last task, which is on the list by now: an interrupt has to find it there."""
-    if not tasks[-1].is_done:
-        tasks[-1].begin_apart()

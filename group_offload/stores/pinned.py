@@ -31,7 +31,7 @@ from ..base.device import Backend
 from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pagemap import NO_LOOKS, PAGE, Looks, can_detect_writes, written_pages
+from ..base.pagemap import PAGE, can_detect_writes, written_pages
 from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.text import describe_bytes
@@ -272,15 +272,12 @@ class Segment:
         private = self._private
         return private is not None and (self.is_shared or written_pages(private.data_ptr(), self._num_bytes) != [])
 
-    def rest_mappings(self) -> Sequence[tuple[int, int]]:
-        return [] if self._private is None else [(self._private.data_ptr(), self._num_bytes)]
-
-    def commit_edits(self, wait: Callable[[], None], looks: Looks = NO_LOOKS) -> bool:
+    def commit_edits(self, wait: Callable[[], None]) -> bool:
         private = self._private
         if private is None:
             return False
         started = time.perf_counter()
-        ranges = written_pages(private.data_ptr(), self._num_bytes, looks)
+        ranges = written_pages(private.data_ptr(), self._num_bytes)
         if ranges == []:
             if time.perf_counter() - started > tuning().slow_scan_seconds:
                 # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.

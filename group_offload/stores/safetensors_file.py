@@ -169,31 +169,6 @@ def file_holds(fd: int, header: bytes, content: str) -> bool:
     return found == header and content_of_file(fd, len(header)) == content
 
 
-def data_section(fd: int) -> tuple[int, int, str] | None:
-    """Where the data section of a group file begins and ends, and its hash, as the header says. None: it says no hash.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    size = os.fstat(fd).st_size
-    raw = _read_header(fd, size)
-    try:
-        return (len(raw), size, str(json.loads(raw[8:])["__metadata__"][_CONTENT_KEY])) if raw is not None else None
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-
-
-def _read_header(fd: int, size: int) -> bytearray | None:
-    prefix = bytearray(8)
-    read_part(fd, memoryview(prefix), 0)
-    num_bytes = 8 + int.from_bytes(prefix, "little")
-    if num_bytes > min(size, _MAX_HEADER_BYTES):
-        return None
-    raw = bytearray(num_bytes)
-    read_part(fd, memoryview(raw), 0)
-    return raw
-
-
 @dataclass(frozen=True, slots=True)
 class PackedFrom:
     """The bytes that a packed group file was made from. See [Note: Whose a packed file is] in `packed_files`."""
@@ -227,9 +202,13 @@ def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: 
         OSError: the file cannot be read.
     """
     stat = os.fstat(fd)
-    raw = _read_header(fd, stat.st_size)
-    if raw is None:
+    prefix = bytearray(8)
+    read_part(fd, memoryview(prefix), 0)
+    num_bytes = 8 + int.from_bytes(prefix, "little")
+    if num_bytes > min(stat.st_size, _MAX_HEADER_BYTES):
         return None
+    raw = bytearray(num_bytes)
+    read_part(fd, memoryview(raw), 0)
     try:
         metadata = json.loads(raw[8:])["__metadata__"]
         packed_from = PackedFrom(*json.loads(metadata[_FROM_KEY])) if _FROM_KEY in metadata else None

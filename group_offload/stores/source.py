@@ -20,8 +20,6 @@ descriptor does not protect the bytes: a file that lost its name is checked as s
 - If only `st_ctime_ns` differs, the file was renamed, linked, deleted, or given another mode or owner, or a program changed
   its bytes and then put `st_mtime_ns` back. If the hash of the bytes is known they are hashed once. If it is not, another
   name, number of links, mode or owner has to explain the difference.
-- A process may not hold descriptors for hundreds of files. A file without one is opened by its name whenever it is read, and
-  is lost if its name leads to it no more.
 
 Only shared, read-only mappings are ever registered with a driver: drivers refuse a writable mapping of a file, and the call
 was seen to hang on a private one. Files are not read through a mapping: touching a page past the end of a file that was
@@ -37,10 +35,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -51,7 +48,7 @@ from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
-from ..base.system import advise, forked_free, max_descriptors, open_to_read, own_descriptor
+from ..base.system import advise, duplicate, forked_free
 from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -100,18 +97,11 @@ class Contents:
                 proof.update(chunk)
 
 
-_held: weakref.WeakSet[SourceFile] = weakref.WeakSet()
-"""The files whose descriptor stays open."""
-
-
 class SourceFile:
     """A part of a file that blobs are read from. Several threads may read at once.
 
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
-
-    whole: tuple[int, int, str] | None = None
-    """Bytes of the file that all blobs lie in, from the first to the last one, and their hash, if that is known."""
 
     def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
@@ -142,12 +132,9 @@ class SourceFile:
         """The blobs whose bytes lie in this file."""
         self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
-        self._kept: Any = None
-        """A descriptor that stays open between reads. The last user closes it. None: the process cannot spare one."""
-        if len(_held) < min(tuning().max_kept_open, max_descriptors() // 4):
-            with suppress(OSError):  # the process has no descriptor left
-                self._kept = own_descriptor(os.dup(fd))
-                _held.add(self)
+        self._file = duplicate(fd)
+        """Keeps the file open for as long as this object is there."""
+        self._fd: int = self._file.fileno()
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
@@ -158,12 +145,6 @@ class SourceFile:
     @property
     def num_bytes(self) -> int:
         return self.bytes.numel()
-
-    def release(self) -> None:
-        """Unlock the file, and close it once no thread reads it any more."""
-        self.unlock()
-        self._kept = None
-        _held.discard(self)
 
     def unlock(self) -> None:
         self._unlock_all_but(())
@@ -189,8 +170,7 @@ class SourceFile:
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
-            with suppress(OSError), self._open() as fd:  # in long runs, not page by page
-                advise(fd, self.start + start, end - start, "WILLNEED")
+            self._advise(self.start + start, end - start, "WILLNEED")  # in long runs, not page by page
             parts: list[tuple[torch.Tensor, PageLock]] = []
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
@@ -253,16 +233,16 @@ class SourceFile:
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache drop the pages of `pieces` now."""
-        with suppress(OSError), self._open() as fd:
-            for piece in pieces:
-                advise(fd, piece.position, piece.num_bytes, "DONTNEED")
+        for piece in pieces:
+            self._advise(piece.position, piece.num_bytes, "DONTNEED")
 
     def avoid_readahead(self) -> None:
         """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""
-        kept = self._kept
-        if kept is not None:
-            with suppress(OSError):
-                advise(kept.fileno(), 0, 0, "RANDOM")
+        self._advise(0, 0, "RANDOM")
+
+    def _advise(self, start: int, num_bytes: int, advice: str) -> None:
+        with suppress(OSError):
+            advise(self._fd, start, num_bytes, advice)
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
@@ -303,19 +283,19 @@ class SourceFile:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
         inset = position % BLOCK
-        with self._readable() as fd:
-            done = None
-            if direct and not self.is_cached(position, num_bytes):
-                done = self._read_direct(fd, area, position, inset + num_bytes)
-            is_direct = done is not None
-            if done is None:
-                done = inset + self._pread(fd, area[inset : inset + num_bytes], position)
-            if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
-                done = max(done, inset)
-                done += self._pread(fd, area[done : inset + num_bytes], position + done - inset)
-            if done < inset + num_bytes:
-                raise self.lost(position + done - inset, "it ends there")
-            return is_direct
+        self.check()
+        done = None
+        if direct and not self.is_cached(position, num_bytes):
+            done = self._read_direct(area, position, inset + num_bytes)
+        is_direct = done is not None
+        if done is None:
+            done = inset + self._pread(area[inset : inset + num_bytes], position)
+        if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
+            done = max(done, inset)
+            done += self._pread(area[done : inset + num_bytes], position + done - inset)
+        if done < inset + num_bytes:
+            raise self.lost(position + done - inset, "it ends there")
+        return is_direct
 
     def read_straight(self, target: memoryview, position: int) -> None:
         """Read bytes into `target`, through the page cache.
@@ -323,8 +303,8 @@ class SourceFile:
         Raises:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
-        with self._readable() as fd:
-            self._fill(fd, target, position)
+        self.check()
+        self._fill(target, position)
 
     def bring_to_cache(self, buffer: memoryview, position: int) -> None:
         """Read as many bytes as `buffer` has into the page cache, unless they are there. What `buffer` holds then is of no use.
@@ -351,17 +331,6 @@ class SourceFile:
             done += len(chunk)
         return True
 
-    def prove_whole(self) -> None:
-        """
-        Raises:
-            GroupFileError: the file does not hold the bytes any more whose hash is known (`whole`).
-        """
-        if self.whole is not None:
-            start, end, content = self.whole
-            contents = Contents(self.path.name, [Piece(0, start, end - start)], self)
-            contents.content = content
-            contents.prove()
-
     def chunks(self, position: int, num_bytes: int) -> Iterator[memoryview]:
         """The bytes of the file, in chunks. Each chunk is good until the next one.
 
@@ -369,26 +338,27 @@ class SourceFile:
             GroupFileError: the file cannot be read.
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
-        with self._open() as fd:
-            for start in range(0, num_bytes, _CHUNK_BYTES):
-                chunk = buffer[: num_bytes - start]
-                self._fill(fd, chunk, position + start)
-                yield chunk
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            chunk = buffer[: num_bytes - start]
+            self._fill(chunk, position + start)
+            yield chunk
 
     def check(self) -> None:
         """
         Raises:
             GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
-        kept = self._kept
-        if kept is not None:
-            self._compare(self._look_at(kept.fileno()))
-            return
         try:
-            now = os.lstat(self.path)
-        except OSError as error:
-            raise self._out_of_reach(error) from error
-        self._compare(now)
+            now = os.fstat(self._fd)
+        except OSError as error:  # a network file system whose server has gone
+            raise self.lost(self.start, str(error.strerror)) from error
+        was = self._stamp
+        if now.st_size < was.st_size:
+            raise self.lost(now.st_size, "it ends there: it was cut off")
+        if _content_of(now) != _content_of(was):
+            raise self.lost(self.start, "another program changed it after it was opened")
+        if now.st_ctime_ns != was.st_ctime_ns:
+            self._look_again(now)
 
     @property
     def content(self) -> tuple[int, int, int, int]:
@@ -409,16 +379,16 @@ class SourceFile:
             f"while they are in use."
         )
 
-    def _pread(self, fd: int, target: memoryview, position: int) -> int:
+    def _pread(self, target: memoryview, position: int) -> int:
         try:
             self.bytes_cached += len(target)
-            return read_part(fd, target, position)
+            return read_part(self._fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
 
-    def _read_direct(self, fd: int, area: memoryview, position: int, num_needed: int) -> int | None:
+    def _read_direct(self, area: memoryview, position: int, num_needed: int) -> int | None:
         """How many bytes of `area` were filled; None if the file cannot be read directly."""
-        direct_fd = None if self._has_no_direct else open_direct(fd)
+        direct_fd = None if self._has_no_direct else open_direct(self._fd)
         if direct_fd is None:
             self._has_no_direct = True
             return None
@@ -434,51 +404,9 @@ class SourceFile:
         finally:
             os.close(direct_fd)
 
-    def _fill(self, fd: int, target: memoryview, position: int) -> None:
-        if (done := self._pread(fd, target, position)) < len(target):
+    def _fill(self, target: memoryview, position: int) -> None:
+        if (done := self._pread(target, position)) < len(target):
             raise self.lost(position + done, "it ends there")
-
-    @contextmanager
-    def _readable(self) -> Iterator[int]:
-        """A descriptor of the unchanged file."""
-        with self._open() as fd:
-            self._compare(self._look_at(fd))
-            yield fd
-
-    @contextmanager
-    def _open(self) -> Iterator[int]:
-        """A descriptor of the file, whether it was changed or not."""
-        kept = self._kept
-        if kept is not None:
-            yield kept.fileno()
-            return
-        try:
-            fd = open_to_read(self.path)
-        except OSError as error:
-            raise self._out_of_reach(error) from error
-        try:
-            if _identity_of(self._look_at(fd)) != _identity_of(self._stamp):
-                raise self.lost(self.start, "another file took its place")
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _look_at(self, fd: int) -> os.stat_result:
-        try:
-            return os.fstat(fd)
-        except OSError as error:  # a network file system whose server has gone
-            raise self.lost(self.start, str(error.strerror)) from error
-
-    def _compare(self, now: os.stat_result) -> None:
-        was = self._stamp
-        if _identity_of(now) != _identity_of(was):
-            raise self.lost(self.start, "another file took its place")
-        if now.st_size < was.st_size:
-            raise self.lost(now.st_size, "it ends there: it was cut off")
-        if _content_of(now) != _content_of(was):
-            raise self.lost(self.start, "another program changed it after it was opened")
-        if now.st_ctime_ns != was.st_ctime_ns:
-            self._look_again(now)
 
     def _look_again(self, now: os.stat_result) -> None:
         """`st_ctime_ns` changed: find out whether any byte did."""
@@ -486,12 +414,10 @@ class SourceFile:
             if now.st_ctime_ns == self._stamp.st_ctime_ns:
                 return
             blobs = [*self.blobs]
-            if self.whole is not None:
-                self.prove_whole()
-            elif blobs and all(blob.content for blob in blobs):
+            if blobs and all(blob.content for blob in blobs):
                 for blob in blobs:
                     blob.prove()
-            elif not self._is_explained(self._stamp, now):
+            elif _status_of(now) == _status_of(self._stamp) and self.named_stat() is not None:
                 raise self.lost(
                     self.start,
                     "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
@@ -499,25 +425,15 @@ class SourceFile:
                 )
             self._stamp = now
 
-    def _is_explained(self, was: os.stat_result, now: os.stat_result) -> bool:
-        """Whether there is a reason for another `st_ctime_ns` that leaves the bytes alone."""
-        return False
-
-    def _out_of_reach(self, error: OSError) -> GroupFileError:
-        return self.lost(
-            self.start,
-            f"{error.strerror}. This process has too few descriptors to keep all files of weights open (ulimit -n), and opens "
-            f"this one by its name",
-        )
-
-
-def _identity_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
 
 def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
     """What differs if the content does: the file itself, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What explains another `st_ctime_ns`, beside another name, and leaves the bytes alone."""
+    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -201,7 +201,7 @@ def test_an_interrupt_before_packed_bytes_are_proven(
     result = Task.result
 
     def interrupt(task: Any) -> Any:
-        if task.made == "The file cannot be used":
+        if result(task) == "The file cannot be used":
             monkeypatch.undo()
             raise KeyboardInterrupt
         return result(task)

@@ -26,7 +26,6 @@ from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget import budgeter
 from group_offload.runtime.copies.reader import Reader
-from group_offload.stores import packed
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
@@ -201,7 +200,7 @@ def test_a_set_up_that_fails_leaves_the_model_as_it_was(
 ) -> None:
     model = routed([600] * 3)
     resident, places = copy.deepcopy(model), [id(parameter) for parameter in model.parameters()]
-    raise_at(monkeypatch, packed, "pack", 2)
+    raise_at(monkeypatch, packer, "pack", 2)
     with pytest.raises(KeyboardInterrupt):
         offload(model, pack=True)
     monkeypatch.undo()
@@ -220,7 +219,7 @@ def test_the_next_blob_is_read_while_one_is_packed(
     resident = routed([2400] * 4)
     model = twin_of(resident, source, tmp_path)
     seen: list[str] = []
-    begin, pack_image = Reader.begin_now, packer.pack_image
+    begin, pack = Reader.begin_now, packer.pack
 
     def begin_now(self: Reader, target: torch.Tensor, reads: Any) -> Any:
         seen.append(f"read {sum(each.startswith('read') for each in seen)}")
@@ -231,10 +230,10 @@ def test_the_next_blob_is_read_while_one_is_packed(
         if number == 1:
             scale(2, model, resident, block=2)
         seen.append(f"pack {number}")
-        return pack_image(*args)
+        return pack(*args)
 
     monkeypatch.setattr(Reader, "begin_now", begin_now)
-    monkeypatch.setattr(packer, "pack_image", packs)
+    monkeypatch.setattr(packer, "pack", packs)
     handle = offload(model, pack=True, **options)
     if options:
         assert seen == [f"{what} {number}" for number in range(4) for what in ("read", "pack")]

@@ -29,7 +29,6 @@ from ..support.files import flip_a_bit
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import LEVELS, check, offload_to, pair, run
-from ..support.tuning import tune
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -48,21 +47,6 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 # ---------------------------------------------------------------- names and content
-
-
-@every_level
-def test_two_models_of_one_class_in_one_folder(level: str, tmp_path: Path) -> None:
-    """Equal weights use the same files. Hazard: a file is trusted for its name: a second model runs with the first one's
-    weights."""
-    pairs = [pair(seed=seed) for seed in range(3)]
-    for model, _ in pairs:
-        offload_to(tmp_path, model, level)
-    before = contents(tmp_path)
-    pairs.append(pair(seed=1))
-    offload_to(tmp_path, pairs[-1][0], level)
-    for model, reference in (*pairs, *pairs):
-        check(model, reference, inputs(), passes=1)
-    assert contents(tmp_path) == before
 
 
 # ---------------------------------------------------------------- what else may be there
@@ -264,23 +248,23 @@ def test_write_that_fails_in_the_middle(code: int, after: int, tmp_path: Path, m
     check(model, reference, inputs())
 
 
-def test_descriptors_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each file, up to a number; also with edits."""
+def test_descriptors_do_not_grow(tmp_path: Path) -> None:
+    """One for each file; also with edits."""
 
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    tune(monkeypatch, max_kept_open=70)
     offload_to(tmp_path / "first", make(Model)).remove()  # what is opened once a process is open now
     before = num_open()
     torch.manual_seed(0)
     models = [Model(30).eval() for _ in range(2)]
     handles = [offload_to(tmp_path, model, "leaf_level") for model in models]
+    most = num_open()
     for _ in range(3):
         for model in models:
             run(model, inputs())
             model.gain.data.add_(1)
-        assert num_open() <= before + 70
+        assert num_open() <= most
     for handle in handles:
         handle.remove()
     assert num_open() <= before  # others' may have gone meanwhile
@@ -371,18 +355,6 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
             with pytest.raises(GroupFileError, match="XXH3") as caught:
                 run(model, inputs())
             assert path.name in str(caught.value) and "'blocks" in str(caught.value)
-        flip_a_bit(path, position)
-        check(model, reference, inputs(), passes=2)
-    if tier == "groups":  # what is left in the file after an edit, before it was read
-        for twin in (model, reference):
-            twin.blocks[1].down.weight.data = twin.blocks[1].down.weight.data * 2
-        handle.refresh()
-        flip_a_bit(path, position)
-        for _ in range(
-            2 if any(path.name in group.where for group in handle.groups) else 0
-        ):  # else all of it is in RAM
-            with pytest.raises(GroupFileError, match="XXH3"):
-                run(model, inputs())
         flip_a_bit(path, position)
         check(model, reference, inputs(), passes=2)
     handle.remove()

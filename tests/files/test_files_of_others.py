@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from group_offload import GroupFileError
 from group_offload.base.ownership import ForeignFileError, Owners
-from group_offload.base.publish import boot
 from group_offload.packing.codec import hash_of
 from group_offload.packing.layout import PackedLayout
 from group_offload.stores.folder import Folder, file_name
@@ -188,10 +187,10 @@ def foreign(path: Path) -> set[str]:
     outside = path.parent / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "thesis.txt").write_text("precious")
-    for name in (file_name("link"), f".{ours}.1.{boot()}12345678.tmp"):
+    for name in (file_name("link"), f".{ours}.1.{0:016}.tmp"):
         (path / name).symlink_to(outside / "thesis.txt")
     (path / "linked").symlink_to(outside)
-    os.mkfifo(path / f".{ours}.2.{boot()}12345678.tmp")
+    os.mkfifo(path / f".{ours}.2.{0:016}.tmp")
     os.mknod(path / file_name("socket"), 0o600 | stat.S_IFSOCK)
     return names(path) - before
 
@@ -204,7 +203,7 @@ def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
     real.mkdir()
     there = foreign(real)
     groups.symlink_to(real) if is_link else real.rename(groups)
-    (groups / f".probe.1.{boot()}00000000.tmp").write_bytes(b"")  # a dead process's
+    (groups / f".probe.1.{0:016}.tmp").write_bytes(b"")  # a dead process's
     model = make(Model)
     handle = offload_to(groups, model)
     for _ in range(2):
@@ -219,7 +218,7 @@ def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_what_another_user_left(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary file."""
-    temporary = tmp_path / f".probe.1.{boot()}00000000.tmp"
+    temporary = tmp_path / f".probe.1.{0:016}.tmp"
     temporary.write_bytes(b"")
     give_away(how, monkeypatch, temporary)
     assert_holds(set_up(tmp_path))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import errno
 import gc
 import json
 import os
 import shutil
-import signal
 import struct
 import tempfile
-import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +27,7 @@ from group_offload import GroupFileError
 from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted
 from group_offload.stores.safetensors_file import read_packed_header
 
 from ..support.folders import headers_in
@@ -96,19 +92,12 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("overlaps", "has_threads"), [(False, True), (True, True), (True, False)])
-def test_many_blobs_are_packed_in_order(
-    overlaps: bool, has_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads read and write beside the one that packs. No more is in RAM at once than there is room for. Hazard:
-    threads of the pool wait for work that no thread of the pool is left for."""
-    if not has_threads:
-        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
-    here, pack, num_begun, num_packed = threading.get_ident(), packed_files.pack, 0, 0
+def test_many_blobs_are_packed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, as RAM may have no room for more."""
+    pack, num_begun, num_packed = packed_files.pack, 0, 0
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_packed
-        assert threading.get_ident() == here
         num_packed += 1
         return pack(*args, **kwargs)
 
@@ -121,10 +110,8 @@ def test_many_blobs_are_packed_in_order(
     monkeypatch.setattr(packed_files, "pack", spy)
     for _ in range(2):
         num_begun, names = 0, []
-        for number, found in enumerate(
-            PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted(), overlaps=overlaps)
-        ):
-            assert found is not None and num_begun <= number + (packed_files._MOST_AT_ONCE if overlaps else 1)
+        for number, found in enumerate(PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted())):
+            assert found is not None and num_begun == number + 1
             names.append(found.group_id)
             assert torch.equal(image_in(found), image_of(MANY[number].tensors)[0])
             os.close(found.fd)
@@ -132,58 +119,41 @@ def test_many_blobs_are_packed_in_order(
     assert len(stamps(tmp_path)) == NUM_BLOBS
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("fault", ["a full drive", "an interrupt", "the caller's own error", "nobody asks for more"])
-def test_packing_that_ends_early(fault: str, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [GroupFileError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["a write", "the caller's own blobs"])
+def test_packing_that_ends_early(
+    at: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk, Ctrl-C
     or a changed checkpoint leaves descriptors or half a file."""
-    before, write, num_written = descriptors(), Folder._write, 0
+    before, obtain, num_written = descriptors(), Folder.obtain, 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_written
         num_written += 1
-        if num_written == 5 and fault == "a full drive":
-            raise GroupFileError("The folder is full.")
-        if num_written == 5 and fault == "an interrupt":
-            _thread.interrupt_main()
-        return write(*args, **kwargs)
+        if num_written == 5:
+            raise error
+        return obtain(*args, **kwargs)
 
     def wanted() -> Iterator[Wanted]:
-        for number, each in enumerate(MANY):
-            if number == 5 and fault == "the caller's own error":
-                raise GroupFileError("a checkpoint changed")
-            yield each
+        yield from MANY[:5]
+        raise error
 
-    monkeypatch.setattr(Folder, "_write", fail)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
-    found = PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted(), overlaps=overlaps)
-    errors = {"an interrupt": KeyboardInterrupt, "nobody asks for more": StopIteration}
-
-    def consume() -> None:
-        for number, one in enumerate(found):
-            assert one is not None
-            os.close(one.fd)
-            if number == 3 and fault == "nobody asks for more":
-                found.close()
-                next(found)
-        time.sleep(1)  # for the interrupt
-
-    try:
-        with pytest.raises(errors.get(fault, GroupFileError)):
-            consume()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    found.close()
+    if at == "a write":
+        monkeypatch.setattr(Folder, "obtain", fail)
+    with pytest.raises(error):
+        close_all(PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted()))
     assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    assert len(stamps(tmp_path)) == (4 if at == "a write" else 5)
     monkeypatch.undo()
-    for one in PackedFiles(Folder(tmp_path, "Model")).find_or_pack(MANY, overlaps=overlaps):
-        assert one is not None
-        os.close(one.fd)
+    close_all(PackedFiles(Folder(tmp_path, "Model")).find_or_pack(MANY))
     assert len(stamps(tmp_path)) == NUM_BLOBS
 
 
-def no_more_threads(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
+def close_all(found: Iterable[PackedFile | None]) -> None:
+    for one in found:
+        assert one is not None
+        os.close(one.fd)
 
 
 def descriptors() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from group_offload.base import control_groups, ram
+from group_offload.base import ram
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ class Cgroups:
         self.root = folder / "cgroup"
         self._said = folder / "self"
         self.root.mkdir()
-        patch.setattr(control_groups, "_ROOT", self.root)
+        patch.setattr(ram, "_CONTROL_GROUPS", self.root)
         real = Path.read_text
 
         def read_text(path: Path, *args: Any, **kwargs: Any) -> str:

@@ -180,43 +180,6 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
     use(content)
 
 
-def test_signals_at_any_moment() -> None:
-    """What a real Ctrl-C does, many times, to one pool."""
-    is_armed = False
-
-    def interrupt(number: int, frame: object) -> None:
-        if is_armed:  # a signal may come later than it was sent
-            raise KeyboardInterrupt
-
-    def work() -> None:
-        sum(range(50))
-
-    done: list[int] = []
-    num_interrupts = 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for number in range(1500):
-            if number % 100 == 0:
-                pool._pool.close()
-                pool._forget()
-            try:
-                is_armed = True
-                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number * 7 % 900))
-                try:
-                    run_all([work] * 5)
-                    on_pool(work).wait()
-                finally:
-                    is_armed = False
-            except KeyboardInterrupt:
-                is_armed = False
-                num_interrupts += 1
-            assert run_all([partial(done.append, number)] * 2) == [None, None]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert num_interrupts > 20 and len(done) == 3000
-
-
 def test_an_interrupt_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has begun is waited for, and the rest never begins: no late read overwrites what has the memory next."""
     work, withdraw, left, are_withdrawn = Work(), pool.Task.withdraw, [*range(100)], threading.Event()

@@ -21,8 +21,8 @@ from group_offload.stores.ways import choose_ways
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.files import failing
-from ..support.models import DIM, RoutedModel
-from ..support.on_device import Twins, from_file, offload
+from ..support.models import RoutedModel
+from ..support.on_device import offload
 from ..support.reading import Rig, num_mappings
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -180,17 +180,6 @@ def test_the_share_that_is_cached(percent: int, monkeypatch: pytest.MonkeyPatch)
         assert abs(sum(cached[:end]) - end * percent / 100) <= 1
 
 
-def test_blobs_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By bytes, not by number; a large one is cached once there is enough for it."""
-    sizes = [10, 500, 30, 70, 1000, 1, 400, 20] * 20
-    found = blobs(*sizes)
-    for share in (0.1, 0.4, 0.8):
-        set_ram(monkeypatch, int(2 * share * sum(sizes)))
-        choose_ways(found, may_lock=False)
-        cached = sum(blob.layout.num_bytes for blob in found if not blob.is_direct)
-        assert share * sum(sizes) - 1000 <= cached <= share * sum(sizes) + 1
-
-
 def ways_of(rig: Rig) -> list[str]:
     return [group.way for group in rig.handle.groups if group.num_bytes]
 
@@ -279,24 +268,6 @@ def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.
         stats = rig.handle.stats()
         assert "locked" not in ways_of(rig) and stats.pinned_bytes == stats.bytes_read["locked"] == 0
         assert device.pinned_bytes == stats.staging_bytes
-
-
-@pytest.mark.usefixtures("_may_lock_half")
-def test_two_models_lock_one_file(tmp_path: Path) -> None:
-    model = RoutedModel([64] * 4).eval()
-    with use_simulated_device(SimulatedDevice(0)) as device:
-        first, second = (
-            Twins(device, from_file(model, tmp_path / "model.safetensors"), offload_device="disk") for _ in range(2)
-        )
-        for _ in range(3):
-            for each in (first, second):
-                each.step(x=torch.randn(2, DIM))
-                each.check()
-        first.handle.remove()
-        first.model.alive.clear()
-        with second:
-            second.step(x=torch.randn(2, DIM))
-            second.step(x=torch.randn(2, DIM))
 
 
 def test_a_process_without_descriptors_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from contextlib import suppress
 
 import pytest
 
 from group_offload.base.ram import available_ram
-from group_offload.base.release import release_later, releases_held, wait_for_releases
+from group_offload.base.release import release_later, wait_for_releases
 
 
 class Memory:
@@ -30,19 +29,6 @@ def test_the_caller_goes_on_meanwhile(waits: object) -> None:
     waits()  # type: ignore[operator]
     assert went and went != [threading.get_ident()] and not memory
     wait_for_releases()
-
-
-def test_releases_are_held_until_the_end() -> None:
-    may_go, went = threading.Event(), list[int]()
-    may_go.set()
-    with suppress(KeyError), releases_held():
-        for _ in range(2):
-            release_later([Memory(may_go, went)])
-        wait_for_releases()
-        assert not went
-        raise KeyError
-    wait_for_releases()
-    assert len(went) == 2
 
 
 def test_a_child_does_not_wait_for_threads_of_its_parent() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.caches import touch
 from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
 
@@ -81,7 +80,6 @@ class Fingerprint:
         top = self._top()
         if top is None:
             return False
-        touch(self._modules, self._tables, self._contents)
         if not (
             all(map(is_, map(type, [top, *self._modules]), self._types))
             and len(top.__dict__) == self._num_names

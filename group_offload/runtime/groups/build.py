@@ -174,13 +174,11 @@ class Builder:
 
         Raises:
             ConfigError: `is_promised`, and a file is not there any more.
-            GroupFileError: a file was cut off, or a group file is damaged, with `verify_files`.
+            GroupFileError: a file was cut off.
         """
         for users in views.values():
             try:
                 checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
-                if self.config.verify_files:
-                    checkpoint.prove_whole()  # before anything rests in it
             except GroupFileError:
                 raise
             except OSError as error:
@@ -195,7 +193,6 @@ class Builder:
                 logger.info(
                     "Copying weights of %s to RAM: the file can't be pinned in the page cache.", checkpoint.path
                 )
-                checkpoint.release()
                 continue
             if locks:
                 logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
@@ -207,8 +204,6 @@ class Builder:
                     blob.tier = Tier.RAM
                 plan.parts.append(self._bind(blob, refs))
                 plan.fresh = tuple(ref for ref in plan.fresh if ref not in refs)
-                if self.config.verify_files and checkpoint.whole is not None:
-                    blob.prove()  # its hash is known from now on
 
     # ---------------------------------------------------------------- in group files and in RAM
 

@@ -38,8 +38,6 @@ def test_direct_reads(
     widths: list[int], where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None
 ) -> None:
     """At any position, also where a file ends inside a block: most of these do."""
-    if not has_direct_reads(tmp_path):
-        pytest.skip("this file system has none")
     with Rig(where, tier, tmp_path, widths) as rig:
         preadv.arm(-1, -1)  # set-up has looked at what else is in the folder
         rig.check(3)
@@ -126,8 +124,6 @@ def test_direct_reads_that_are_refused(
     warnings_of_reads: list[str],
 ) -> None:
     """Then files are read through the page cache, which is said once. Hazard: a file system refuses direct reads."""
-    if not has_direct_reads(tmp_path):
-        pytest.skip("this file system has none")
 
     def refuse(real: Any, fd: int, buffers: Any, position: int) -> int:
         if is_direct(fd):
@@ -164,8 +160,6 @@ def test_files_that_cannot_be_opened_for_direct_reads(
 
 def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:
     """A real one: it is told, and not taken for a refusal."""
-    if not has_direct_reads(tmp_path):
-        pytest.skip("this file system has none")
     for where in DEVICES:
         with Rig(where, "checkpoint", tmp_path) as rig:
             preadv.fail(errno.EIO, 0, 10**6)
@@ -185,8 +179,6 @@ def test_direct_reads_that_return_less(
 ) -> None:
     """The file is whole: what a read did not bring comes with the next one. Hazard: a read returns less than was asked
     for, and the rest of the buffer is garbage."""
-    if not has_direct_reads(tmp_path):
-        pytest.skip("this file system has none")
 
     def short(real: Any, fd: int, buffers: Any, position: int) -> int:
         count: int = real(fd, buffers, position)

@@ -20,7 +20,7 @@ from group_offload.runtime.copies.write_order import WriteOrder
 from group_offload.runtime.measure import drive
 from group_offload.runtime.measure.recorder import Recorder
 
-from ...support.reading import SMALL_CHUNK, Preadv, Rig, assert_tells, every_rig, has_direct_reads, within
+from ...support.reading import SMALL_CHUNK, Preadv, Rig, assert_tells, every_rig, within
 from ...support.speeds import KNOWN_SPEEDS
 from ...support.tuning import tune
 
@@ -155,8 +155,6 @@ def test_the_plan_knows_a_drive_that_became_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Much slower than when it was measured: the time of a pass that the plan predicts is that of this drive."""
-    if not has_direct_reads(tmp_path):
-        pytest.skip("this file system has none")
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
     monkeypatch.setattr("group_offload.plan.ram_shares.auto_ram", lambda: 0)
     tune(monkeypatch, min_bytes_for_speed=1)

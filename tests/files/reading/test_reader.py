@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import random
 import signal
 import tempfile
@@ -173,22 +172,6 @@ def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pyt
             rig.settle()
             expected = min(frames, 1 - -file_bytes // SMALL_CHUNK) * SMALL_CHUNK
             assert rig.handle.stats().staging_bytes == rig.device.pinned_bytes == expected
-
-
-def test_a_trace_shows_the_reads(rig: Rig, tmp_path: Path) -> None:
-    rig.check(2)
-    rig.settle()
-    read_before = sum(rig.handle.stats().bytes_read.values())
-    with rig.handle.trace(tmp_path / "trace.json"):
-        rig.check()
-    num_bytes = sum(rig.handle.stats().bytes_read.values()) - read_before
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    reads = [e for e in events if e["ph"] == "X" and lanes[e["tid"]].startswith("file reads")]
-    assert sum(event["args"]["bytes"] for event in reads) == num_bytes > 0
-    assert {event["name"] for event in reads} <= {group.group_id for group in rig.handle.groups}
-    assert len({event["name"] for event in reads}) >= len(WIDTHS)
-    assert "H2D" in {lanes[event["tid"]] for event in events if event["ph"] == "X"}
 
 
 # ---------------------------------------------------------------- late, in any order
