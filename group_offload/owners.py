@@ -46,13 +46,23 @@ def owners_of(handle: OffloadHandle) -> list[Any]:
     return [owner for owner in found if owner is handle.module or _has(owner, handle.module)]
 
 
+def _left(handle: OffloadHandle, owner: Any) -> list[Any]:
+    return [each for each in owners_of(handle) if each is not owner]
+
+
+def check_release(handle: OffloadHandle, owner: Any) -> None:
+    """Raise StateError if `release` would restore the module, and cannot: it is in the middle of a forward."""
+    if not _left(handle, owner):
+        handle._live.check_idle()
+
+
 def release(handle: OffloadHandle, owner: Any) -> list[Any]:
     """Take an owner away, and restore the module if it was the last one.
 
     Returns:
         The owners that are left.
     """
-    left = [each for each in owners_of(handle) if each is not owner]
+    left = _left(handle, owner)
     if not left:
         handle.remove()
     handle.owners = [ref for ref in handle.owners if ref() is not owner]

@@ -37,7 +37,7 @@ from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
-from ..owners import add_owner, how_to_undo, release, shared_handle
+from ..owners import add_owner, check_release, how_to_undo, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default
 from ..runtime.gates import HANDLE, is_offloaded, root_of
@@ -240,9 +240,15 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
         names.setdefault(model, []).append(name)
     # Options of the last call may be for a model that is gone by now.
     _check_names(pipeline, names, excluded, special if "model_options" in given else {})
+    parts = {part for model in names for part in model.modules() if part is not model}
     offloaded, whole = [], []
     for model, mine in names.items():
-        if _is_given_up(model):
+        if model in parts and {*mine} & {*excluded, *special}:
+            raise ConfigError(
+                f"{mine[0]} is part of another component, and goes where that goes. Leave it out of exclude_modules and "
+                f"model_options."
+            )
+        if model in parts or _is_given_up(model):
             continue
         handle, own = handle_of(model), _own_options(mine, special)
         away = [name for name in mine if name in excluded]
@@ -300,14 +306,19 @@ def disable_group_offload(pipeline: Any) -> None:
 
     Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them. A model that
     another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so.
+
+    Raises:
+        StateError: a forward of one of them is in progress. None is restored.
     """
-    for name, model in models_of(pipeline).items():
-        for part in [*model.modules()]:
-            handle = handle_of(part)
-            left = [] if handle is None else release(handle, pipeline)
-            if left:
-                undo = how_to_undo(left, pipeline, part, name)
-                logger.warning("%s (%s) stays offloaded. To restore it, call %s.", name, type(part).__name__, undo)
+    parts = [(name, part) for name, model in models_of(pipeline).items() for part in model.modules()]
+    offloaded = [(name, part, handle) for name, part in parts if (handle := handle_of(part)) is not None]
+    for *_, handle in offloaded:
+        check_release(handle, pipeline)
+    for name, part, handle in offloaded:
+        left = release(handle, pipeline)
+        if left:
+            undo = how_to_undo(left, pipeline, part, name)
+            logger.warning("%s (%s) stays offloaded. To restore it, call %s.", name, type(part).__name__, undo)
     getattr(pipeline, "__dict__", {}).pop(_ASKED, None)
 
 
