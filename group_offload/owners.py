@@ -46,23 +46,13 @@ def owners_of(handle: OffloadHandle) -> list[Any]:
     return [owner for owner in found if owner is handle.module or _has(owner, handle.module)]
 
 
-def _left(handle: OffloadHandle, owner: Any) -> list[Any]:
-    return [each for each in owners_of(handle) if each is not owner]
-
-
-def check_release(handle: OffloadHandle, owner: Any) -> None:
-    """Raise StateError if `release` would restore the module, and cannot: it is in the middle of a forward."""
-    if not _left(handle, owner):
-        handle._live.check_idle()
-
-
 def release(handle: OffloadHandle, owner: Any) -> list[Any]:
     """Take an owner away, and restore the module if it was the last one.
 
     Returns:
         The owners that are left.
     """
-    left = _left(handle, owner)
+    left = [each for each in owners_of(handle) if each is not owner]
     if not left:
         handle.remove()
     handle.owners = [ref for ref in handle.owners if ref() is not owner]
@@ -122,15 +112,11 @@ def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: st
     alone = f"remove_group_offloading({f'pipe.{name}' if name else 'model'})"
     calls: dict[str, None] = {}
     for each in owners:
-        of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
+        title = f"{'other ' if type(owner) is type(each) else ''}{type(each).__name__}"
+        of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {title}")
         calls[alone if each is module else of_pipeline] = None
     # Without owners (their pipelines are gone) any pipeline that has the module may restore it.
     return " and ".join(calls) or ("disable_group_offload(pipe)" if name else alone)
-
-
-def _title(pipeline: Any, owner: Any) -> str:
-    name = type(pipeline).__name__
-    return f"other {name}" if type(owner) is type(pipeline) else name
 
 
 def _shown(config: OffloadConfig, option: str) -> str:

@@ -37,7 +37,7 @@ from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
-from ..owners import add_owner, check_release, how_to_undo, release, shared_handle
+from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default
 from ..runtime.gates import HANDLE, is_offloaded, root_of
@@ -244,10 +244,8 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     offloaded, whole = [], []
     for model, mine in names.items():
         if model in parts and {*mine} & {*excluded, *special}:
-            raise ConfigError(
-                f"{mine[0]} is part of another component, and goes where that goes. Leave it out of exclude_modules and "
-                f"model_options."
-            )
+            what = f"{mine[0]} is part of another component, and goes where that goes."
+            raise ConfigError(f"{what} Leave it out of exclude_modules and model_options.")
         if model in parts or _is_given_up(model):
             continue
         handle, own = handle_of(model), _own_options(mine, special)
@@ -305,15 +303,14 @@ def disable_group_offload(pipeline: Any) -> None:
     """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were.
 
     Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them. A model that
-    another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so.
-
-    Raises:
-        StateError: a forward of one of them is in progress. None is restored.
+    another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so. In
+    a forward of one of them none is restored: StateError.
     """
     parts = [(name, part) for name, model in models_of(pipeline).items() for part in model.modules()]
     offloaded = [(name, part, handle) for name, part in parts if (handle := handle_of(part)) is not None]
     for *_, handle in offloaded:
-        check_release(handle, pipeline)
+        if all(owner is pipeline for owner in owners_of(handle)):
+            handle._live.check_idle()
     for name, part, handle in offloaded:
         left = release(handle, pipeline)
         if left:

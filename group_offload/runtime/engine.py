@@ -168,17 +168,12 @@ class Engine:
             self._passes.stay_clean()
 
     def check_idle(self) -> None:
-        """
-        Raises:
-            StateError: a forward or backward of the module is in progress. (One of another thread is waited for.)
-        """
+        """Raise StateError in a forward or backward of the module. One of another thread is waited for."""
         with self.lock:
             self._backward.settle()
             self._passes.forget_interrupted_calls()
             if self._passes.is_running:
-                raise StateError(
-                    f"{self._passes.name} is in the middle of a forward or backward, and can't be restored. Do that afterwards."
-                )
+                raise StateError(f"{self._passes.name} is in the middle of a forward or backward. Do that afterwards.")
 
     def remove(self) -> None:
         """Move every tensor back into separate memory on the device where it was before, and take the gates away.
