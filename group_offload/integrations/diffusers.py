@@ -239,13 +239,16 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     for name, model in models.items():
         names.setdefault(model, []).append(name)
     # Options of the last call may be for a model that is gone by now.
-    _check_names(pipeline, names, excluded, special if "model_options" in given else {})
+    special_now = special if "model_options" in given else {}
+    _check_names(pipeline, names, excluded, special_now)
+    named = {*special_now, *(excluded if "exclude_modules" in given else ())}
     parts = {part for model in names for part in model.modules() if part is not model}
     offloaded, whole = [], []
     for model, mine in names.items():
-        if model in parts and {*mine} & {*excluded, *special}:
-            what = f"{mine[0]} is part of another component, and goes where that goes."
-            raise ConfigError(f"{what} Leave it out of exclude_modules and model_options.")
+        if model in parts and not named.isdisjoint(mine):
+            raise ConfigError(
+                f"Give no options for {mine[0]}: it is part of another component, and goes where that goes."
+            )
         if model in parts or _is_given_up(model):
             continue
         handle, own = handle_of(model), _own_options(mine, special)
@@ -376,10 +379,7 @@ def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
 def _check_names(
     pipeline: Any, names: Mapping[nn.Module, Sequence[str]], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
-    """
-    Args:
-        names: The names of each model.
-    """
+    """Refuse names and options that there are not. `names` are those of each model."""
     known_names = [name for mine in names.values() for name in mine]
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines
