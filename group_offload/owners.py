@@ -112,15 +112,11 @@ def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: st
     alone = f"remove_group_offloading({f'pipe.{name}' if name else 'model'})"
     calls: dict[str, None] = {}
     for each in owners:
-        of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {_title(each, owner)}")
+        title = f"{'other ' if type(owner) is type(each) else ''}{type(each).__name__}"
+        of_pipeline = "disable_group_offload(" + ("pipe)" if each is owner else f") on the {title}")
         calls[alone if each is module else of_pipeline] = None
     # Without owners (their pipelines are gone) any pipeline that has the module may restore it.
     return " and ".join(calls) or ("disable_group_offload(pipe)" if name else alone)
-
-
-def _title(pipeline: Any, owner: Any) -> str:
-    name = type(pipeline).__name__
-    return f"other {name}" if type(owner) is type(pipeline) else name
 
 
 def _shown(config: OffloadConfig, option: str) -> str:

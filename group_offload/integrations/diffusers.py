@@ -37,7 +37,7 @@ from ..base.weak import Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
-from ..owners import add_owner, how_to_undo, release, shared_handle
+from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import HANDLE, is_offloaded, root_of
@@ -272,10 +272,17 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
     for name, model in models.items():
         names.setdefault(model, []).append(name)
     # Options of the last call may be for a model that is gone by now.
-    _check_names(pipeline, names, excluded, special if "model_options" in given else {})
+    special_now = special if "model_options" in given else {}
+    _check_names(pipeline, names, excluded, special_now)
+    named = {*special_now, *(excluded if "exclude_modules" in given else ())}
+    parts = {part for model in names for part in model.modules() if part is not model}
     offloaded, whole = [], []
     for model, mine in names.items():
-        if _is_given_up(model):
+        if model in parts and not named.isdisjoint(mine):
+            raise ConfigError(
+                f"Give no options for {mine[0]}: it is part of another component, and goes where that goes."
+            )
+        if model in parts or _is_given_up(model):
             continue
         handle, own = handle_of(model), _own_options(mine, special)
         away = [name for name in mine if name in excluded]
@@ -339,15 +346,19 @@ def disable_group_offload(pipeline: Any) -> None:
     """Undo `enable_group_offload` for every model of a pipeline: its weights get separate memory again, where they were.
 
     Models that were put into another one since (a ControlNet into a `MultiControlNetModel`) are among them. A model that
-    another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so.
+    another pipeline offloads too, or that was offloaded by a call of its own, stays offloaded, and the log says so. In
+    a forward of one of them none is restored: StateError.
     """
-    for name, model in models_of(pipeline).items():
-        for part in [*model.modules()]:
-            handle = handle_of(part)
-            left = [] if handle is None else release(handle, pipeline)
-            if left:
-                undo = how_to_undo(left, pipeline, part, name)
-                logger.warning("%s (%s) stays offloaded. To restore it, call %s.", name, type(part).__name__, undo)
+    parts = [(name, part) for name, model in models_of(pipeline).items() for part in model.modules()]
+    offloaded = [(name, part, handle) for name, part in parts if (handle := handle_of(part)) is not None]
+    for *_, handle in offloaded:
+        if all(owner is pipeline for owner in owners_of(handle)):
+            handle._live.check_idle()
+    for name, part, handle in offloaded:
+        left = release(handle, pipeline)
+        if left:
+            undo = how_to_undo(left, pipeline, part, name)
+            logger.warning("%s (%s) stays offloaded. To restore it, call %s.", name, type(part).__name__, undo)
     getattr(pipeline, "__dict__", {}).pop(_ASKED, None)
 
 
@@ -408,10 +419,7 @@ def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
 def _check_names(
     pipeline: Any, names: Mapping[nn.Module, Sequence[str]], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
-    """
-    Args:
-        names: The names of each model.
-    """
+    """Refuse names and options that there are not. `names` are those of each model."""
     known_names = [name for mine in names.values() for name in mine]
     for name in excluded:
         if name not in pipeline.components:  # diffusers lets it pass: one list may serve several pipelines

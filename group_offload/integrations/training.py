@@ -31,7 +31,7 @@ class ActivationOffloadCallback:
         self._options = options
         self.handle: ActivationOffloadHandle | None = None
         """The handle of the latest training; None before the first one."""
-        self._reported: ActivationStats | None = None
+        self._reported = ActivationStats()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         """Offload the activations of the model, as the trainer wrapped it."""
@@ -40,7 +40,7 @@ class ActivationOffloadCallback:
                 left.remove()
         self.handle = apply_activation_offloading(model, **self._options)
         _applied.add(self.handle)
-        self._reported = None
+        self._reported = ActivationStats()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Undo the offloading."""
@@ -53,14 +53,11 @@ class ActivationOffloadCallback:
             return
         now, before = self.handle.stats(), self._reported
         self._reported = now
-        offloaded, stalls = now.offloaded_bytes, now.stalls
-        if before is not None:
-            offloaded, stalls = offloaded - before.offloaded_bytes, stalls - before.stalls
         figures = {
-            "activations_offloaded_gib": offloaded / 2**30,
+            "activations_offloaded_gib": (now.offloaded_bytes - before.offloaded_bytes) / 2**30,
             "activations_host_peak_gib": now.peak_used_host_bytes / 2**30,
             "activations_inflight_peak_gib": now.peak_inflight_bytes / 2**30,
-            "activations_stalls": stalls,
+            "activations_stalls": now.stalls - before.stalls,
         }
         logs.update(figures)
         history = getattr(state, "log_history", None)
@@ -69,9 +66,5 @@ class ActivationOffloadCallback:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):  # any other event of the protocol, later ones included
-            return _ignore
+            return lambda *args, **kwargs: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    pass

@@ -161,6 +161,14 @@ class Engine:
                 raise
             self._passes.stay_clean()
 
+    def check_idle(self) -> None:
+        """Raise StateError in a forward or backward of the module. One of another thread is waited for."""
+        with self.lock:
+            self._backward.settle()
+            self._passes.forget_interrupted_calls()
+            if self._passes.is_running:
+                raise StateError(f"{self._passes.name} is in the middle of a forward or backward. Do that afterwards.")
+
     def remove(self) -> None:
         """Move every tensor back into separate memory on the device where it was before, and take the gates away.
 
@@ -168,12 +176,7 @@ class Engine:
         next forward offloads them again, and another `remove()` goes on with the rest.
         """
         with self.lock:
-            self._backward.settle()
-            self._passes.forget_interrupted_calls()
-            if self._passes.is_running:
-                raise StateError(
-                    "remove() was called in the middle of a forward or backward of the module. Call it afterwards."
-                )
+            self.check_idle()
             self._passes.begin_clean()
             self._release()
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out

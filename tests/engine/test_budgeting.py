@@ -456,14 +456,25 @@ def test_groups_that_stay_put_nothing_between_kernels(
 def test_ram_that_others_need(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Page-locked files are given up, a part at a time, and read instead."""
+    """Page-locked files are given up, a part at a time, and read instead. The system is asked at most once a second."""
     resident = RoutedModel([1000] * 8).eval()
     model, options = place(resident, "checkpoint", tmp_path, {})
     handle = offload(model, **options, ram_budget="1GiB", ram_share=1 << 20)
     check(device, model, resident, passes=3)
+    num_looks = 0
+
+    def available_ram() -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return 1000
+
+    monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", available_ram)
+    assert tuning().relief_seconds == 1
+    tune(monkeypatch, relief_seconds=100)
+    check(device, model, resident, passes=3)
+    assert num_looks <= 1
     before = handle.stats().pinned_bytes
     assert before > 0
-    monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 1000)
     tune(monkeypatch, relief_seconds=0)
     pinned = [before]
     for _ in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch
 def test_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the package, for anybody: of a device that something is offloaded to, and of another one."""
     tune(monkeypatch, device_margin_bytes=0)
+    monkeypatch.setattr(arena, "_arenas", weakref.WeakValueDictionary())  # models of other tests may be there yet
     device = SimulatedDevice()
     refused = iter([True, False])
 

@@ -198,6 +198,7 @@ def snapshot_without_pointers(model: nn.Module) -> list[Any]:
 
 
 def test_signature_is_that_of_diffusers() -> None:
+    """Hazard: the docs say that all arguments mean the same as in diffusers, and two mean something else."""
     hooks = pytest.importorskip("diffusers.hooks")
     theirs = inspect.signature(hooks.apply_group_offloading).parameters
     ours = inspect.signature(apply_group_offloading).parameters
@@ -221,6 +222,12 @@ def test_signature_is_that_of_diffusers() -> None:
             default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
             assert ours[name].default == default, name
     assert torch.device(ours["offload_device"].default) == torch.device(theirs["offload_device"].default)
+    docs = Path(__file__).parents[2] / "docs"
+    for text in (str(apply_group_offloading.__doc__), *(page.read_text() for page in docs.glob("*.md"))):
+        for said in re.findall(
+            r"^.*arguments.*\n?.*\bmeaning\b.*\n.*$|^.*\bmeaning\b.*arguments.*\n.*$", text, re.M | re.I
+        ):
+            assert re.search(r"two differ|except \[two\]|`record_stream` and `low_cpu_mem_usage`", said), said
 
 
 def test_signatures_of_one_definition() -> None:

@@ -246,6 +246,25 @@ def test_a_plan_learns_what_ram_could_not_be_had(
     end(device, model, resident, handle)
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_what_does_not_shrink_is_no_ram_that_could_not_be_had(
+    has_folder: bool, device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """The plan has as much RAM as before for weights as they are."""
+    resident = routed([2400] * 8)
+    for parameter in resident.parameters():
+        exponents = torch.randint(100, 150, parameter.shape)
+        parameter.data = torch.ldexp(torch.randn(parameter.shape), exponents - 127).bfloat16()
+    model: Any = from_file(resident, tmp_path / "model.safetensors")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
+    options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
+    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.6 * size))
+    check(device, model, resident, 3)
+    assert not handle.stats().packed_bytes and handle.plan.details.ram_bytes > 0.4 * size
+    end(device, model, resident, handle)
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_the_next_set_up_reads_and_packs_nothing(
     is_late: bool, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -253,6 +253,40 @@ def test_a_part_that_is_offloaded_is_named(kind: Kind, device: torch.device) -> 
         enable_group_offload(SimpleNamespace(components={"block": block}), onload_device=device)
 
 
+def test_a_component_that_is_part_of_another_goes_with_it(kind: Kind, device: torch.device) -> None:
+    """Hazard: each is refused because the other one is offloaded, and neither can be restored first."""
+    pipe = kind.make()
+    components = {"block": pipe.transformer.transformer_blocks[0], **pipe.components}
+    both = SimpleNamespace(components=components)
+    for option in ({"exclude_modules": "block"}, {"model_options": {"block": LEAVES}}):
+        with pytest.raises(ConfigError, match="Give no options for block: it is part of another component"):
+            enable_group_offload(both, onload_device=device, **option)
+    for _ in range(2):
+        assert enable_group_offload(both, onload_device=device).keys() == models_of(pipe).keys()
+    assert torch.equal(kind.run(pipe), kind.expected(device))
+    disable_group_offload(both)
+    assert not handles_of(pipe)
+
+
+def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> None:
+    """Hazard: the other models are restored, and then the one that runs is refused."""
+    pipe = kind.make()
+    handles = kind.enable(pipe, onload_device=device)
+
+    def disable(*_: Any) -> None:
+        with pytest.raises(StateError, match=f"^{type(pipe.transformer).__name__} is in the middle of a forward"):
+            disable_group_offload(pipe)
+        refused.append(handles_of(pipe))
+
+    refused: list[dict[str, Any]] = []
+    hook = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(disable)
+    assert torch.equal(kind.run(pipe), kind.expected(device)) and refused and all(each == handles for each in refused)
+    hook.remove()
+    assert kind.enable(pipe) == handles
+    disable_group_offload(pipe)
+    assert not handles_of(pipe)
+
+
 # ---------------------------------------------------------------- added, replaced, given up
 
 
