@@ -30,7 +30,7 @@ class ActivationOffloadHandle(NotCopied):
         self.config = config
         self.groups = tuple(groups)
         """The FQNs of the groups, in registration order."""
-        self._session: Session | None = Session(config, type(module).__name__, len(groups))
+        self._session: Session | None = Session(config, type(module).__name__)
         self._last_stats = ActivationStats()
         self._gates = [GroupGate(self._session, name, group) for name, group in groups.items()]
         self._hooks: list[RemovableHandle] = []

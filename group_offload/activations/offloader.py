@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 
 from ..base.device import Backend, Event, Stream
-from ..base.tuning import tuning
 from .host_pool import HostPool
 from .stash import Remains, Stash, StashState
 from .stats import ActivationStats
@@ -19,9 +19,8 @@ from .streams import CopyStreams
 class DeviceOffloader:
     """The streams and the host memory for one device's activations. All calls are made under the session's lock.
 
-    Order of calls for a stash: `offload`, then any number of `restore` (with `fetch` ahead of it, if the stash is predicted)
-    and `evict`. `begin_group` says that compute has reached another group. Copies to host memory start in batches, at the
-    latest when anything else is called.
+    Order of calls for a stash: `offload`, then any number of `keep` (and `offload`), then any number of `restore` (with `fetch`
+    ahead of it, if the stash is predicted). Each time that compute reaches another group, `free_offloaded` comes first.
     """
 
     def __init__(self, backend: Backend, stats: ActivationStats) -> None:
@@ -29,33 +28,12 @@ class DeviceOffloader:
         self._stats = stats
         self._streams = CopyStreams(backend)
         self._pool = HostPool(backend, stats, self._streams.drain)
-        self._batch: list[Stash] = []
-        """The next stashes to copy to host memory, all saved on one stream. The list holds them because device memory has to
-        outlive a copy that isn't enqueued yet."""
-        self._batch_bytes = 0
         self._offloading: deque[weakref.ref[Stash]] = deque()
         """Stashes whose device memory is to be freed, in the order of their copies to host memory."""
-        self._num_groups = 0
         self._last_wait: tuple[Stream, Event] | None = None
         """Copies of a batch share an event: a stream that waited for one need not wait for the next."""
         self.remains: deque[Remains] = deque()
         """What dead stashes left behind, in whichever thread they died."""
-
-    def begin_group(self) -> None:
-        """Compute has reached another group. Free the device memory of what was offloaded two groups ago."""
-        self._num_groups += 1
-        self.clean_up()
-        self._free_offloaded(self._num_groups - 2)
-
-    def clean_up(self) -> None:
-        """Start the copies of the batch, and free what dead stashes left behind."""
-        self._send_batch()
-        self._bury()
-
-    def close(self) -> None:
-        """Free all device memory that copies to host memory hold."""
-        self.clean_up()
-        self._free_offloaded(self._num_groups)
 
     def abandon(self) -> None:
         """Return once no copy is under way that was started here. Call no other method afterwards."""
@@ -66,79 +44,55 @@ class DeviceOffloader:
 
     # To host memory
 
-    def offload(self, stash: Stash) -> None:
-        """Let the next batch copy a stash to host memory. If there is no room the stash stays on the device."""
-        assert stash.state is StashState.ON_DEVICE
-        stats = self._stats
-        if self.remains:
-            self._bury()
-        stash.host = self._pool.take(stash.num_bytes)
-        if stash.host is None:
-            stats.refused_bytes += 0 if stash.was_refused else stash.num_bytes
-            stash.was_refused = True
-            return
-        if self._batch and self._batch[0].streams[0] != stash.streams[0]:
-            self._send_batch()
-        stash.state = StashState.OFFLOADING
-        stash.offloaded_at = self._num_groups
-        stats.offloads += 1
-        stats.offloaded_bytes += stash.num_bytes
-        stats.inflight_bytes += stash.num_bytes
-        self._offloading.append(weakref.ref(stash))
-        self._batch.append(stash)
-        self._batch_bytes += stash.num_bytes
-        if self._batch_bytes >= tuning().activation_batch_bytes or not self.backend.has_streams:
-            self._send_batch()
+    def offload(self, stashes: Iterable[Stash]) -> None:
+        """Start to copy stashes to host memory. Those that are there let go of their device memory; those for which there is
+        no room stay."""
+        self.clean_up()
+        stats, leaving = self._stats, list[Stash]()
+        for stash in stashes:
+            if stash.state is StashState.RELOADED:
+                self._free(stash)
+                continue
+            assert stash.state is StashState.ON_DEVICE
+            stash.host = self._pool.take(stash.num_bytes)
+            if stash.host is None:
+                continue
+            stash.state = StashState.OFFLOADING
+            stats.offloads += 1
+            stats.offloaded_bytes += stash.num_bytes
+            stats.inflight_bytes += stash.num_bytes
+            leaving.append(stash)
+            self._offloading.append(weakref.ref(stash))
         stats.peak_inflight_bytes = max(stats.peak_inflight_bytes, stats.inflight_bytes)
+        for stream, group in groupby(leaving, lambda stash: stash.streams[0]):
+            mine = [*group]
+            copies = [(stash.host, stash.memory) for stash in mine]
+            for stash, left in zip(mine, self._streams.copy_out(copies, stream), strict=True):  # type: ignore[arg-type]
+                stash.left = stash.guard = left
+        if not self.backend.has_streams:
+            self.free_offloaded()
 
     def keep(self, stash: Stash, memory: torch.Tensor) -> None:
-        """Keep a stash on the device that was to be offloaded: a last group saved it too, and `memory` has its bytes."""
-        self._send_batch()
+        """A later group saved a stash too, and `memory` has its bytes: they stay on the device as long as that group's."""
         if stash.state is StashState.OFFLOADING:
             self._stay(stash)
         elif stash.state is StashState.OFFLOADED:
             stash.memory, stash.streams = memory, [self.backend.current_stream()]
             stash.state = StashState.RELOADED
 
-    def _send_batch(self) -> None:
-        """Start the copies of the batch."""
-        if not self._batch:
-            return
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        copies = [(stash.host, stash.memory) for stash in batch]
-        left = self._streams.copy_out(copies, batch[0].streams[0])  # type: ignore[arg-type]
-        for stash in batch:
-            stash.left = stash.guard = left
-        if not self.backend.has_streams:
-            self._free_offloaded(0)
-
     # Device memory
 
-    def evict(self, stash: Stash) -> None:
-        """Free the device memory of a stash that is in host memory as well."""
-        if stash.state is StashState.RELOADED:
-            self._free(stash, is_done=False)
-
-    def _free_offloaded(self, max_group: int) -> None:
-        """Free the device memory of stashes whose copies to host memory are done, or that were offloaded by `max_group`."""
-        self._send_batch()
-        done: Event | None = None
+    def free_offloaded(self) -> None:
+        """Free the device memory of what was offloaded, and what dead stashes left behind: compute waits for its copies."""
+        self.clean_up()
         while self._offloading:
-            stash = self._offloading[0]()
-            if stash is None or stash.state is not StashState.OFFLOADING:
-                self._offloading.popleft()
-                continue
-            assert stash.left is not None
-            is_done = stash.left is done or stash.left.query()
-            done = stash.left if is_done else done
-            if not is_done and stash.offloaded_at > max_group:
-                return
-            self._offloading.popleft()
-            self._free(stash, is_done=is_done)
+            stash = self._offloading.popleft()()
+            if stash is not None and stash.state is StashState.OFFLOADING:
+                self._free(stash)
 
-    def _free(self, stash: Stash, *, is_done: bool) -> None:
-        """Free the device memory of a stash. If the copy that uses it isn't done, compute waits for that copy."""
-        if stash.guard is not None and not is_done:
+    def _free(self, stash: Stash) -> None:
+        """Free the device memory of a stash, once compute has waited for the copy that uses it."""
+        if stash.guard is not None:
             for stream in stash.streams:
                 self._wait(stream, stash.guard)
         if stash.state is StashState.OFFLOADING:
@@ -147,11 +101,12 @@ class DeviceOffloader:
         stash.memory = stash.guard = stash.waited_on = None
 
     def _stay(self, stash: Stash) -> None:
-        """Backward, or a last group, needs a stash before its device memory was freed: nothing has to come back."""
+        """Backward, or a later group, needs a stash before its device memory was freed: nothing has to come back."""
         self._stats.inflight_bytes -= stash.num_bytes
         stash.state = StashState.RELOADED
+        stash.arrived = stash.left  # a backward may change the bytes in place: behind the copy that reads them
 
-    def _bury(self) -> None:
+    def clean_up(self) -> None:
         """Free what dead stashes left behind."""
         for _ in range(len(self.remains)):  # more may come meanwhile
             memory, guard, streams, host, inflight_bytes = self.remains.popleft()
@@ -177,7 +132,6 @@ class DeviceOffloader:
         Returns:
             How many were not on the device.
         """
-        self._send_batch()
         for stash in stashes:
             if stash.state is StashState.OFFLOADING:
                 self._stay(stash)
@@ -204,7 +158,7 @@ class DeviceOffloader:
         if stash.arrived is not None and (stash.waited_on is None or stash.waited_on != stream):
             self._wait(stream, stash.arrived)
             stash.waited_on = stream
-            if stream == stash.streams[0]:
+            if stash.streams == [stream]:
                 stash.guard = None
         if stream != stash.streams[0]:
             self.backend.record_stream(stash.memory, stream)

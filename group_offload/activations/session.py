@@ -9,6 +9,10 @@ graph that is dropped frees them, in host memory and on the device, without bein
 Tensors that are saved after the last call of a group count as that group's. So the input of a checkpoint around the next
 group, which the checkpoint saves, is offloaded too.
 
+What a group saves is offloaded once `keep_last` groups have begun after it, one at least. So the last groups stay, however long
+the forward is, and copies are enqueued behind all operations that saved (some fill a tensor after autograd has saved it:
+`rrelu` saves its noise before it draws it). What a later group saves again counts as that group's.
+
 [Note: Interrupts of activation offloading]
 Ctrl-C, or an error that isn't expected here, may break off an offloader's work between any two steps. Then nobody knows which
 of its bytes are where. So all work is done in methods that are `_guarded`. After such a break the guard waits for the copies
@@ -35,7 +39,6 @@ from ..base.torch_internals import (
     are_saved_tensors_hooks_enabled,
     current_graph_task_id,
     current_transform,
-    num_autograd_nodes,
 )
 from ..errors import GroupOffloadError, ModuleError, StateError
 from .config import ActivationConfig
@@ -109,7 +112,7 @@ class _Current(threading.local):
 class Session:
     """Activation offloading of one root module. It lives as long as its hooks, or any graph that was recorded under them."""
 
-    def __init__(self, config: ActivationConfig, title: str, num_groups: int) -> None:
+    def __init__(self, config: ActivationConfig, title: str) -> None:
         """
         Args:
             title: What messages call the root.
@@ -124,7 +127,6 @@ class Session:
         """The tapes of forwards that run, and of graphs that are alive."""
         self._is_whole = True
         """No thread is in the middle of the offloader's work, or was when an error broke it off."""
-        self._expected = num_groups
         self._current = _Current()
 
     @_guarded
@@ -142,7 +144,7 @@ class Session:
     @_guarded
     def _close(self) -> None:
         if self._offloader is not None:
-            self._offloader.close()
+            self._offloader.free_offloaded()
 
     def _abandon(self) -> None:
         if self._offloader is not None:
@@ -187,7 +189,7 @@ class Session:
         if not torch.is_grad_enabled():
             return
         weights = weights_of(root)
-        tape = Tape(self._expected, outer)
+        tape = Tape(outer)
         self._begin(tape, {weight.device for weight in weights})
         self._current.tape = tape
         tape.open(weights, self.pack, self.unpack)
@@ -209,13 +211,16 @@ class Session:
         tape = self._current.tape
         if tape is None or current_graph_task_id() != -1:
             return
-        if tape.stashes:
-            self._expected = len(tape.stashes)  # the next forward is expected to be as long
         tape.close()
         self._current.tape = None
-        self._offload(tape.take_unfilled())
         if self._offloader is not None:
+            self._let_leave(tape, tape.position + 1 - self._config.keep_last, self._offloader)
             self._offloader.clean_up()
+            for position in range(tape.position + 1):
+                stayed = [each for each in tape.at(position) if each.state is StashState.ON_DEVICE]
+                num_bytes = sum(each.num_bytes for each in stayed if each.position == position)
+                self._stats.refused_bytes += num_bytes if position < tape.num_left else 0
+                self._stats.kept_bytes += num_bytes if position >= tape.num_left else 0
 
     @_guarded
     def enter(self, name: str) -> None:
@@ -223,25 +228,17 @@ class Session:
         tape = self._current.tape
         if tape is None or current_graph_task_id() != -1:
             return
-        self._offload(tape.take_unfilled())
         tape.begin_group(name)
         if self._offloader is not None:
-            self._offloader.begin_group()
-        # A forward that is longer than expected: backward doesn't first need the groups that were kept as its last.
-        while tape.num_decided <= tape.position - self._config.keep_last:
-            self._offload([*tape.at(tape.num_decided)][::-1])
-            tape.num_decided += 1
+            self._offloader.free_offloaded()
+            self._let_leave(tape, tape.position + 1 - max(self._config.keep_last, 1), self._offloader)
 
-    @_guarded
-    def _send_unfilled(self, tape: Tape) -> None:
-        """Offload what waited for the operation that saved it. That one is enqueued by now."""
-        self._offload(tape.take_unfilled())
-
-    def _offload(self, stashes: Iterable[Stash]) -> None:
-        for stash in stashes:
-            if stash.state is StashState.ON_DEVICE:
-                assert self._offloader is not None
-                self._offloader.offload(stash)
+    def _let_leave(self, tape: Tape, end: int, offloader: DeviceOffloader) -> None:
+        """Offload what groups before position `end` saved, but for what later ones saved too."""
+        while tape.num_left < end:
+            leaving = [stash for stash in tape.at(tape.num_left) if stash.position == tape.num_left]
+            offloader.offload(leaving[::-1])
+            tape.num_left += 1
 
     # Pack
 
@@ -249,12 +246,10 @@ class Session:
         tape, config = self._current.tape, self._config
         if tape is None:
             return keep(tensor, None)
-        if tape.unfilled and num_autograd_nodes() != tape.unfilled_by:
-            self._send_unfilled(tape)
         if not self._moves(tensor, tape):
             return keep(tensor, tape.outer)
         start, end = needed_part(tensor, config.min_bytes)
-        if end - start < max(config.min_bytes, 1) or (config.skip is not None and config.skip(tensor, tape.names[-1])):
+        if end - start < max(config.min_bytes, 1) or (config.skip is not None and config.skip(tensor, tape.name)):
             return keep(tensor, tape.outer)
         return self._stash(tensor, start, end, tape)
 
@@ -284,13 +279,11 @@ class Session:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, start, num_bytes
         stats.saved_tensors += 1
-        is_last = tape.position >= tape.expected - self._config.keep_last
         stash = tape.find(key)
         if stash is not None:
             stats.shared_tensors += 1
             tape.mark(stash)
-            if is_last:
-                offloader.keep(stash, bytes_of(tensor, start, end))
+            offloader.keep(stash, bytes_of(tensor, start, end))
             return PackedView(tensor, stash, start, tape)
         stream = offloader.backend.current_stream()
         if tape.home is None:
@@ -299,15 +292,6 @@ class Session:
         stash = Stash(bytes_of(tensor, start, end), streams, offloader.remains, num_bytes)
         tape.add(key, storage, stash)
         tape.mark(stash)
-        if is_last:
-            stats.kept_bytes += num_bytes
-        elif tensor.grad_fn is None and not tensor.requires_grad:
-            # No operation that was recorded has made it. The one that saves it may be about to fill it (`rrelu` saves its
-            # noise before it draws it), so its copy has to come behind that one.
-            tape.unfilled.append(stash)
-            tape.unfilled_by = num_autograd_nodes()
-        else:
-            offloader.offload(stash)
         return PackedView(tensor, stash, start, tape)
 
     # Unpack
@@ -335,14 +319,8 @@ class Session:
         """Backward has reached a group, on `stream`: fetch the rest of the group, and those that come next."""
         tape, position = packed.tape, packed.position
         tape.reached = position
-        offloader.begin_group()
-        for past in [other for other in tape.fetched if other > position + 1]:
-            tape.fetched.discard(past)
-            for stash in tape.at(past):
-                if min(stash.positions) > position + 1:
-                    offloader.evict(stash)
+        offloader.clean_up()
         self._stats.stalls += offloader.fetch([*dict.fromkeys((packed.stash, *tape.at(position)))], stream)
-        tape.fetched.add(position)
         num_ahead = 0
         for ahead in range(position - 1, -1, -1):
             stashes = [*tape.at(ahead)]
@@ -350,4 +328,4 @@ class Session:
             if num_ahead > self._config.prefetch:
                 break
             offloader.fetch(stashes, stream)
-            tape.fetched.add(ahead)
+        offloader.free_offloaded()  # behind what is still there, and comes next

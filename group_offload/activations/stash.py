@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class StashState(Enum):
     ON_DEVICE = auto()
     """On the device only: one of the last groups saved it, or there is no host memory for it."""
     OFFLOADING = auto()
-    """On the device; its copy to host memory is under way, or in the next batch."""
+    """On the device; its copy to host memory is under way."""
     OFFLOADED = auto()
     """In host memory only."""
     RELOADED = auto()
@@ -42,18 +42,14 @@ class Stash:
     """Where it leaves what its offloader has to clean up once it is dead."""
     num_bytes: int
     state: StashState = StashState.ON_DEVICE
-    positions: list[int] = field(default_factory=list)
-    """The positions of the tape at which it was saved."""
-    offloaded_at: int = 0
-    """How many groups its offloader had seen when it was offloaded."""
-    was_refused: bool = False
-    """There was no host memory for it once."""
+    position: int = -1
+    """The last position of the tape at which it was saved."""
     host: torch.Tensor | None = None
     """The host memory that holds the bytes, or that they are on their way to."""
     left: Event | None = None
     """Recorded behind the copy to host memory."""
     arrived: Event | None = None
-    """Recorded behind the last copy back."""
+    """What compute waits for before it uses `memory`: recorded behind the last copy back, or `left` if nothing came back."""
     guard: Event | None = None
     """The copy that still uses `memory`; None once `streams` have waited for it."""
     waited_on: Stream | None = None

@@ -40,11 +40,11 @@ class CopyStreams:
         self._last_arrived: Event | None = None
         """Recorded behind the last copy back; None once `_out` has waited for it."""
 
-    def copy_out(self, batch: Sequence[Copy], stream: Stream) -> Event:
+    def copy_out(self, copies: Sequence[Copy], stream: Stream) -> list[Event]:
         """Copy storages that were written on `stream` to host memory.
 
         Returns:
-            *left*: recorded behind the copies.
+            *left* of each, recorded behind its copy.
         """
         packed = self._backend.new_event()
         packed.record(stream)
@@ -52,7 +52,7 @@ class CopyStreams:
         if self._last_arrived is not None:
             self._out.wait_event(self._last_arrived)
             self._last_arrived = None
-        return self._copy(batch, self._out)
+        return self._copy(copies, self._out)
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
         """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
@@ -70,18 +70,19 @@ class CopyStreams:
         """
         for event in dict.fromkeys(after):
             self._back.wait_event(event)
+        arrivals = self._copy(copies, self._back)
+        self._last_arrived = arrivals[-1]
+        return arrivals
+
+    def _copy(self, copies: Sequence[Copy], stream: Stream) -> list[Event]:
+        """Start the copies, in batches. Returns the event behind each."""
         found: list[Event] = []
         for batch in _batches(copies):
-            self._last_arrived = self._copy(batch, self._back)
-            found += [self._last_arrived] * len(batch)
+            self._backend.copy_all(batch, stream)
+            behind = self._backend.new_event()
+            behind.record(stream)
+            found += [behind] * len(batch)
         return found
-
-    def _copy(self, batch: Sequence[Copy], stream: Stream) -> Event:
-        """Start the copies of a batch. Returns the event behind them."""
-        self._backend.copy_all(batch, stream)
-        behind = self._backend.new_event()
-        behind.record(stream)
-        return behind
 
     def drain(self) -> None:
         """Wait until no copy is under way."""

@@ -29,28 +29,20 @@ class Tape:
     tape. The tape holds no stash, once it is closed.
     """
 
-    expected: int
-    """Calls of groups to expect in the forward: as many as in the last one."""
     outer: tuple[Pack, Unpack] | None
     """The hooks of others that ours are pushed over."""
     home: Stream | None = None
     """The stream that the forward began on; None if its device isn't known yet."""
-    names: list[str] = field(default_factory=list)
-    """The group at each position."""
+    name: str = ""
+    """The group at the current position."""
     stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
     """The stashes that each position saved."""
-    num_decided: int = 0
-    """Positions before this one keep nothing on the device that could be offloaded."""
+    num_left: int = 0
+    """What positions before this one saved has left the device, if it could."""
     known: dict[Key, tuple[StorageWeakRef, weakref.ref[Stash]]] = field(default_factory=dict)
     """The storages that this forward has saved. An address isn't used again as long as there is a weak reference to it."""
-    unfilled: list[Stash] = field(default_factory=list)
-    """Stashes that the operation that saved them may be about to fill."""
-    unfilled_by: int = -1
-    """The number of autograd nodes that this thread had made then."""
     reached: int | None = None
     """The position that backward has reached."""
-    fetched: set[int] = field(default_factory=set)
-    """The positions that backward has brought back."""
     _hooks: saved_tensors_hooks | None = None
     _weights: set[int] = field(default_factory=set)
 
@@ -72,10 +64,6 @@ class Tape:
         self.known.clear()
         self._weights.clear()
 
-    def take_unfilled(self) -> list[Stash]:
-        found, self.unfilled = self.unfilled, []
-        return found
-
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or buffer, a view of one, or autocast's copy of one: these stay anyway.
 
@@ -92,7 +80,7 @@ class Tape:
         return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
 
     def begin_group(self, name: str) -> None:
-        self.names.append(name)
+        self.name = name
         self.stashes.append([])
 
     def find(self, key: Key) -> Stash | None:
@@ -106,8 +94,8 @@ class Tape:
 
     def mark(self, stash: Stash) -> None:
         """Note that the current group saved `stash`."""
-        if not stash.positions or stash.positions[-1] != self.position:
-            stash.positions.append(self.position)
+        if stash.position != self.position:
+            stash.position = self.position
             self.stashes[-1].append(weakref.ref(stash))
 
     def at(self, position: int) -> Iterator[Stash]:

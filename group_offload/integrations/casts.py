@@ -11,8 +11,7 @@ of calls with such a view are known, in the three lists below:
 - a question about shape or memory is answered by the view (`_QUESTIONS`).
 
 Every other call is computed with the cast weight, which is made for that moment: right, but it takes RAM. So a library that
-calls new functions does not break anything; `computed_with` names these functions, and tests/integrations/test_opening.py
-says which ones the installed libraries call. Only a write to such a view cannot be made right, and is a `refusal`: then the
+calls new functions does not break anything. Only a write to such a view cannot be made right, and is a `refusal`: then the
 model is loaded without postponing. In this way the library goes through its own code (names, `_keep_in_fp32_modules`,
 variants, shards, ties, conversions), and the dtype that it asked for is known for each weight.
 
@@ -110,8 +109,6 @@ class PostponedCasts(TorchFunctionMode):
         self._of_files_only = of_files_only
         self.refusal: str | None = None
         """The reason why the loaded weights are wrong: something was written to a weight that only seemed to be cast."""
-        self.computed_with: set[str] = set()
-        """Names of the functions that were computed with cast weights, made for that moment."""
         self._files = FileMap()
         self._handed_out: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         """The views that seem to be cast, by id. They are held so that neither ids nor addresses are used again."""
@@ -188,7 +185,6 @@ class PostponedCasts(TorchFunctionMode):
         writes = _writes_to_first(name) and (not args or args[0] is first)  # those of nn.init get keywords only
         if writes or isinstance(kwargs.get("out"), torch.Tensor):
             self.refusal = f"{name} writes to a weight"
-        self.computed_with.add(name or repr(func))
         return func(*(self.made(arg) for arg in args), **{key: self.made(value) for key, value in kwargs.items()})
 
     def _postpone(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

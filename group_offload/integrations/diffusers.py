@@ -16,8 +16,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -77,15 +75,12 @@ class LeastOptions(PipelineOptions):
     share_passes: bool | str = field(default=False, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
 class _Asked:
-    """What was asked for a pipeline."""
+    """What was asked for a pipeline. A copy of the pipeline, or one read back from a pickle, is not offloaded."""
 
-    options: PipelineOptions
-    models: weakref.WeakSet[nn.Module]
-    """The models that the pipeline had then, and those that were reported since."""
+    def __init__(self, options: PipelineOptions) -> None:
+        self.options = options
 
-    # A copy of the pipeline, or the pipeline read back from a pickle, is not offloaded.
     def __deepcopy__(self, memo: object) -> None:
         return None
 
@@ -173,7 +168,7 @@ def carry_out(
             add_owner(handle, pipeline)
         undo.pop_all()
     if hasattr(pipeline, "__dict__"):
-        vars(pipeline)[_ASKED] = _Asked(plan.options, weakref.WeakSet(models.values()))
+        vars(pipeline)[_ASKED] = _Asked(plan.options)
     mine = {planned.model for planned in plan.offloaded}
     return {name: handle for name, handle in handles_of(pipeline).items() if models[name] in mine}
 
@@ -536,7 +531,6 @@ class _ShowsDiffusers(Listener):
             del vars(handle.module)["_diffusers_hook"]
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
-        _warn_of_added(module)
         registry, prompt = module.__dict__.get("_diffusers_hook"), inputs.get("encoder_hidden_states")
         if registry is None or prompt is None or _TEXT_KV_CACHE not in registry.hooks:
             return
@@ -547,30 +541,6 @@ class _ShowsDiffusers(Listener):
                 f"encoder_hidden_states is on {prompt.device}: another prompt could get the address of this one. Pass "
                 f"encoder_hidden_states on {handle.config.onload_device}, or call disable_cache()."
             )
-
-
-def _warn_of_added(module: nn.Module) -> None:
-    """Say once which models were added to the pipelines of an offloaded model, and are still on the CPU."""
-    handle = handle_of(module)
-    if handle is None or handle.config.onload_device.type == "cpu":
-        return
-    for ref in handle.owners:
-        pipeline = ref()
-        attributes = getattr(pipeline, "__dict__", {})
-        asked: _Asked | None = attributes.get(_ASKED)
-        if asked is None:
-            continue
-        for name, part in [*attributes.items()]:
-            if not isinstance(part, nn.Module) or part in asked.models:
-                continue
-            asked.models.add(part)
-            weight = next(part.parameters(), None)
-            if weight is not None and weight.device.type == "cpu" and not is_offloaded(part):
-                logger.warning(
-                    "%s (%s) was added to the %s after it was offloaded, and is on the CPU. To offload it too, call "
-                    "enable_group_offload(pipe) again.",
-                    *(name, type(part).__name__, type(pipeline).__name__),
-                )
 
 
 @dataclass(frozen=True)
@@ -590,7 +560,7 @@ def _marker_of(module: nn.Module) -> OffloadMarker | None:
     root = root_of(module)
     if root is None:
         root = next((part for part in module.modules() if part.__dict__.get(HANDLE) is not None), None)
-    handle = None if root is None or _moving.gives_up else handle_of(root)
+    handle = None if root is None else handle_of(root)
     return None if handle is None or not handle.is_active else OffloadMarker(handle.config.onload_device, handle)
 
 
@@ -617,14 +587,6 @@ def _weak_registry_class() -> type:
 def _new_registry() -> Any:
     base = importlib.import_module("diffusers.hooks.hooks").HookRegistry
     return base.__new__(base)
-
-
-class _Moving(threading.local):
-    gives_up = False
-    """Whether `to("meta")` of diffusers runs, which moves no model that it takes for offloaded."""
-
-
-_moving = _Moving()
 
 
 # ------------------------------------------------------------------------------------------------ diffusers' own calls
@@ -706,14 +668,11 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 
 
 def _install_seams() -> None:
-    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines and models, once for the process.
-
-    `pipe.to(dtype)`, which leaves offloaded models as they are without a word, says so, and `to("meta")` gives them up.
-    """
-    for (module_name, class_name), wrap in _WITH_TO.items():
+    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines and models, once for the process."""
+    for module_name, class_name in _WITH_TO:
         kind = getattr(sys.modules.get(module_name), class_name, None)
         if kind is not None and not hasattr(kind.to, "group_offload_before"):
-            kind.to = wrap(kind.to)
+            kind.to = _seen_by_offloading(kind.to)
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
     find, before = offloading._get_top_level_group_offload_hook, offloading._apply_group_offloading
     if hasattr(find, "group_offload_before"):
@@ -744,57 +703,39 @@ def _install_seams() -> None:
     offloading._apply_group_offloading = apply
 
 
-def _gives_up_on_meta(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` of diffusers' pipelines and models, which moves what is offloaded too if it is told to give it up."""
+_WITH_TO = (
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline"),
+    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline"),
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+)
+"""Classes of diffusers whose `to` leaves what is offloaded where it is."""
+
+
+def _seen_by_offloading(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`to` of a pipeline or model: on the meta device offloaded models are given up, and a cast says which ones it left."""
 
     @wraps(to)
     def moves(target: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _moving.gives_up
-        devices = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, (str, torch.device))]
-        _moving.gives_up = before or any(each.startswith("meta") for each in devices)
-        try:
-            return to(target, *args, **kwargs)
-        finally:
-            _moving.gives_up = before
-
-    moves.group_offload_before = to  # type: ignore[attr-defined]
-    return moves
-
-
-def _moves_and_tells(to: Callable[..., Any]) -> Callable[..., Any]:
-    moves = _gives_up_on_meta(to)
-
-    @wraps(to)
-    def tells(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-        result = moves(pipeline, *args, **kwargs)
-        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
-        models = {name: handle.module for name, handle in handles_of(pipeline).items() if dtype is not None}
-        kept = [name for name, model in models.items() if _dtype_of(model) not in (None, dtype)]
-        if kept:
+        given = (*args, *kwargs.values())
+        is_model = isinstance(target, nn.Module)
+        models = {"": target} if is_model else {name: handle.module for name, handle in handles_of(target).items()}
+        if any(str(each).startswith("meta") for each in given if isinstance(each, (str, torch.device))):
+            for model in models.values():
+                if handle_of(model) is not None:
+                    nn.Module.to(model, "meta")
+        result = to(target, *args, **kwargs)
+        dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
+        kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
+        if kept and dtype is not None and not is_model:
             logger.warning(
-                "%s of the %s kept %s: to(), which from_pipe() calls with torch.float32 by default, casts no offloaded "
-                "model. To cast one, call pipe.%s.to(%s).",
-                *(", ".join(kept), type(pipeline).__name__, "their dtype" if len(kept) > 1 else "its dtype"),
-                *(kept[0], dtype),
+                "to(), which from_pipe() calls with torch.float32 by default, casts no offloaded model: the dtype of %s "
+                "stays. To cast one, call pipe.%s.to(%s).",
+                *(", ".join(kept), kept[0], dtype),
             )
         return result
 
-    tells.group_offload_before = to  # type: ignore[attr-defined]
-    return tells
-
-
-_WITH_TO = {
-    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline"): _moves_and_tells,
-    ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline"): _moves_and_tells,
-    ("diffusers.models.modeling_utils", "ModelMixin"): _gives_up_on_meta,
-}
-"""Classes of diffusers whose `to` leaves what is offloaded where it is, and what stands around it."""
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    if getattr(model, "is_quantized", False):
-        return None  # it cannot be cast
-    return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
+    moves.group_offload_before = to  # type: ignore[attr-defined]
+    return moves
 
 
 def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: Any) -> None:

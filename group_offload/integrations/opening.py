@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from ..base.text import short
 from ..config import ModelOptions, OffloadConfig, OffloadOptions
 from ..errors import ConfigError, GroupFileError, GroupOffloadError
 from ..owners import add_owner
-from ..plan.budgets import describe_bytes
-from ..stores.checkpoint import FileMap
-from ..weights import plain_tensors
 from .casts import PostponedCasts
 from .diffusers import (
     FILL,
@@ -44,29 +40,6 @@ logger = logging.getLogger("group_offload")
 
 _PLACEMENT = ("device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers")
 """Arguments of the libraries' loaders with which accelerate places weights."""
-_LOADER_OPTIONS = (
-    "attn_implementation",
-    "cache_dir",
-    "config",
-    "custom_pipeline",
-    "custom_revision",
-    "disable_mmap",
-    "dtype",
-    "force_download",
-    "local_files_only",
-    "output_loading_info",
-    "proxies",
-    "quantization_config",
-    "revision",
-    "subfolder",
-    "token",
-    "torch_dtype",
-    "trust_remote_code",
-    "use_safetensors",
-    "variant",
-    *_PLACEMENT,
-)
-"""Usual arguments of the libraries' loaders, to recognise misspelt ones. The loaders take more."""
 _SIMILAR = 0.8
 _TAKES_DTYPE = (0, 40)
 """The first version of diffusers whose loaders take `dtype`."""
@@ -74,16 +47,6 @@ _TAKES_DTYPE = (0, 40)
 _COMMON = tuple(field.name for field in fields(OffloadOptions))
 _FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
 _FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
-_QUANTIZERS = {
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "hqq": "hqq",
-    "modelopt": "nvidia-modelopt",
-    "quanto": "optimum-quanto",
-    "sdnq": "sdnq",
-    "torchao": "torchao",
-}
-"""The packages that quantized checkpoints need, by the method that their config names. (Other methods need none.)"""
 _IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
 
 
@@ -225,33 +188,11 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         remedy = "Save the model there again (save_pretrained), or download it again."
-        if (package := _missing_package(path)) is not None:
-            remedy = f"Its weights are quantized, which takes a package that isn't installed: pip install {package}"
-        elif isinstance(error, ImportError):
+        if isinstance(error, ImportError):
             remedy = "Install the package that is missing."
-        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
-            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
-        if isinstance(error, MemoryError):
-            remedy = (
-                "A file that is larger than RAM cannot be mapped: save the model in more files (max_shard_size='5GB')."
-            )
         raise GroupFileError(
             f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error
-
-
-def _missing_package(folder: Path) -> str | None:
-    """The package that a quantized model needs, if it is not installed."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        package = _QUANTIZERS[config["quantization_config"]["quant_method"]]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        return None  # it is not quantized, or there is no such file
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return package
-    return None
 
 
 def _open(
@@ -265,7 +206,6 @@ def _open(
     casts = PostponedCasts()
     loaded = _load(model_class, name, options, device, casts, casts)
     if casts.refusal is None:
-        _report(loaded)
         return loaded, casts
     del loaded
     logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
@@ -283,8 +223,11 @@ def _load(
 ) -> Any:
     with _loading, _one_thread(), Quantising(casts, device), mode:
         loaded = model_class.from_pretrained(name, **options)
-    for model in _models_in(loaded):
-        take_off_meta(model)
+    found = loaded[0] if isinstance(loaded, tuple) else loaded
+    parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})
+    for part in parts.values():
+        if isinstance(part, nn.Module) and handle_of(part) is None:
+            take_off_meta(part)
     return loaded
 
 
@@ -305,33 +248,6 @@ def _one_thread() -> Iterator[None]:
             del os.environ[_ASYNC]
         else:
             os.environ[_ASYNC] = before
-
-
-def _models_in(loaded: Any) -> list[nn.Module]:
-    """The models in the result of a loader that are not offloaded yet."""
-    found = loaded[0] if isinstance(loaded, tuple) else loaded
-    parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})
-    return [part for part in parts.values() if isinstance(part, nn.Module) and handle_of(part) is None]
-
-
-def _report(loaded: Any) -> None:
-    """Log the weights that are not views of files: those converted while they were loaded, or loaded from pickles."""
-    file_map = FileMap()
-    for part in _models_in(loaded):
-        sizes = [
-            plain.nbytes
-            for name, weight in part.named_parameters()
-            if weight.device.type == "cpu"
-            for _, plain in plain_tensors(name, weight)
-            if file_map.find(plain.detach()) is None
-        ]
-        if sum(sizes):
-            logger.info(
-                "%d tensors of %s (%s) are in no file in the form that is needed: they are in RAM until they are offloaded.",
-                len(sizes),
-                type(part).__name__,
-                describe_bytes(sum(sizes)),
-            )
 
 
 # ------------------------------------------------------------------------------------------------ checks of options
@@ -360,10 +276,9 @@ def _check_loader_options(options: Mapping[str, Any]) -> None:
             f"dtype={options['dtype']} contradicts torch_dtype={options['torch_dtype']}: they are two names of one option. "
             f"Pass one of them."
         )
-    known = [*_COMMON, *_FOR_MODELS, *_FOR_PIPELINES, *_LOADER_OPTIONS]
     for name in options:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
-        if close and name not in _LOADER_OPTIONS:
+        close = difflib.get_close_matches(name, (*_COMMON, *_FOR_MODELS, *_FOR_PIPELINES), n=1, cutoff=_SIMILAR)
+        if close:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -30,7 +29,6 @@ from group_offload.cli import arguments as cli_arguments
 from group_offload.cli import bench as cli_bench
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.cli.outline import find_models, outline_of
-from group_offload.integrations import opening
 from group_offload.plan import speeds
 
 from ..support import tiny_models
@@ -530,19 +528,6 @@ def test_a_part_that_cannot_be_read(
     assert sentence.split()[-1] in run("plan", pipeline)
     (pipeline / "model_index.json").write_text(json.dumps({"tower": part}))
     assert reason in run("plan", pipeline, status=2)
-
-
-def test_a_package_that_quantized_weights_need(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (model / "config.json").write_text(json.dumps(config))
-
-    def version(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(opening, "version", version)
-    said = run("plan", model, status=2)
-    assert "pip install bitsandbytes" in said and "save_pretrained" not in said
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {

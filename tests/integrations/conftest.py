@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ def patched() -> Iterator[None]:
     patch_diffusers()
     yield
     unpatch_diffusers()
+
+
+@pytest.fixture
+def flux(tmp_path: Path) -> Path:
+    """The folder of a transformer, in float32."""
+    tiny.flux_transformer().save_pretrained(tmp_path / "flux")
+    return tmp_path / "flux"
 
 
 class Outputs(dict[str, torch.Tensor]):

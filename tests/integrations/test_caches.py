@@ -86,17 +86,13 @@ def life(counted: Counted, offload: Callable[[str], None]) -> Iterator[tuple[str
 
 @cache
 def expected(name: str) -> list[tuple[str, Any]]:
-    return list(life(Counted(CACHES[name]), lambda when: None))
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_the_cache_skips(name: str) -> None:
-    """The other tests of this file show something only if it does."""
-    of = dict(expected(name))
+    found = list(life(Counted(CACHES[name]), lambda when: None))
+    of = dict(found)  # the tests show something only if the cache skips
     assert 0 < of["with a new cache"][1] < NUM_STEPS * len(CACHES[name].contexts)
     assert of["without the cache"][1] == len(CACHES[name].contexts)
     with_lora, without = of["a LoRA between two steps"][0], of["later steps"][0]
     assert not torch.equal(tree_leaves(with_lora)[0], tree_leaves(without)[0])
+    return found
 
 
 @pytest.mark.parametrize(("tier", "level", "order"), ORDERS)
@@ -192,31 +188,14 @@ def _mag_cache() -> Any:
 @pytest.mark.parametrize(("level", "most"), [("block_level", 0.01), ("leaf_level", 0.3)])
 def test_a_cached_step_sends_what_it_calls(level: str, most: float) -> None:
     """A full step after cached ones foresees all but the first block that was skipped. Hazard: the last step's order is
-    taken for the next one's: a whole step after cached ones stalls."""
+    taken for the next one's: a whole step after cached ones stalls; a cache skips a block whose weights were sent before the
+    cache was asked."""
     model = tiny.flux_transformer(num_single_layers=8)
     model.enable_cache(_mag_cache())
     of_steps, stalls = _sent_by_steps(model, level, 12)
     assert all(of_steps[step] > 0.8 for step in (4, 8)), of_steps
     assert all(of_steps[step] < most for step in (6, 7, 10, 11)), of_steps
     assert stalls <= 4, stalls
-
-
-@pytest.mark.parametrize("name", [name for name in ("first-block-flux", "mag-wan", "sea-wan") if name in CACHES])
-def test_a_skipped_block_is_not_sent(name: str, tmp_path: Path) -> None:
-    """Hazard: a cache skips a block whose weights were sent before the cache was asked."""
-    counted = Counted(CACHES[name])
-    handle = apply_group_offloading(counted.model, tiny.device(), offload_to_disk_path=tmp_path)
-
-    def sent() -> int:
-        before = sum(handle.stats().bytes_onloaded.values())
-        counted.steps()
-        return sum(handle.stats().bytes_onloaded.values()) - before
-
-    sent()
-    whole = sent()
-    counted.enable()
-    assert sent() < 0.9 * whole
-    handle.remove()
 
 
 def test_a_skipped_layer_is_not_sent() -> None:

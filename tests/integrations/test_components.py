@@ -7,7 +7,6 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from group_offload import (
     handles_of,
     remove_group_offloading,
 )
-from group_offload.integrations import diffusers as integration
 from group_offload.plan.budgets import AUTO
 
 from ..support import tiny_models as tiny
@@ -167,21 +165,6 @@ def test_a_copy_of_a_pipeline_is_not_offloaded(make_copy: Callable[[Any], Any], 
     assert handles_of(pipe) == handles
 
 
-def test_pipelines_that_did_not_ask_or_are_gone(device: torch.device) -> None:
-    """The former undo nothing, and the latter take no memory."""
-    pipe = tiny.flux_pipeline()
-    handles = enable_group_offload(pipe, onload_device=device)
-    for is_asking in (True, True, True, False):
-        other = diffusers.FluxPipeline(**pipe.components)
-        if is_asking:
-            enable_group_offload(other)
-        else:
-            disable_group_offload(other)
-        gc.collect()
-    assert {len(handle.owners) for handle in handles.values()} == {2}
-    assert handles_of(pipe) == handles
-
-
 @pytest.mark.parametrize("how", ["dropped", "without the model"])
 def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(how: str, kind: Kind, device: torch.device) -> None:
     """The error about other options names the one call that restores all of its models."""
@@ -230,14 +213,6 @@ def test_options_of_a_models_own_call_win(kind: Kind, device: torch.device, capl
         "transformer"
     }
     assert handle.is_active
-
-
-@pytest.mark.parametrize(("given", "shown"), [("1GiB", "1 GiB"), ("auto", "auto")])
-def test_a_budget_is_shown_as_it_is_given(given: str, shown: str, device: torch.device) -> None:
-    model = tiny.clip()
-    apply_group_offloading(model, device, ram_budget=given)
-    with pytest.raises(StateError, match=rf"offloaded, with ram_budget='{shown}'\. To keep"):
-        apply_group_offloading(model, ram_budget="2GiB")
 
 
 def test_a_part_that_is_offloaded_is_named(kind: Kind, device: torch.device) -> None:
@@ -323,23 +298,6 @@ def test_options_of_the_last_call_do_not_count_for_what_is_offloaded(
     assert kind.enable(pipe)["vae"] is handle
     disable_group_offload(other)
     assert torch.equal(kind.run(pipe), kind.expected(device))
-
-
-def test_a_model_that_was_added_and_left_on_the_cpu_is_named_once(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pipe = kind.make()
-    vae, pipe.vae = pipe.vae, None
-    handles = enable_group_offload(pipe, onload_device="cpu")
-    pipe.vae = vae
-    # The device that the package is shown computes elsewhere.
-    cuda = replace(handles["transformer"].config, onload_device=torch.device("cuda"))
-    seen = SimpleNamespace(config=cuda, owners=handles["transformer"].owners)
-    with monkeypatch.context() as patch:
-        patch.setattr(integration, "handle_of", lambda _: seen)
-        for _ in range(2):
-            tiny.call(pipe.transformer, tiny.flux_inputs())
-    assert caplog.text.count("vae (AutoencoderKL) was added to the") == 1
 
 
 @pytest.mark.parametrize("how", ["None", "meta"])

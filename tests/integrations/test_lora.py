@@ -1,7 +1,6 @@
 """What diffusers changes in a model while it is offloaded: fused projections, casts, added modules.
 
-Each test takes an offloaded pipeline and a resident one through the same steps and compares their output, bit by bit,
-after every step.
+A resident and an offloaded transformer go through the same change, and give the same bits before it and after it.
 """
 
 from __future__ import annotations
@@ -14,80 +13,80 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import apply_group_offloading
+from group_offload import apply_group_offloading, handle_of
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import any_case, tier_options
 
-before_or_after = pytest.mark.parametrize(
-    ("tier", "level", "order"),
-    [
-        ("ram", "block_level", "before"),
-        ("ram", "leaf_level", "after"),
-        ("disk", "block_level", "after"),
-        ("disk", "leaf_level", "before"),
-    ],
-)
 
-
-def forward(pipe: Any) -> torch.Tensor:
-    place, dtype = pipe.transformer.device, pipe.transformer.dtype
+def forward(model: Any) -> torch.Tensor:
     inputs = {
-        key: value.to(place, dtype if value.is_floating_point() else None) if isinstance(value, torch.Tensor) else value
+        key: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
         for key, value in tiny.flux_inputs().items()
     }
-    return tiny.call(pipe.transformer, inputs)
+    return tiny.call(model, inputs)
 
 
-class Pair:
-    """A resident and an offloaded pipeline that go through the same steps."""
-
-    def __init__(self, tier: str, level: str, device: torch.device, folder: Path) -> None:
-        self.options = {"offload_type": level, **tier_options(tier, folder)}
-        self.device = device
-        self.resident = tiny.flux_pipeline().to(device)
-        self.offloaded = tiny.flux_pipeline()
-        self.outputs = [forward(self.resident)]
-
-    def offload(self) -> Any:
-        handle = apply_group_offloading(self.offloaded.transformer, self.device, **self.options)
-        self.check(changes=False)
-        return handle
-
-    def do(self, step: Callable[[Any], Any]) -> None:
-        step(self.resident)
-        step(self.offloaded)
-        self.check(changes=True)
-
-    def check(self, *, changes: bool) -> None:
-        expected = forward(self.resident)
-        assert torch.equal(expected, self.outputs[-1]) != changes, "the step itself"
-        for _ in range(2):
-            assert torch.equal(forward(self.offloaded), expected)
-        self.outputs.append(expected)
-
-
-@pytest.fixture
-def pair(tier: str, level: str, device: torch.device, tmp_path: Path) -> Pair:
-    return Pair(tier, level, device, tmp_path / "groups")
-
-
-@before_or_after
-def test_fuse_qkv_projections(order: str, pair: Pair) -> None:
+def fuse(model: Any) -> None:
     """Hazard: `fuse_qkv_projections` after offloading isn't noticed."""
+    model.fuse_qkv_projections()
+    with torch.no_grad():  # a fused product may round as the three did: make the difference visible
+        for block in model.transformer_blocks:
+            block.attn.to_qkv.weight.mul_(1.25)
 
-    def fuse(pipe: Any) -> None:
-        pipe.transformer.fuse_qkv_projections()
-        with torch.no_grad():  # a fused product may round as the three did: make the difference visible
-            for block in pipe.transformer.transformer_blocks:
-                block.attn.to_qkv.weight.mul_(1.25)
+
+def add_modules(model: Any) -> None:
+    """As IP adapters do: a module is hung in and its forward is called from a hook. Hazard: `add_adapter` and
+    `load_ip_adapter` after offloading aren't noticed."""
+    block, device = model.proj_out, tiny.device() if handle_of(model) is None else "cpu"
+    block.extra, model.ip = (tiny.seeded(seed, lambda: nn.Linear(4, 4)).to(device) for seed in (9, 10))
+    old = type(block).forward
+    block.forward = lambda x: model.ip(old(block, x)) + block.extra(old(block, x))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], ...]] = {
+    "fused projections": (fuse, lambda model: model.unfuse_qkv_projections()),
+    "added modules": (add_modules,),
+    # Hazard: `enable_layerwise_casting` after offloading, to files too, isn't noticed.
+    "fp8": (lambda model: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),),
+    "fp16": (lambda model: model.enable_layerwise_casting(torch.float16, torch.float32),),
+    # Hazard: `.to(dtype)` after offloading isn't noticed.
+    "bf16": (lambda model: model.to(dtype=torch.bfloat16),),
+}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@any_case
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes(name: str, tier: str, level: str, order: str, device: torch.device, tmp_path: Path) -> None:
+    """Hazard: what diffusers changes in an offloaded model isn't noticed, and it computes as before."""
+    resident, model = tiny.flux_transformer().to(device), tiny.flux_transformer()
+    outputs = [forward(resident)]
+
+    def offload() -> None:
+        apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
 
     if order == "after":
-        pair.offload()
-    pair.do(fuse)
-    if order == "before":
-        pair.offload()
-    pair.do(lambda pipe: pipe.transformer.unfuse_qkv_projections())
+        offload()
+        assert torch.equal(forward(model), outputs[-1])
+    for number, change in enumerate(CHANGES[name]):
+        change(resident)
+        change(model)
+        outputs.append(forward(resident))
+        assert not torch.equal(outputs[-1], outputs[-2]), "the change itself"
+        if order == "before" and not number:
+            offload()
+        for _ in range(2):
+            assert torch.equal(forward(model), outputs[-1])
+    for (fqn, weight), expected in zip(model.named_parameters(), resident.parameters(), strict=True):
+        assert weight.dtype == expected.dtype, fqn
+        assert torch.equal(weight.detach().float().cpu(), expected.detach().float().cpu()), fqn
+    handle: Any = handle_of(model)
+    copied_back = handle.stats().tensors_brought_back
+    forward(model)
+    assert handle.stats().tensors_brought_back == copied_back, "eviction is free"
 
 
 @any_case
@@ -105,52 +104,3 @@ def test_resized_embedding(tier: str, level: str, device: torch.device, tmp_path
     for _ in range(2):
         assert torch.equal(tiny.call(model, inputs), expected)
     assert model.state_dict().keys() == reference.state_dict().keys()
-
-
-@any_case
-def test_added_modules(pair: Pair, device: torch.device) -> None:
-    """As IP adapters do: a module is hung in and its forward is called from a hook. Hazard: `add_adapter` and
-    `load_ip_adapter` after offloading aren't noticed."""
-
-    def add(pipe: Any) -> None:
-        extra = tiny.seeded(9, lambda: nn.Linear(4, 4))
-        block = pipe.transformer.proj_out
-        if pipe is pair.resident:
-            extra.to(device)
-        block.extra = extra
-        pipe.transformer.register_module("ip", tiny.seeded(10, lambda: nn.Linear(4, 4)).to(extra.weight.device))
-        old = type(block).forward
-        block.forward = lambda x: pipe.transformer.ip(old(block, x)) + extra(old(block, x))
-
-    pair.offload()
-    pair.do(add)
-
-
-# ------------------------------------------------------------------------------------------------ casts
-
-
-@before_or_after
-@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float16], ids=str)
-def test_layerwise_casting(storage: torch.dtype, order: str, pair: Pair) -> None:
-    """Hazard: `enable_layerwise_casting` after offloading, to files too, isn't noticed."""
-    model = pair.offloaded.transformer
-    if order == "after":
-        pair.offload()
-    pair.do(lambda pipe: pipe.transformer.enable_layerwise_casting(storage, torch.float32))
-    if order == "before":
-        pair.offload()
-    for (name, tensor), expected in zip(model.named_parameters(), pair.resident.transformer.parameters(), strict=True):
-        assert tensor.dtype == expected.dtype, name
-        assert torch.equal(tensor.detach().float().cpu(), expected.detach().float().cpu()), name
-    brought_back = model._group_offload_handle.stats().tensors_brought_back
-    assert torch.equal(forward(pair.offloaded), pair.outputs[-1])
-    assert model._group_offload_handle.stats().tensors_brought_back == brought_back, "eviction is free"
-
-
-@any_case
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtype_after_applying(dtype: torch.dtype, pair: Pair) -> None:
-    """Hazard: `.to(dtype)` after offloading isn't noticed."""
-    pair.offload()
-    pair.do(lambda pipe: pipe.transformer.to(dtype=dtype))
-    assert {parameter.dtype for parameter in pair.offloaded.transformer.parameters()} == {dtype}

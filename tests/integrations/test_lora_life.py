@@ -6,8 +6,6 @@ diffusers' own.
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -500,26 +498,4 @@ def test_a_lora_that_lacks_weights(
     twins.do(lambda pipe: pipe.delete_adapters("one"))
     twins.check()
     twins.do(load(lora(2, words=with_words), "one"))
-    twins.check()
-
-
-def test_a_full_disk_while_a_lora_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters, and weights that they are fused into, take none of its room."""
-    twins = Twins("files", "block_level", tmp_path)
-    twins.check()
-    original = os.open
-
-    def has_no_room(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_CREAT and Path(path).name.startswith(".group_"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(path, flags, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", has_no_room)
-        twins.do(load(lora(1), "one"))
-        twins.check()
-        twins.do(lambda pipe: pipe.fuse_lora())
-        twins.check()
-    twins.do(lambda pipe: pipe.unfuse_lora())
-    twins.do(lambda pipe: pipe.unload_lora_weights())
     twins.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from group_offload import (
     disable_group_offload,
     enable_group_offload,
     handle_of,
+    handles_of,
     patch_diffusers,
     remove_group_offloading,
     unpatch_diffusers,
@@ -34,9 +36,7 @@ from group_offload import (
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import (
-    PIPELINES,
     any_case,
-    any_pipeline,
     assert_same_weights,
     models_of,
     tier_options,
@@ -49,38 +49,6 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------- patched calls
 
 
-@any_pipeline
-def test_patched_pipeline_without_arguments(
-    kind: str, patched: None, resident_outputs: dict[str, torch.Tensor]
-) -> None:
-    pipe = PIPELINES[kind]()
-    handles = pipe.enable_group_offload()
-    assert all(isinstance(handle, OffloadHandle) for handle in handles.values())
-    assert torch.equal(tiny.run(pipe), resident_outputs[kind])
-    assert all(handle.stats().passes for handle in handles.values())
-    pipe.disable_group_offload()
-    assert not any(handle.is_active for handle in handles.values())
-    assert torch.equal(tiny.run(pipe.to(tiny.device())), resident_outputs[kind])
-
-
-@any_case
-def test_patched_pipeline_with_diffusers_arguments(
-    level: str,
-    tier: str,
-    device: torch.device,
-    tmp_path: Path,
-    patched: None,
-    resident_outputs: dict[str, torch.Tensor],
-) -> None:
-    pipe = tiny.flux_pipeline()
-    count, folder = (1, None) if level == "block_level" else (None, str(tmp_path))
-    pipe.enable_group_offload(device, CPU, level, count, False, False, False, False, folder, "vae")
-    assert not stock._is_group_offload_enabled(pipe.vae)
-    for _ in range(2):
-        assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-    assert any(tmp_path.iterdir()) == (tier == "disk")
-
-
 ALL = {"onload_device": CPU, "offload_device": CPU, "offload_type": stock.GroupOffloadingType.BLOCK_LEVEL}
 ALL |= {
     "num_blocks_per_group": 2,
@@ -89,27 +57,11 @@ ALL |= {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"onload_device": CPU, "offload_type": "leaf_level"}, ALL], ids=["none", "leaf", "all"]
-)
-def test_a_name_imported_before_patching(options: dict[str, Any], patched: None) -> None:
-    if options and tiny.device().type != "cpu":
-        pytest.skip("the inputs are on the accelerator")
-    model = tiny.flux_transformer()
-    expected = tiny.call(tiny.flux_transformer().to(tiny.device()), tiny.flux_inputs())
-    handle = imported_before_patching(model, **options)
-    assert isinstance(handle, OffloadHandle)
-    assert model.enable_group_offload(**options) is handle
-    assert diffusers.hooks.apply_group_offloading is imported_before_patching
-    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-    assert handle.stats().passes > 0
-
-
-def by_roles(pipe: Any, device: torch.device) -> None:
+def by_roles(pipe: Any, device: torch.device, folder: Path) -> None:
     """Another profile for each role, chosen anew before each image."""
     streams = device != CPU
     for name, component in pipe.components.items():
-        if not isinstance(component, torch.nn.Module) or stock._is_group_offload_enabled(component):
+        if not isinstance(component, nn.Module) or stock._is_group_offload_enabled(component):
             continue
         if name == "vae":
             component.to(device)
@@ -120,14 +72,50 @@ def by_roles(pipe: Any, device: torch.device) -> None:
             imported_before_patching(component, device, CPU, "leaf_level", **options)
 
 
-def test_calls_of_programs(device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]) -> None:
+def one_by_one(pipe: Any, device: torch.device, folder: Path) -> None:
+    """By a name that was imported before, and then by the method."""
+    for name, model in models_of(pipe).items():
+        options = {**ALL, "onload_device": device} if name == "transformer" else {}
+        handle = imported_before_patching(model, **options)
+        assert isinstance(handle, OffloadHandle)
+        if isinstance(model, ModelMixin):
+            assert model.enable_group_offload(**options) is handle
+
+
+PROGRAMS: dict[str, Callable[[Any, torch.device, Path], object]] = {
+    "no arguments": lambda pipe, device, folder: pipe.enable_group_offload(),
+    "blocks": lambda pipe, device, folder: pipe.enable_group_offload(
+        device, CPU, "block_level", 1, False, False, False, False, None, "vae"
+    ),
+    "leaves in files": lambda pipe, device, folder: pipe.enable_group_offload(
+        device, CPU, "leaf_level", None, False, False, False, False, str(folder), "vae"
+    ),
+    "one by one": one_by_one,
+    "by roles": by_roles,
+}
+"""How programs call diffusers' group offloading."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_of_programs(
+    name: str, device: torch.device, tmp_path: Path, patched: None, resident_outputs: dict[str, torch.Tensor]
+) -> None:
     """Programs call diffusers' functions, in one thread, and the pipeline in that of a queue of requests."""
     pipe = tiny.flux_pipeline()
     with ThreadPoolExecutor(1) as queue:
         for _ in range(2):
-            by_roles(pipe, device)
+            PROGRAMS[name](pipe, device, tmp_path)
             assert torch.equal(queue.submit(tiny.run, pipe).result(60), resident_outputs["flux"])
-    assert handle_of(pipe.transformer).stats().passes > 0
+    handle = handle_of(pipe.transformer)
+    assert handle is not None and handle.stats().passes > 0
+    assert any(tmp_path.iterdir()) == (name == "leaves in files")
+    assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
+    handles = handles_of(pipe)
+    pipe.disable_group_offload()
+    assert any(handle.is_active for handle in handles.values()) == (name in ("one by one", "by roles"))
+    for model in models_of(pipe).values():
+        remove_group_offloading(model)
+    assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
 def state_of_diffusers() -> dict[str, Any]:
@@ -220,18 +208,12 @@ def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: 
 # ---------------------------------------------------------------- what diffusers sees, and what is refused
 
 
-@any_case
 def test_devices_that_diffusers_sees(
-    level: str,
-    tier: str,
-    device: torch.device,
-    tmp_path: Path,
-    resident_outputs: dict[str, torch.Tensor],
-    caplog: pytest.LogCaptureFixture,
+    device: torch.device, resident_outputs: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe = tiny.flux_pipeline()
     weights = weights_of(pipe.transformer)
-    enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path))
+    enable_group_offload(pipe, onload_device=device)
     assert pipe._execution_device == pipe.transformer.device == pipe.vae.device == device
     assert pipe.transformer.dtype == torch.float32
     for model in models_of(pipe).values():
@@ -264,19 +246,19 @@ def test_other_offload_modes_are_refused(call: str, device: torch.device) -> Non
     assert not pipe._maybe_raise_error_if_group_offload_active(raise_error=True)
 
 
-@pytest.mark.parametrize("how", ["model", "sequential", "block", "chained"])
-def test_modules_offloaded_by_accelerate_are_refused(how: str, device: torch.device) -> None:
+ACCELERATE: dict[str, Callable[[Any], object]] = {
+    "model": lambda model: accelerate.cpu_offload_with_hook(model, execution_device=CPU),
+    "sequential": lambda model: accelerate.cpu_offload(model, execution_device=CPU),
+    "block": lambda model: accelerate.cpu_offload(model.transformer_blocks[0], execution_device=CPU),
+}
+
+
+@pytest.mark.parametrize("how", ACCELERATE.values(), ids=ACCELERATE)
+def test_modules_offloaded_by_accelerate_are_refused(how: Callable[[Any], object], device: torch.device) -> None:
     pipe = tiny.flux_pipeline()
-    model = pipe.transformer
-    if how == "model":
-        accelerate.cpu_offload_with_hook(model, execution_device=CPU)
-    elif how in ("sequential", "block"):
-        accelerate.cpu_offload(model if how == "sequential" else model.transformer_blocks[0], execution_device=CPU)
-    else:
-        accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
-        accelerate.hooks.add_hook_to_module(model, accelerate.hooks.CpuOffload(CPU), append=True)
+    how(pipe.transformer)
     before = {name: traces(part) for name, part in models_of(pipe).items()}
-    for call in (lambda: apply_group_offloading(model, device), lambda: enable_group_offload(pipe, device)):
+    for call in (lambda: apply_group_offloading(pipe.transformer, device), lambda: enable_group_offload(pipe, device)):
         with pytest.raises(ModuleError, match="already offloaded by accelerate"):
             call()
         assert {name: traces(part) for name, part in models_of(pipe).items()} == before
@@ -302,15 +284,11 @@ def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> 
     assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
 
 
-@pytest.mark.parametrize("part", ["whole", "block"])
-def test_modules_on_the_stock_engine_are_refused(part: str, device: torch.device) -> None:
-    model = tiny.flux_transformer()
-    imported_before_patching(model if part == "whole" else model.transformer_blocks, device, num_blocks_per_group=1)
-    with pytest.raises(StateError, match="already uses diffusers' group offloading"):
-        apply_group_offloading(model, device)
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    if part == "whole":
-        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
+def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:
+    for part in (tiny.flux_transformer(), tiny.flux_transformer().transformer_blocks):
+        imported_before_patching(part, device, num_blocks_per_group=1)
+        with pytest.raises(StateError, match="already uses diffusers' group offloading"):
+            apply_group_offloading(nn.Sequential(part), device)
 
 
 def test_stock_call_on_an_offloaded_module_is_refused(device: torch.device) -> None:

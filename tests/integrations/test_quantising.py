@@ -23,19 +23,13 @@ from group_offload.integrations.patching import swap
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same, named_tensors, same_bits
+from ..support.pipelines import assert_same_model
 from ..support.processes import in_new_process, ram_peak_of
 from ..support.quantiser import RowsConfig, RowsQuantiser
 from ..support.rigs import run
 from ..support.travellers import in_threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture
-def flux(tmp_path: Path) -> Path:
-    """A transformer, in float32."""
-    tiny.flux_transformer().save_pretrained(tmp_path / "flux")
-    return tmp_path / "flux"
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +49,10 @@ def load(path: Any, model_class: Any = FluxTransformer2DModel, **options: Any) -
     return found
 
 
-def assert_is(opened: nn.Module, reference: nn.Module) -> None:
-    expected, actual = dict(named_tensors(reference)), dict(named_tensors(opened))
-    assert list(actual) == list(expected)
-    for name, tensor in actual.items():
-        assert same_bits(tensor, expected[name].cpu()), f"{name}: {tensor.dtype} for {expected[name].dtype}"
-        assert tensor.requires_grad == expected[name].requires_grad, name
-    assert [type(part) for part in opened.modules()] == [type(part) for part in reference.modules()]
-    assert opened.dtype == reference.dtype and opened.training == reference.training
-    assert opened.config["_name_or_path"] == reference.config["_name_or_path"]  # type: ignore[index]
-    assert opened.config["quantization_config"].quant_method == "rows"  # type: ignore[index]
+def assert_is(opened: Any, reference: Any) -> None:
+    assert_same_model(opened, reference)
+    assert opened.config["_name_or_path"] == reference.config["_name_or_path"]
+    assert opened.config["quantization_config"].quant_method == "rows"
 
 
 # ------------------------------------------------------------------------------------------------ weights

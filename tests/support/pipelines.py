@@ -12,6 +12,7 @@ from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from torch import nn
 
 from . import tiny_models as tiny
+from .asserts import named_tensors, same_bits
 
 PIPELINES = {"flux": tiny.flux_pipeline, "sd": tiny.sd_pipeline, "wan": tiny.wan_pipeline}
 
@@ -19,7 +20,6 @@ PIPELINES = {"flux": tiny.flux_pipeline, "sd": tiny.sd_pipeline, "wan": tiny.wan
 any_pipeline = pytest.mark.parametrize("kind", PIPELINES)
 any_model = pytest.mark.parametrize("name", tiny.MODELS)
 any_tier = pytest.mark.parametrize("tier", ["ram", "disk"])
-any_level = pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 any_case = pytest.mark.parametrize(("tier", "level"), [("ram", "block_level"), ("disk", "leaf_level")])
 """Two cases in place of four: each level and each tier comes once."""
 
@@ -57,6 +57,18 @@ def assert_same_weights(module: nn.Module, expected: dict[str, torch.Tensor]) ->
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name].cpu(), tensor.cpu()), name
+
+
+def assert_same_model(opened: Any, reference: Any) -> None:
+    """Names, dtypes and bits of all parameters and buffers, and what else a loader decides."""
+    expected, actual = dict(named_tensors(reference)), dict(named_tensors(opened))
+    assert list(actual) == list(expected)
+    for name, tensor in actual.items():
+        assert same_bits(tensor, expected[name].cpu()), f"{name}: {tensor.dtype} for {expected[name].dtype}"
+        assert tensor.requires_grad == expected[name].requires_grad, name
+        assert isinstance(tensor, nn.Parameter) == isinstance(expected[name], nn.Parameter), name
+    assert [type(part) for part in opened.modules()] == [type(part) for part in reference.modules()]
+    assert (opened.training, opened.dtype) == (reference.training, reference.dtype)
 
 
 def traces(module: nn.Module) -> list[tuple[str, type, list[str], Any, int, int]]:

@@ -45,20 +45,19 @@ def test_bits_with_options(device: str, options: dict[str, Any], tmp_path: Path)
     check(STEPS["retained" if device == "cpu" else "plain"], device, tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
-@pytest.mark.parametrize("run_block", CHECKPOINTS)
-def test_bits_with_checkpoints_around_blocks(run_block: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """Hazard: streams and gradient checkpointing exclude each other (SimpleTuner #1984, #3150)."""
-    for step in ("plain",) if options else ("two_by_two", "autocast"):
-        check(STEPS[step], "random", tmp_path, lambda: make(run_block=run_block), **options)
+LEVELS_AND_FILES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level"}, {"in_files": True}]
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
-@pytest.mark.parametrize("run_part", CHECKPOINTS)
-def test_bits_with_checkpoints_inside_blocks(run_part: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """What is repeated is a part of a group: nobody calls the group's own module again. Hazard: a checkpoint around a
-    part of a block calls it again while its weights are offloaded."""
-    check(STEPS["retained"], "random", tmp_path, lambda: make(run_part=run_part), **options)
+@pytest.mark.parametrize("options", LEVELS_AND_FILES, ids=str)
+@pytest.mark.parametrize("run", [*CHECKPOINTS, selective])
+def test_bits_with_checkpoints(run: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Around blocks, and around parts of them, where nobody calls the group's own module again. Selective ones count
+    operations: not ours, which are others each time. Hazard: streams and gradient checkpointing exclude each other
+    (SimpleTuner #1984, #3150); a checkpoint around a part of a block calls it again while its weights are offloaded."""
+    for step, where in (("two_by_two", "run_block"), ("autocast", "run_block"), ("retained", "run_part")):
+        if run is not selective or step != "retained":
+            check(STEPS[step], "random", tmp_path / step, lambda where=where: make(**{where: run}), **options)
+    check(plain, "random", tmp_path / "part", lambda: make(run_part=run), **options)
 
 
 @pytest.mark.parametrize("run_part", CHECKPOINTS[1:])
@@ -66,14 +65,6 @@ def test_bits_with_checkpoints_inside_blocks(run_part: Any, options: dict[str, A
 def test_bits_with_checkpoints_inside_of_checkpoints(run_block: Any, run_part: Any, tmp_path: Path) -> None:
     """Hazard: a checkpoint keeps weights of its repeated calls, which are gone in backward."""
     check(plain, "random", tmp_path, lambda: make(run_block=run_block, run_part=run_part))
-
-
-@pytest.mark.parametrize("where", ["run_block", "run_part"])
-@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
-def test_bits_with_selective_checkpoints(options: dict[str, Any], where: str, tmp_path: Path) -> None:
-    """They count operations: not ours, which are others each time."""
-    for step, device in (("plain", "random"), ("two_by_two", "cpu"), ("autocast", "cpu")):
-        check(STEPS[step], device, tmp_path / step, lambda: make(**{where: selective}), **options)
 
 
 def test_a_selective_checkpoint_that_keeps_views_of_weights_is_refused(tmp_path: Path) -> None:
@@ -226,16 +217,16 @@ def make_wide() -> nn.Module:
     return PackedModel(4).bfloat16()
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("plain", {}),
-    ("stopped_backward", {"record_stream": True}),
-    ("two_by_two", {"in_checkpoint": True}),
-    ("plain", {"vram_budget": 420_000}),
-    ("plain", {"offload_type": "leaf_level"}),
-]
-
-
-@pytest.mark.parametrize(("step", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("stopped_backward", {"record_stream": True}),
+        ("two_by_two", {"in_checkpoint": True}),
+        ("plain", {"vram_budget": 420_000}),
+        ("plain", {"offload_type": "leaf_level"}),
+    ],
+    ids=str,
+)
 def test_a_lora_is_trained_over_packed_weights(step: str, options: dict[str, Any], tmp_path: Path) -> None:
     with packing():
         stats = check(STEPS[step], "random", tmp_path, make_wide, num_steps=3, pack=True, **options)

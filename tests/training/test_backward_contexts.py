@@ -210,12 +210,6 @@ def test_a_graph_of_a_backward(options: str, device: str, tmp_path: Path) -> Non
         assert_same_bits(train(model, doubled, put), expected, get)
 
 
-def test_no_context_holds_device_memory_after_the_forward(tmp_path: Path) -> None:
-    with offloaded(packed_model(), "cpu", tmp_path) as (model, _, put, _):
-        node: Any = model(data(0, put)).grad_fn.next_functions[1][0]
-        assert isinstance(node.state, QuantState) and not isinstance(node.tensors[1], torch.Tensor)
-
-
 def test_a_backward_inside_of_a_forward_is_an_error(tmp_path: Path) -> None:
     class Guided(nn.Module):
         def __init__(self) -> None:

@@ -20,15 +20,6 @@ from ..support.inside import engine_of
 from ..support.training import DIM, Put, data, plain
 
 
-def test_whoever_looks_at_a_graph_sees_the_weight(tmp_path: Path) -> None:
-    with offloaded(make(1), "cpu", tmp_path) as (model, _, put, _):
-        plain(model, put)
-        node: Any = model.embed(data(0, put).requires_grad_()).grad_fn
-        weight = (node if hasattr(node, "_saved_mat2") else node.next_functions[0][0])._saved_mat2
-        model(data(1, put))
-        assert same_bits(weight.t().contiguous(), model.embed.weight.detach())
-
-
 def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
     """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
 
@@ -77,26 +68,6 @@ def test_graphs_that_are_dropped_hold_nothing(tmp_path: Path) -> None:
         del handle
     gc.collect()
     assert engine() is None
-
-
-def test_autocast_copies_are_held_by_autograd(tmp_path: Path) -> None:
-    """What autocast made of weights is not theirs: it stays until backward, which needs no weight again then."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(4))).requires_grad_(False)
-    x = data(0, torch.clone)
-    gradients = []
-    for is_offloaded in (False, True):
-        with offloaded(model, "cpu", tmp_path) if is_offloaded else nullcontext() as found:
-            latents = x.clone().requires_grad_()
-            before = count_saved()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(latents).float().square().mean()
-            assert count_saved() == before
-            loss.backward()
-            gradients.append(latents.grad)
-            if found is not None:
-                assert found[1].stats().backward_passes == 0
-    assert same_bits(*gradients)
 
 
 def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:

@@ -237,18 +237,3 @@ def test_gradients_switched_on_in_the_middle_of_a_forward_without(tmp_path: Path
         assert all(parameter.grad is None for parameter in model.parameters())
         model(data(0, put))  # with gradients, as the error says
         assert_same_bits(train(model, truncated, put), train(reference, truncated), get)
-
-
-def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
-    """What is trained leaves its groups in the first step, and comes back when it is frozen: alone."""
-    model = make()
-    with offloaded(model, "cpu", tmp_path, in_files=True) as (_, handle, put, _):
-        files = set(tmp_path.rglob("*.safetensors"))
-        plain(model, put)
-        assert handle.stats().rebuilds == 1
-        assert set(tmp_path.rglob("*.safetensors")) <= files
-        model.requires_grad_(False)
-        for _ in range(MAX_FROZEN_PASSES + 1):
-            model(data(0, put).requires_grad_()).sum().backward()
-        written = set(tmp_path.rglob("*.safetensors")) - files
-        assert sum(path.stat().st_size for path in written) < 100_000 // 4
