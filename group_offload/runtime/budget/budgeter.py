@@ -166,10 +166,7 @@ class Budgeter:
         if before is None:
             return False
         self.plan, self._next = self._next or before, None
-        # Packed files may be lost: then what was to stay on the device packed cannot.
-        is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
-        fits = is_possible and (self.plan.device_bytes <= room or self.plan.device_bytes <= self.least_bytes)
-        if not fits or self._for is None:
+        if self._for is None or not self._fits(self.plan, room):
             self.plan = self._made_again(self.plan, order, room, keeps=False)
         if self.plan.placements == before.placements:
             return False
@@ -177,9 +174,17 @@ class Budgeter:
         return True
 
     def after_pass(self, order: Sequence[Group], room: int) -> None:
-        """A pass completed: make the plan of the next one, if it is faster with what is known by now."""
-        if self.plan is not None and self._asked(room) != self._for:
+        """A pass completed: make the plan of the next one, if it is faster with what is known by now.
+
+        Where there is too little room for the present plan, the next pass may find more.
+        """
+        if self.plan is not None and self._asked(room) != self._for and self._fits(self.plan, room):
             self._next = self._made_again(self.plan, order, room, keeps=self._for is not None)
+
+    def _fits(self, plan: Plan, room: int) -> bool:
+        # Packed files may be lost: then what was to stay on the device packed cannot.
+        is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
+        return is_possible and (plan.device_bytes <= room or plan.device_bytes <= self.least_bytes)
 
     def _made_again(self, before: Plan, order: Sequence[Group], room: int, *, keeps: bool) -> Plan:
         """The plan as of now. With `keeps` it is the one before, unless another is faster."""
