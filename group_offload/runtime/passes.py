@@ -122,6 +122,8 @@ class Passes:
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
         self._thread = 0
         """The thread that began the pass in progress."""
+        self.lingering: Group | None = None
+        """A group that stays held between two calls, because the next call should need it too."""
         self.kind: Kind | None = None
         """The kind of the last forward."""
         self.tasks: dict[int, Any] = {}
@@ -228,6 +230,7 @@ class Passes:
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
+            self._end_lingering()
             self._placer.weigh_activations()
             self._lookahead.before_call()
             if self.succession is not None:
@@ -252,6 +255,9 @@ class Passes:
             state = State.FAILED
         if state is not State.UNKNOWN:
             try:
+                self._end_lingering()
+                if state is State.OPEN and self._may_linger(call):
+                    self.lingering = call.groups.pop()
                 while call.groups:
                     self.release(call.groups.pop(), self._backend.current_stream())
                 self._calls.pop()
@@ -265,6 +271,58 @@ class Passes:
             self._calls.pop()
         if not (self._calls or self.tasks):
             self._end()
+
+    def _may_linger(self, call: Call) -> bool:
+        group = call.groups[0] if len(call.groups) == 1 and len(self._calls) > 1 else None
+        schedule, placer = self._lookahead.schedule, self._placer
+        return (
+            group is not None
+            and group.holds == 1
+            and schedule.expects(group)
+            and (group.slot is None or not group.slot.is_fixed)
+            # Then each call is looked at by itself.
+            and not (schedule.is_learning or placer.is_measuring or placer.has_budget or self.tasks)
+            and not torch.is_grad_enabled()
+        )
+
+    def _end_lingering(self) -> None:
+        group, self.lingering = self.lingering, None
+        if group is not None:
+            self.release(group, self._backend.current_stream())
+
+    def goes_on_with(self, group: Group) -> bool:
+        """Whether the call that begins can compute with the group that lingers, as the call before did."""
+        return (
+            self._thread == threading.get_ident()
+            and self._state is State.OPEN
+            and (group.slot is None or group.slot.waited_on == self._backend.current_stream())
+            and not (torch.is_grad_enabled() or self._backend.is_capturing())
+        )
+
+    def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module that needs the group that lingers, and nothing else."""
+        group, self.lingering = self.lingering, None  # else a call inside would end its use
+        assert group is not None
+        schedule = self._lookahead.schedule
+        schedule.observe(group)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            if self._state is State.OPEN:
+                self._state = State.FAILED
+            raise
+        if self._state is State.OPEN and self.lingering is None and schedule.expects(group):
+            self.lingering = group
+        elif self._state is not State.UNKNOWN:
+            state, self._state = self._state, State.UNKNOWN
+            try:
+                self.release(group, self._backend.current_stream())
+                self._lookahead.after_call()
+            except EXPECTED:
+                self._state = state
+                raise
+            self._state = state
+        return output
 
     def _captured(self) -> StateError:
         return StateError(
@@ -616,6 +674,7 @@ class Passes:
         self._state = State.UNKNOWN
         self._backend.refusal.must_fail = None  # of a call that was interrupted
         self._transfer.recover(is_whole=is_whole)
+        self.lingering = None
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()

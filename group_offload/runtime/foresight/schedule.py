@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Schedule:
         self._analogy: _Analogy | None = None
         self.is_learning = False
         """Whether this is the first pass of its kind, in which foresight gets better with each call."""
+        self.has_news = False
+        """Whether a pass has taken another route than passes before, since `next_layer` was asked."""
+        self._apart: set[str] = set()
+        """The layers of groups that a pass needed only a part of."""
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Start a pass in which only groups of `scope` can be needed.
@@ -110,12 +115,46 @@ class Schedule:
         """End the pass. One that broke off teaches nothing."""
         if completed:
             known, order = self._routes.get(self._key, []), tuple(self._seen)
-            found = next((route for route in known if route[0] == order), None) or _route(order)
+            found = next((route for route in known if route[0] == order), None)
+            if found is None:
+                found, self.has_news = _route(order), True
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
             # `upcoming` now begins with the next pass.
             (self._order, self._index), self._next = found, len(order)
             self._analogy, self.is_learning = None, False
         self._seen = []
+
+
+    def next_layer(self) -> dict[str, str]:
+        """For layers of leaf level, the layer of the same block that comes next in all known routes, and after no other."""
+        after: dict[str, set[str]] = {}
+        before: dict[str, set[str]] = {}
+        for order, _ in chain.from_iterable(self._routes.values()):
+            layers: list[tuple[str, str | None]] = [("", None)]
+            for group, calls in groupby(order):
+                if len([*calls]) < len(group.layers):  # not all of them were called
+                    self._apart.update(group.layers)
+                layers += [(layer, group.block) for layer in group.layers] or [("", None)]
+            for (first, block), (second, block_then) in pairwise((*layers, ("", None))):
+                after.setdefault(first, set()).add(second if block == block_then else "")
+                before.setdefault(second, set()).add(first if block == block_then else "")
+        self.has_news = False
+        self._apart |= {layer for found in (after, before) for layer, others in found.items() if len(others) > 1}
+        pairs = ((first, second) for first, (second, *_) in after.items() if second)
+        return {first: second for first, second in pairs if self._apart.isdisjoint((first, second))}
+
+    def take_over(self, before: Schedule, groups: Iterable[Group]) -> None:
+        """Keep what was learnt before layers were joined to these groups, or parted."""
+        group_of = {layer: group for group in groups for layer in group.layers or (group.group_id,)}
+
+        def now(order: Iterable[Group]) -> Iterator[Group]:
+            for group, calls in groupby(order):
+                layers = group.layers or (group.group_id,)
+                for number, _ in enumerate(calls):
+                    yield group_of[layers[min(number, len(layers) - 1)]]
+
+        self._routes = {key: [_route(now(order)) for order, _ in known] for key, known in before._routes.items()}
+        self._key, self._followed_by, self._apart = before._key, before._followed_by, before._apart
 
 
 class _Analogy:

@@ -52,6 +52,7 @@ class Group:
         self.methods = spec.methods
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
+        self.layers, self.block = spec.layers, spec.block
         self.height = height
         """0 if no other group is needed inside of its modules, else one more than the highest that is. Those of one height take
         turns."""
