@@ -125,10 +125,9 @@ class Gate(Around):
             modes = selective.hide()
             try:
                 group = passes.lingering
-                if group is not None and group is self.only and not (compiler or modes or is_profiler_enabled()):
-                    if passes.goes_on_with(group):
-                        call = module.forward if self._is_plain() else self._enclosed
-                        return passes.use_again(call, *gates.move_inputs(args, kwargs))
+                if group is not None and group is self.only and not (compiler or modes) and passes.goes_on_with(group):
+                    args, kwargs = gates.move_inputs(args, kwargs)
+                    return passes.use_again(module.forward if self._is_plain() else self._enclosed, args, kwargs)
                 if passes.runs_elsewhere:
                     passes.wait_for_turn(module)
                 with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
@@ -138,7 +137,8 @@ class Gate(Around):
                         finally:
                             passes.settle(module)
             finally:
-                selective.show(modes)
+                if modes:
+                    selective.show(modes)
                 set_eval_frame(compiler)
         # The module was given back while this call waited for its turn, or before.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self

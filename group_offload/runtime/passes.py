@@ -33,7 +33,7 @@ from torch import nn
 
 from ..base.device import Backend, Stream
 from ..base.system import forked_free
-from ..base.torch_internals import current_transform
+from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..errors import GroupFileError, StateError
@@ -257,7 +257,8 @@ class Passes:
             try:
                 self._end_lingering()
                 if state is State.OPEN and self._may_linger(call):
-                    self.lingering = call.groups.pop()
+                    self.lingering = call.groups[0]
+                    self.lingering.holds += 1
                 while call.groups:
                     self.release(call.groups.pop(), self._backend.current_stream())
                 self._calls.pop()
@@ -288,15 +289,20 @@ class Passes:
     def _end_lingering(self) -> None:
         group, self.lingering = self.lingering, None
         if group is not None:
-            self.release(group, self._backend.current_stream())
+            self._release_again(group)
+
+    def _release_again(self, group: Group) -> None:
+        stream = None if group.slot is None else group.slot.last_stream
+        self.release(group, stream or self._backend.current_stream())
 
     def goes_on_with(self, group: Group) -> bool:
         """Whether the call that begins can compute with the group that lingers, as the call before did."""
+        slot = group.slot
         return (
             self._thread == threading.get_ident()
             and self._state is State.OPEN
-            and (group.slot is None or group.slot.waited_on == self._backend.current_stream())
-            and not (torch.is_grad_enabled() or self._backend.is_capturing())
+            and (slot is None or slot.waited_on == slot.last_stream == self._backend.current_stream())
+            and not (torch.is_grad_enabled() or self._backend.is_capturing() or is_profiler_enabled())
         )
 
     def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -316,7 +322,7 @@ class Passes:
         elif self._state is not State.UNKNOWN:
             state, self._state = self._state, State.UNKNOWN
             try:
-                self.release(group, self._backend.current_stream())
+                self._release_again(group)
                 self._lookahead.after_call()
             except EXPECTED:
                 self._state = state
@@ -512,7 +518,7 @@ class Passes:
         Args:
             binds: Whether the weights become views of the slot, for a module's call.
         """
-        if not group.holds:
+        if not group.holds or group is self.lingering:
             self._lookahead.schedule.observe(group)
         if group.residence is Residence.AT_REST:
             self._changes.settle(group, binds=binds)

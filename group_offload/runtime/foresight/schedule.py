@@ -124,7 +124,6 @@ class Schedule:
             self._analogy, self.is_learning = None, False
         self._seen = []
 
-
     def next_layer(self) -> dict[str, str]:
         """For layers of leaf level, the layer of the same block that comes next in all known routes, and after no other."""
         after: dict[str, set[str]] = {}
