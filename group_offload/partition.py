@@ -3,6 +3,8 @@
 Block level and leaf level follow diffusers: the same groups, and so the same file names. Where diffusers' groups give wrong
 results the cut differs: lists inside lists, weights that are read without a call of the module that holds them, weights that
 two groups share, modules whose blocks lie deeper than their children.
+
+Once it is known in which order layers are called, those of a block that follow one another are joined to larger groups.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ def test_bytes_and_memory_are_those_of_single_layers(
                 sent.append(device.copied_bytes - before)
                 assert bool(joined(twins.handle)) is joins
                 peaks.append(twins.handle.stats().peak_device_bytes)
-                most = (5 if "record_stream" in options else 2) * largest_layer(twins.handle) + outer_bytes(twins.handle)
+                most = (5 if "record_stream" in options else 2) * largest_layer(twins.handle) + outer_bytes(
+                    twins.handle
+                )
     assert sent[1] <= sent[0]
     assert peaks[1] <= most
 
