@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 
@@ -60,10 +59,6 @@ NEVER_CALLED = (
 """Containers: the module around them reads or calls their contents."""
 
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Modules whose children are blocks."""
-
-
 @dataclass(frozen=True)
 class Method:
     """A method of a module, beside its forward, that computes with weights of the module or below it."""
@@ -91,10 +86,8 @@ class GroupSpec:
     """Methods that need them too."""
     is_table: bool = False
     """Whether this is the weight of one embedding, whose rows are gathered where the weight rests. It never moves."""
-    layers: tuple[str, ...] = ()
-    """The ids that the group's layers have where each is a group by itself, at leaf level."""
-    block: str | None = None
-    """The FQN of the block in which the group may be joined with those of other layers; None if it may not."""
+    joined: tuple[str, ...] = ()
+    """The ids of the groups that were joined to this one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +120,7 @@ def partition(
     config: OffloadConfig,
     is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int] = frozenset(),
-    next_layer: Mapping[str, str] = MappingProxyType({}),
+    followers: Mapping[str, str] = MappingProxyType({}),
 ) -> Partition:
     """Cut `root` into groups.
 
@@ -137,8 +130,8 @@ def partition(
         is_compiled: whether a module (never the root) is compiled as a whole. Leaf level then keeps it in one group, because
             no weight can be moved inside a compiled graph.
         without: ids of parameters that are to be in no group.
-        next_layer: for ids of leaf level's groups, the id of the group that is always needed next. Groups of a block that
-            follow one another are joined, as long as that takes no more device memory.
+        followers: for ids of groups, the id of the group that is always needed next. Those are joined, as long as buffers
+            stay as large.
 
     Raises:
         ModuleError: the module holds no tensor, or a tensor that cannot be offloaded.
@@ -163,13 +156,11 @@ def partition(
     if not refs:
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
-    heights = _heights(groups, modules)
-    if config.is_leaf_level:
-        groups = _with_blocks(groups, heights, modules)
-    if next_layer:
-        groups = _join(groups, next_layer, _limit_bytes(groups, config))
-        heights = _heights(groups, modules)
-    return Partition(groups=groups, heights=heights)
+    if followers:
+        sizes = sorted(map(_size, groups), reverse=True)
+        least = min(tuning().min_window_bytes, sum(sizes) // 8)
+        groups = _join(groups, followers, max(least, sizes[min(config.num_slots, len(sizes)) - 1]))
+    return Partition(groups=groups, heights=_heights(groups, modules))
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
@@ -482,70 +473,36 @@ def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) ->
     return tuple(groups)
 
 
-def _with_blocks(
-    groups: tuple[GroupSpec, ...], heights: tuple[int, ...], modules: dict[str, nn.Module]
-) -> tuple[GroupSpec, ...]:
-    """The same groups of leaf level, with the blocks of those that one layer alone needs.
-
-    The block of a layer is the nearest element of a list around it that has other layers too: what is skipped, or called in
-    another order, is mostly a block.
-    """
-    paths = {module: path for path, module in modules.items()}
-    needed = Counter(module for group in groups for module in group.modules)
-    num_layers = Counter(part for module in needed for part in _ancestors(paths[module]))
-
-    def block_of(layer: nn.Module) -> str:
-        inside = (path for path in _ancestors(paths[layer]) if path and num_layers[path] > 1)
-        return next((path for path in inside if isinstance(modules[path.rpartition(".")[0]], _LISTS)), "")
-
-    return tuple(
-        replace(group, layers=(group.group_id,), block=block_of(group.modules[0]))
-        if len(group.modules) == needed[group.modules[0]] == 1
-        and group.tensors
-        and not (height or group.methods or group.is_table)
-        else group
-        for group, height in zip(groups, heights, strict=True)
-    )
-
-
-def _limit_bytes(groups: tuple[GroupSpec, ...], config: OffloadConfig) -> int:
-    """The most bytes that layers are joined to: the largest groups, and so what takes turns, are as large as before."""
-    sizes = sorted((_size(group) for group in groups if group.block is not None), reverse=True)
-    return max([min(tuning().min_window_bytes, sum(sizes) // 8), *sizes[: config.num_slots][-1:]])
-
-
 def _size(group: GroupSpec) -> int:
     return sum(-(-span_bytes(ref.tensor) // ALIGNMENT) * ALIGNMENT for ref in group.tensors)
 
 
-def _join(groups: tuple[GroupSpec, ...], next_layer: Mapping[str, str], limit_bytes: int) -> tuple[GroupSpec, ...]:
-    """Join groups of a block that follow one another, as long as they have no more than `limit_bytes`."""
-    by_id = {group.group_id: group for group in groups if group.block is not None}
-    runs: dict[GroupSpec, list[GroupSpec]] = {}
-    for first in by_id.keys() - next_layer.values():
-        run: list[GroupSpec] = []
-        num_bytes = 0
-        group: GroupSpec | None = by_id[first]
-        while group is not None:
-            num_bytes += _size(group)
-            if not run or group.block != run[0].block or num_bytes > limit_bytes:
-                run, num_bytes = [], _size(group)
-            run.append(group)
-            runs[group] = run
-            group = by_id.get(next_layer.get(group.group_id, ""))
-    found = ((group, runs.get(group, [group])) for group in groups)
-    return tuple(_joined(run) for group, run in found if group is run[0])
-
-
-def _joined(run: list[GroupSpec]) -> GroupSpec:
-    if len(run) == 1:
-        return run[0]
-    return replace(
-        run[0],
-        group_id=f"{run[0].group_id} to {run[-1].group_id}",
-        tensors=tuple(ref for group in run for ref in group.tensors),
-        modules=tuple(module for group in run for module in group.modules),
-        layers=tuple(layer for group in run for layer in group.layers),
+def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_bytes: int) -> tuple[GroupSpec, ...]:
+    """Join groups that follow one another, as long as they have at most `limit_bytes` together."""
+    by_id = {group.group_id: group for group in groups}
+    runs: dict[GroupSpec, list[GroupSpec]] = {group: [group] for group in groups}
+    for name in by_id.keys() - followers.values():
+        run, room = runs[by_id[name]], limit_bytes - _size(by_id[name])
+        while (group := by_id.get(followers.get(name, ""))) is not None:
+            name, size = group.group_id, _size(group)
+            if size <= room:
+                run.append(group)
+                runs[group] = run
+            else:
+                run, room = runs[group], limit_bytes
+            room -= size
+    return tuple(
+        group
+        if len(run) == 1
+        else GroupSpec(
+            f"{group.group_id} to {run[-1].group_id}",
+            tuple(ref for each in run for ref in each.tensors),
+            tuple(module for each in run for module in each.modules),
+            tuple(method for each in run for method in each.methods),
+            joined=tuple(each.group_id for each in run),
+        )
+        for group, run in runs.items()
+        if group is run[0]
     )
 
 

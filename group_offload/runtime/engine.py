@@ -81,7 +81,7 @@ class Engine:
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__)
         self.trained = Trained(backend)
-        self._next_layer: Mapping[str, str] = {}
+        self._followers: Mapping[str, str] = {}
         """The layers that are joined, because they follow one another."""
         self._joins_left = _MOST_JOINS
         self._left: PlacesOfFsdp = {}
@@ -271,7 +271,7 @@ class Engine:
         if not kind.with_grad and first_of_two_runs() is None:
             return self._joined(top, scope)
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
-        joined, self._next_layer = self._next_layer, {}
+        joined, self._followers = self._followers, {}
         if self.trained.take_up(self._refs):
             return self._rebuild_for(top)
         if not is_first:
@@ -294,8 +294,8 @@ class Engine:
         is_known = config.has_budgets or self.sharing is not None or self._gates.records_graphs
         if not (config.is_leaf_level and schedule.has_news) or is_known:
             return scope
-        before, self._next_layer = self._next_layer, schedule.next_layer() if self._joins_left else {}
-        if self._next_layer == before:
+        before, self._followers = self._followers, schedule.followers() if self._joins_left else {}
+        if self._followers == before:
             return scope
         self._joins_left -= 1
         self._build()
@@ -406,7 +406,7 @@ class Engine:
             casts=casts,
             without=self.trained.ids | of_fsdp,
             packs=self._packer.is_on,
-            next_layer=self._next_layer,
+            followers=self._followers,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         ).build()
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)

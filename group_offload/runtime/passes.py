@@ -275,25 +275,21 @@ class Passes:
 
     def _may_linger(self, call: Call) -> bool:
         group = call.groups[0] if len(call.groups) == 1 and len(self._calls) > 1 else None
-        schedule, placer = self._lookahead.schedule, self._placer
+        schedule = self._lookahead.schedule
         return (
             group is not None
             and group.holds == 1
             and schedule.expects(group)
             and (group.slot is None or not group.slot.is_fixed)
-            # Then each call is looked at by itself.
-            and not (schedule.is_learning or placer.is_measuring or placer.has_budget or self.tasks)
+            and not (schedule.is_learning or self._placer.has_budget or self.tasks)
             and not torch.is_grad_enabled()
         )
 
     def _end_lingering(self) -> None:
         group, self.lingering = self.lingering, None
         if group is not None:
-            self._release_again(group)
-
-    def _release_again(self, group: Group) -> None:
-        stream = None if group.slot is None else group.slot.last_stream
-        self.release(group, stream or self._backend.current_stream())
+            stream = None if group.slot is None else group.slot.last_stream
+            self.release(group, stream or self._backend.current_stream())
 
     def goes_on_with(self, group: Group) -> bool:
         """Whether the call that begins can compute with the group that lingers, as the call before did."""
@@ -307,27 +303,29 @@ class Passes:
 
     def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that needs the group that lingers, and nothing else."""
-        group, self.lingering = self.lingering, None  # else a call inside would end its use
+        group, schedule = self.lingering, self._lookahead.schedule
         assert group is not None
-        schedule = self._lookahead.schedule
-        schedule.observe(group)
         try:
+            self.lingering = None  # else a call inside would end its use
+            schedule.observe(group)
+            self._placer.weigh_activations()
             output = call(*args, **kwargs)
         except BaseException:
             if self._state is State.OPEN:
                 self._state = State.FAILED
             raise
-        if self._state is State.OPEN and self.lingering is None and schedule.expects(group):
-            self.lingering = group
-        elif self._state is not State.UNKNOWN:
-            state, self._state = self._state, State.UNKNOWN
+        state, self._state = self._state, State.UNKNOWN
+        if state is not State.UNKNOWN:
             try:
-                self._release_again(group)
-                self._lookahead.after_call()
+                self._end_lingering()  # what a call inside has left
+                self.lingering = group
+                if not schedule.expects(group):
+                    self._end_lingering()
+                    self._lookahead.after_call()
             except EXPECTED:
                 self._state = state
                 raise
-            self._state = state
+        self._state = state
         return output
 
     def _captured(self) -> StateError:

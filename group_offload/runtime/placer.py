@@ -161,11 +161,6 @@ class Placer:
         return self._vram is not None
 
     @property
-    def is_measuring(self) -> bool:
-        """Whether the pass in progress shows what passes like it need."""
-        return self._needs.is_measuring
-
-    @property
     def vram_budget(self) -> int | None:
         """The device memory that this process may use now, for weights and everything else; None without a budget."""
         vram = self._vram

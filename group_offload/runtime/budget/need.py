@@ -134,10 +134,6 @@ class Needs:
         elif kind in self._known:
             self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
 
-    @property
-    def is_measuring(self) -> bool:
-        return self._measuring is not None
-
     def look(self, beside_weights: Callable[[], int]) -> None:
         """A call in the pass begins: see what is in use beside weights, unless there is a budget."""
         if self._measuring is not None and self._most is not None:

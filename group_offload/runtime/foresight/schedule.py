@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from ..groups.group import Group
 
 _NUMBER = re.compile(r"\d+")
+_BLOCK = re.compile(r"(.*\.)?\d+\.")
+"""The beginning of the name of a layer in a block: the name of the nearest element of a list around it."""
 _NUM_ROUTES = 4
 
 _Route: TypeAlias = "tuple[tuple[Group, ...], dict[Group, list[int]]]"
@@ -45,9 +48,10 @@ class Schedule:
         self.is_learning = False
         """Whether this is the first pass of its kind, in which foresight gets better with each call."""
         self.has_news = False
-        """Whether a pass has taken another route than passes before, since `next_layer` was asked."""
-        self._apart: set[str] = set()
-        """The layers of groups that a pass needed only a part of."""
+        """Whether a pass has taken a new route since `followers` was asked."""
+        self._after: defaultdict[str, set[str]] = defaultdict(set)
+        """For each layer, all that came next in a pass; "" stands for what is no layer, and for the ends of a pass."""
+        self._before: defaultdict[str, set[str]] = defaultdict(set)
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Start a pass in which only groups of `scope` can be needed.
@@ -124,36 +128,42 @@ class Schedule:
             self._analogy, self.is_learning = None, False
         self._seen = []
 
-    def next_layer(self) -> dict[str, str]:
-        """For layers of leaf level, the layer of the same block that comes next in all known routes, and after no other."""
-        after: dict[str, set[str]] = {}
-        before: dict[str, set[str]] = {}
-        for order, _ in chain.from_iterable(self._routes.values()):
-            layers: list[tuple[str, str | None]] = [("", None)]
-            for group, calls in groupby(order):
-                if len([*calls]) < len(group.layers):  # not all of them were called
-                    self._apart.update(group.layers)
-                layers += [(layer, group.block) for layer in group.layers] or [("", None)]
-            for (first, block), (second, block_then) in pairwise((*layers, ("", None))):
-                after.setdefault(first, set()).add(second if block == block_then else "")
-                before.setdefault(second, set()).add(first if block == block_then else "")
+    def followers(self) -> dict[str, str]:
+        """For layers, the layer of the same block that always came next, and after no other one."""
         self.has_news = False
-        self._apart |= {layer for found in (after, before) for layer, others in found.items() if len(others) > 1}
-        pairs = ((first, second) for first, (second, *_) in after.items() if second)
-        return {first: second for first, second in pairs if self._apart.isdisjoint((first, second))}
+        for order, _ in chain.from_iterable(self._routes.values()):
+            layers = [""]
+            for group, calls in groupby(order):
+                # In fewer calls not all layers were called, and it is not known which.
+                is_whole = group.may_join and len([*calls]) >= len(group.layers)
+                layers += group.layers if is_whole else [name for layer in group.layers for name in ("", layer, "")]
+            for first, second in pairwise((*layers, "")):
+                self._after[first].add(second)
+                self._before[second].add(first)
+        return {
+            first: second
+            for first, (second, *others) in self._after.items()
+            if first and second and not others and len(self._before[second]) == 1 and _block(first, second)
+        }
 
     def take_over(self, before: Schedule, groups: Iterable[Group]) -> None:
         """Keep what was learnt before layers were joined to these groups, or parted."""
-        group_of = {layer: group for group in groups for layer in group.layers or (group.group_id,)}
+        group_of = {layer: group for group in groups for layer in group.layers}
 
         def now(order: Iterable[Group]) -> Iterator[Group]:
             for group, calls in groupby(order):
-                layers = group.layers or (group.group_id,)
                 for number, _ in enumerate(calls):
-                    yield group_of[layers[min(number, len(layers) - 1)]]
+                    yield group_of[group.layers[min(number, len(group.layers) - 1)]]
 
         self._routes = {key: [_route(now(order)) for order, _ in known] for key, known in before._routes.items()}
-        self._key, self._followed_by, self._apart = before._key, before._followed_by, before._apart
+        self._key, self._followed_by = before._key, before._followed_by
+        self._after, self._before = before._after, before._before
+
+
+def _block(first: str, second: str) -> bool:
+    """Whether two layers are of one block, or one of a block in the other's."""
+    blocks = sorted("" if (found := _BLOCK.match(name)) is None else found[0] for name in (first, second))
+    return blocks[1].startswith(blocks[0])
 
 
 class _Analogy:
