@@ -157,9 +157,12 @@ def partition(
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
     if followers:
-        sizes = sorted(map(_size, groups), reverse=True)
+        layers = [
+            each for each in groups if not (each.is_table or any([*module.children()] for module in each.modules))
+        ]
+        sizes = sorted(map(_size, layers), reverse=True)
         least = min(tuning().min_window_bytes, sum(sizes) // 8)
-        groups = _join(groups, followers, max(least, sizes[min(config.num_slots, len(sizes)) - 1]))
+        groups = _join(groups, followers, max([least, *sizes[: config.num_slots][-1:]]))
     return Partition(groups=groups, heights=_heights(groups, modules))
 
 

@@ -294,7 +294,7 @@ class Engine:
         is_known = config.has_budgets or self.sharing is not None or self._gates.records_graphs
         if not (config.is_leaf_level and schedule.has_news) or is_known:
             return scope
-        before, self._followers = self._followers, schedule.followers() if self._joins_left else {}
+        before, self._followers = self._followers, schedule.followers() if self._joins_left > 0 else {}
         if self._followers == before:
             return scope
         self._joins_left -= 1

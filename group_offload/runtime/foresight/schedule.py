@@ -152,8 +152,8 @@ class Schedule:
 
         def now(order: Iterable[Group]) -> Iterator[Group]:
             for group, calls in groupby(order):
-                for number, _ in enumerate(calls):
-                    yield group_of[group.layers[min(number, len(group.layers) - 1)]]
+                layers = (group.layers[min(number, len(group.layers) - 1)] for number, _ in enumerate(calls))
+                yield from (group_of[layer] for layer in layers if layer in group_of)
 
         self._routes = {key: [_route(now(order)) for order, _ in known] for key, known in before._routes.items()}
         self._key, self._followed_by = before._key, before._followed_by
