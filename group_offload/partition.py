@@ -486,7 +486,7 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
     runs: dict[GroupSpec, list[GroupSpec]] = {group: [group] for group in groups}
     for name in by_id.keys() - followers.values():
         run, room = runs[by_id[name]], limit_bytes - _size(by_id[name])
-        while (group := by_id.get(followers.get(name, ""))) is not None:
+        while name in followers and (group := by_id.get(followers[name])) is not None:
             name, size = group.group_id, _size(group)
             if size <= room:
                 run.append(group)
