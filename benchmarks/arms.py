@@ -35,7 +35,10 @@ WORDS: dict[str, dict[str, Any]] = {
     },
     **{
         word: {}
-        for word in ("cpu_offload", "disk", "files", "again", "512 MiB locked", "warm", "cold", "expand", "noexpand")
+        for word in (
+            *("cpu_offload", "disk", "files", "again", "512 MiB locked", "no PAGEMAP_SCAN"),
+            *("warm", "cold", "expand", "noexpand"),
+        )
     },
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
@@ -65,6 +68,8 @@ class Arm:
     """Nothing of the files is in the page cache."""
     locked_bytes: int | None = None
     """The system lets so much memory be page-locked."""
+    lacks_scan: bool = False
+    """The kernel is older than Linux 6.7, which finds edits quickly."""
     ram_limit_bytes: int | None = None
     """The process gets so much RAM, what it has in the page cache included, and finds nothing there."""
     num_steps: int | None = None
@@ -112,6 +117,7 @@ def arm_of(name: str) -> Arm:
         is_from_checkpoint="checkpoint" in words or limit is not None,
         is_cold="cold" in words or limit is not None,
         locked_bytes=512 << 20 if "512 MiB locked" in words else None,
+        lacks_scan="no PAGEMAP_SCAN" in words,
         ram_limit_bytes=limit,
         num_steps=next((int(word.split()[0]) for word in words if word.endswith(" steps")), None),
     )
@@ -142,7 +148,7 @@ ARMS = (
     *(f"ours {cut}, checkpoint" for cut in CUTS),
     *(f"ours {cut}, checkpoint, not locked" for cut in CUTS),
     *(f"{engine}, disk" for engine in ("diffusers block+stream", "diffusers leaf+stream", "ours block", "ours leaf")),
-    *(f"ours {cut}, {how}" for how in ("tables move", "512 MiB locked") for cut in CUTS),
+    *(f"ours {cut}, {how}" for how in ("tables move", "512 MiB locked", "no PAGEMAP_SCAN") for cut in CUTS),
     *(f"diffusers {cut}+stream, low_cpu_mem_usage" for cut in CUTS),
     *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
     *("accelerate cpu_offload", "cache-dit layers, ahead", "cache-dit layers, 1536MiB ahead"),

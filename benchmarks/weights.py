@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -160,7 +160,13 @@ def _little_locked(most_bytes: int) -> Iterator[None]:
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What a child process does with its job."""
     arm = Arm(**job["arm"])
-    with nullcontext() if arm.locked_bytes is None else _little_locked(arm.locked_bytes):
+    with ExitStack() as restrictions:
+        if arm.locked_bytes is not None:
+            restrictions.enter_context(_little_locked(arm.locked_bytes))
+        if arm.lacks_scan:
+            from group_offload.base import pagemap
+
+            restrictions.enter_context(mock.patch.object(pagemap._Known, "lacks_scan", True))
         return run_arm(arm, find(**job["model"]), job, begin)
 
 

@@ -3,6 +3,8 @@
 Block level and leaf level follow diffusers: the same groups, and so the same file names. Where diffusers' groups give wrong
 results the cut differs: lists inside lists, weights that are read without a call of the module that holds them, weights that
 two groups share, modules whose blocks lie deeper than their children.
+
+Once it is known in which order layers are called, those of a block that follow one another are joined to larger groups.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .base.forward_source import children_read, methods_of, parts_used
-from .base.layout import overlapping
+from .base.layout import ALIGNMENT, overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
 from .base.tuning import tuning
 from .base.weak import gone
@@ -83,6 +86,8 @@ class GroupSpec:
     """Methods that need them too."""
     is_table: bool = False
     """Whether this is the weight of one embedding, whose rows are gathered where the weight rests. It never moves."""
+    joined: tuple[str, ...] = ()
+    """The ids of the groups that were joined to this one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +120,7 @@ def partition(
     config: OffloadConfig,
     is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int] = frozenset(),
+    followers: Mapping[str, str] = MappingProxyType({}),
 ) -> Partition:
     """Cut `root` into groups.
 
@@ -124,6 +130,8 @@ def partition(
         is_compiled: whether a module (never the root) is compiled as a whole. Leaf level then keeps it in one group, because
             no weight can be moved inside a compiled graph.
         without: ids of parameters that are to be in no group.
+        followers: for ids of groups, the id of the group that is always needed next. Those are joined, as long as buffers
+            stay as large.
 
     Raises:
         ModuleError: the module holds no tensor, or a tensor that cannot be offloaded.
@@ -148,6 +156,13 @@ def partition(
     if not refs:
         raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
     groups = _gather(units, refs, users)
+    if followers:
+        layers = [
+            each for each in groups if not (each.is_table or any([*module.children()] for module in each.modules))
+        ]
+        sizes = sorted(map(_size, layers), reverse=True)
+        least = min(tuning().min_window_bytes, sum(sizes) // 8)
+        groups = _join(groups, followers, max([least, *sizes[: config.num_slots][-1:]]))
     return Partition(groups=groups, heights=_heights(groups, modules))
 
 
@@ -460,6 +475,39 @@ def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) ->
             GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(modules), tuple(methods))
         )
     return tuple(groups)
+
+
+def _size(group: GroupSpec) -> int:
+    return sum(-(-span_bytes(ref.tensor) // ALIGNMENT) * ALIGNMENT for ref in group.tensors)
+
+
+def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_bytes: int) -> tuple[GroupSpec, ...]:
+    """Join groups that follow one another, as long as they have at most `limit_bytes` together."""
+    by_id = {group.group_id: group for group in groups}
+    runs: dict[GroupSpec, list[GroupSpec]] = {group: [group] for group in groups}
+    for name in by_id.keys() - followers.values():
+        run, room = runs[by_id[name]], limit_bytes - _size(by_id[name])
+        while name in followers and (group := by_id.get(followers[name])) is not None:
+            name, size = group.group_id, _size(group)
+            if size <= room:
+                run.append(group)
+                runs[group] = run
+            else:
+                run, room = runs[group], limit_bytes
+            room -= size
+    return tuple(
+        group
+        if len(run) == 1
+        else GroupSpec(
+            f"{group.group_id} to {run[-1].group_id}",
+            tuple(ref for each in run for ref in each.tensors),
+            tuple(module for each in run for module in each.modules),
+            tuple(method for each in run for method in each.methods),
+            joined=tuple(each.group_id for each in run),
+        )
+        for group, run in runs.items()
+        if group is run[0]
+    )
 
 
 def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[int, ...]:

@@ -51,6 +51,9 @@ from .sharing.sharing import Sharing
 _MOST_REBUILDS = 3
 """Most rebuilds before a pass. More can be needed only if another thread goes on changing the module."""
 
+_MOST_JOINS = 4
+"""How often layers are joined, or parted. Where forwards call layers in an order that depends on data, they end up apart."""
+
 
 class Engine:
     """The runtime of one offloaded module. Thread-safe: passes of several threads take turns."""
@@ -77,6 +80,9 @@ class Engine:
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__)
         self.trained = Trained(backend)
+        self._followers: Mapping[str, str] = {}
+        """The layers that are joined, because they follow one another."""
+        self._joins_left = _MOST_JOINS
         self._left: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend)
@@ -250,14 +256,37 @@ class Engine:
         if self._changes.undo_merges(top):
             scope = self._notice(top)
         if not kind.with_grad and first_of_two_runs() is None:
-            return scope
+            return self._joined(top, scope)
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
+        joined, self._followers = self._followers, {}
         if self.trained.take_up(self._refs):
             return self._rebuild_for(top)
         if not is_first:
             return scope
-        share_counters(self.groups)
-        self._install_gates()
+        if joined:
+            self._build()
+        else:
+            share_counters(self.groups)
+            self._install_gates()
+        return self._notice(top)
+
+    def _joined(self, top: nn.Module, scope: set[Group]) -> set[Group]:
+        """Join the layers that follow one another in all passes so far, and part those that do not.
+
+        Returns:
+            The groups that calls under `top` can need.
+        """
+        schedule, config = self._lookahead.schedule, self.config
+        # A plan, other ranks and graphs of earlier forwards know the groups. There each layer stays one.
+        is_known = config.has_budgets or self.sharing is not None or self._gates.records_graphs
+        if not (config.is_leaf_level and schedule.has_news) or is_known:
+            return scope
+        before, self._followers = self._followers, schedule.followers() if self._joins_left > 0 else {}
+        if self._followers == before:
+            return scope
+        self._joins_left -= 1
+        self._build()
+        self._lookahead.schedule.take_over(schedule, self.groups)
         return self._notice(top)
 
     def _notice(self, top: nn.Module) -> set[Group]:
@@ -364,6 +393,7 @@ class Engine:
             casts=casts,
             without=self.trained.ids | of_fsdp,
             packs=self._packer.is_on,
+            followers=self._followers,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         ).build()
         self._replaced |= dict.fromkeys(part for group in before for part in group.parts)

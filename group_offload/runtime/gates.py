@@ -83,6 +83,8 @@ class Gate(Around):
         self.is_root = is_root
         self.groups: tuple[Group, ...] = ()
         """The groups that the call needs. The group that is needed longest comes first."""
+        self.only: Group | None = None
+        """The group that the call needs, if it is the only one."""
         self.tables: tuple[Group, ...] = ()
         """The table of an embedding that stays where it rests."""
         self._owner: Callable[[], Gates | None] = weakref.ref(gates)
@@ -122,6 +124,10 @@ class Gate(Around):
             compiler = set_eval_frame(None)
             modes = selective.hide()
             try:
+                group = passes.lingering
+                if group is not None and group is self.only and not (compiler or modes) and passes.goes_on_with(group):
+                    args, kwargs = gates.move_inputs(args, kwargs)
+                    return passes.use_again(module.forward if self._is_plain() else self._enclosed, args, kwargs)
                 if passes.runs_elsewhere:
                     passes.wait_for_turn(module)
                 with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
@@ -131,7 +137,8 @@ class Gate(Around):
                         finally:
                             passes.settle(module)
             finally:
-                selective.show(modes)
+                if modes:
+                    selective.show(modes)
                 set_eval_frame(compiler)
         # The module was given back while this call waited for its turn, or before.
         is_left = self.module.__dict__.get(COMPILED_CALL) is self
@@ -542,6 +549,7 @@ class Gates:
             gate = self._gates[module] if module in self._gates else kind(self, module, is_root=is_root)
             gate.tables = tuple(group for group in found if group.is_table)
             gate.groups = _in_turn(found)
+            gate.only = None if is_root or len(found) > 1 else next(iter(gate.groups), None)
             self._gates[module] = gate
             if gate is not root_gate:
                 gate.install()

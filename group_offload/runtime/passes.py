@@ -33,7 +33,7 @@ from torch import nn
 
 from ..base.device import Backend, Stream
 from ..base.system import forked_free
-from ..base.torch_internals import current_transform
+from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..errors import GroupFileError, StateError
@@ -122,6 +122,8 @@ class Passes:
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
         self._thread = 0
         """The thread that began the pass in progress."""
+        self.lingering: Group | None = None
+        """A group that stays held between two calls, because the next call should need it too."""
         self.kind: Kind | None = None
         """The kind of the last forward."""
         self.tasks: dict[int, Any] = {}
@@ -228,6 +230,7 @@ class Passes:
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
+            self._end_lingering()
             self._placer.weigh_activations()
             self._lookahead.before_call()
             if self.succession is not None:
@@ -252,6 +255,10 @@ class Passes:
             state = State.FAILED
         if state is not State.UNKNOWN:
             try:
+                self._end_lingering()
+                if state is State.OPEN and self._may_linger(call):
+                    self.lingering = call.groups[0]
+                    self.lingering.holds += 1
                 while call.groups:
                     self.release(call.groups.pop(), self._backend.current_stream())
                 self._calls.pop()
@@ -265,6 +272,61 @@ class Passes:
             self._calls.pop()
         if not (self._calls or self.tasks):
             self._end()
+
+    def _may_linger(self, call: Call) -> bool:
+        group = call.groups[0] if len(call.groups) == 1 and len(self._calls) > 1 else None
+        schedule = self._lookahead.schedule
+        return (
+            group is not None
+            and group.holds == 1
+            and schedule.expects(group)
+            and (group.slot is None or not group.slot.is_fixed)
+            and not (schedule.is_learning or self._placer.has_budget or self.tasks)
+            and not torch.is_grad_enabled()
+        )
+
+    def _end_lingering(self) -> None:
+        group, self.lingering = self.lingering, None
+        if group is not None:
+            stream = None if group.slot is None else group.slot.last_stream
+            self.release(group, stream or self._backend.current_stream())
+
+    def goes_on_with(self, group: Group) -> bool:
+        """Whether the call that begins can compute with the group that lingers, as the call before did."""
+        slot = group.slot
+        return (
+            self._thread == threading.get_ident()
+            and self._state is State.OPEN
+            and (slot is None or slot.waited_on == slot.last_stream == self._backend.current_stream())
+            and not (torch.is_grad_enabled() or self._backend.is_capturing() or is_profiler_enabled())
+        )
+
+    def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module that needs the group that lingers, and nothing else."""
+        group, schedule = self.lingering, self._lookahead.schedule
+        assert group is not None
+        try:
+            self.lingering = None  # else a call inside would end its use
+            schedule.observe(group)
+            self._placer.weigh_activations()
+            output = call(*args, **kwargs)
+        except BaseException:
+            if self._state is State.OPEN:
+                self._state = State.FAILED
+            raise
+        state, self._state = self._state, State.UNKNOWN
+        if state is not State.UNKNOWN:
+            try:
+                self._end_lingering()  # what a call inside has left
+                self.lingering = group
+                if not schedule.expects(group):
+                    self._end_lingering()
+                    self._lookahead.after_call()
+            except EXPECTED:
+                self._state = state
+                raise
+        self._state = state
+        return output
 
     def _captured(self) -> StateError:
         return StateError(
@@ -456,7 +518,7 @@ class Passes:
         Args:
             binds: Whether the weights become views of the slot, for a module's call.
         """
-        if not group.holds:
+        if not group.holds or group is self.lingering:
             self._lookahead.schedule.observe(group)
         if group.residence is Residence.AT_REST:
             self._changes.settle(group, binds=binds)
@@ -618,6 +680,7 @@ class Passes:
         self._state = State.UNKNOWN
         self._backend.refusal.must_fail = None  # of a call that was interrupted
         self._transfer.recover(is_whole=is_whole)
+        self.lingering = None
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()

@@ -188,6 +188,9 @@ class SharedPasses(Passes):
     def _bytes_sent(self) -> int:
         return sum(self._transfer.bytes_sent.values())
 
+    def _may_linger(self, call: Call) -> bool:
+        return self.turns.here is None and super()._may_linger(call)  # travellers meet at each gate
+
     def _end(self) -> None:
         traveller = self.turns.here
         if traveller is None:

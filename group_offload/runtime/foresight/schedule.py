@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from ..groups.group import Group
 
 _NUMBER = re.compile(r"\d+")
+_BLOCK = re.compile(r"(.*\.)?\d+\.")
+"""The beginning of the name of a layer in a block: the name of the nearest element of a list around it."""
 _NUM_ROUTES = 4
 
 _Route: TypeAlias = "tuple[tuple[Group, ...], dict[Group, list[int]]]"
@@ -43,6 +47,11 @@ class Schedule:
         self._analogy: _Analogy | None = None
         self.is_learning = False
         """Whether this is the first pass of its kind, in which foresight gets better with each call."""
+        self.has_news = False
+        """Whether a pass has taken a new route since `followers` was asked."""
+        self._after: defaultdict[str, set[str]] = defaultdict(set)
+        """For each layer, all that came next in a pass; "" stands for what is no layer, and for the ends of a pass."""
+        self._before: defaultdict[str, set[str]] = defaultdict(set)
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Start a pass in which only groups of `scope` can be needed.
@@ -110,12 +119,51 @@ class Schedule:
         """End the pass. One that broke off teaches nothing."""
         if completed:
             known, order = self._routes.get(self._key, []), tuple(self._seen)
-            found = next((route for route in known if route[0] == order), None) or _route(order)
+            found = next((route for route in known if route[0] == order), None)
+            if found is None:
+                found, self.has_news = _route(order), True
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
             # `upcoming` now begins with the next pass.
             (self._order, self._index), self._next = found, len(order)
             self._analogy, self.is_learning = None, False
         self._seen = []
+
+    def followers(self) -> dict[str, str]:
+        """For layers, the layer of the same block that always came next, and after no other one."""
+        self.has_news = False
+        for order, _ in chain.from_iterable(self._routes.values()):
+            layers = [""]
+            for group, calls in groupby(order):
+                # In fewer calls not all layers were called, and it is not known which.
+                is_whole = group.may_join and len([*calls]) >= len(group.layers)
+                layers += group.layers if is_whole else [name for layer in group.layers for name in ("", layer, "")]
+            for first, second in pairwise((*layers, "")):
+                self._after[first].add(second)
+                self._before[second].add(first)
+        return {
+            first: second
+            for first, (second, *others) in self._after.items()
+            if first and second and not others and len(self._before[second]) == 1 and _block(first, second)
+        }
+
+    def take_over(self, before: Schedule, groups: Iterable[Group]) -> None:
+        """Keep what was learnt before layers were joined to these groups, or parted."""
+        group_of = {layer: group for group in groups for layer in group.layers}
+
+        def now(order: Iterable[Group]) -> Iterator[Group]:
+            for group, calls in groupby(order):
+                layers = (group.layers[min(number, len(group.layers) - 1)] for number, _ in enumerate(calls))
+                yield from (group_of[layer] for layer in layers if layer in group_of)
+
+        self._routes = {key: [_route(now(order)) for order, _ in known] for key, known in before._routes.items()}
+        self._key, self._followed_by = before._key, before._followed_by
+        self._after, self._before = before._after, before._before
+
+
+def _block(first: str, second: str) -> bool:
+    """Whether two layers are of one block, or one of a block in the other's."""
+    blocks = sorted("" if (found := _BLOCK.match(name)) is None else found[0] for name in (first, second))
+    return blocks[1].startswith(blocks[0])
 
 
 class _Analogy:

@@ -77,6 +77,8 @@ class Builder:
     """By id, the parameters that are to be in no group: they are trained, or FSDP2's."""
     packs: bool
     """Whether blobs are going to be packed: then these are not page-locked themselves."""
+    followers: Mapping[str, str]
+    """See `partition`."""
     host: HostMemory | None
     """RAM that other processes have in common with this one, for weights that are in no file."""
     _homes: dict[int, torch.device] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Builder:
         config, before = self.config, self.before
         for group in before:
             group.check()
-        cut = partition(self.root, config, is_compiled, self.without)
+        cut = partition(self.root, config, is_compiled, self.without, self.followers)
         known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
         empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
         self._groups_before = {id(ref.tensor): group for group in before for part in group.parts for ref in part.refs}

@@ -52,6 +52,10 @@ class Group:
         self.methods = spec.methods
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
+        self.layers = spec.joined or (spec.group_id,)
+        """The ids of the groups that were joined to this one."""
+        self.may_join = bool(spec.joined) or not (height or spec.methods or len(spec.modules) > 1)
+        """Whether one layer alone needs the group, or did before."""
         self.height = height
         """0 if no other group is needed inside of its modules, else one more than the highest that is. Those of one height take
         turns."""

@@ -27,19 +27,19 @@ def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) 
     handle = offload(model)
     assert_at_rest(model, reference)
     brought = []
-    for _ in range(3):
+    for _ in range(4):  # layers are joined in the second pass, which brings all again
         before = handle.stats()
         check(model, reference, inputs(0, 2, 3, WIDTH), passes=1)
         after = handle.stats()
         num_bytes = sum(after.bytes_onloaded.values()) - sum(before.bytes_onloaded.values())
         brought.append((after.onloads - before.onloads, num_bytes))
     stats = handle.stats()
-    assert stats.passes == 3 and stats.rebuilds == 0 and stats.tensors_brought_back == 0
-    assert bool(brought[0][0]) == (folder is not None) and brought[1] == brought[2]
+    assert stats.passes == 4 and stats.rebuilds == 0 and stats.tensors_brought_back == 0
+    assert bool(brought[0][0]) == (folder is not None) and brought[2] == brought[3]
     if folder is None:
-        assert brought[0] == brought[1]
+        assert brought[0] == brought[2]
     else:  # what came from files is brought again unless it was in a slot all the time
-        assert brought[0][1] - stats.peak_device_bytes <= brought[1][1] <= brought[0][1]
+        assert brought[0][1] - stats.peak_device_bytes <= brought[2][1] <= brought[1][1] <= brought[0][1]
     handle.remove()
     assert_same(run(model, inputs(0, 2, 3, WIDTH)), run(reference, inputs(0, 2, 3, WIDTH)))
     assert_at_rest(model, reference)
