@@ -190,6 +190,12 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         remedy = "Save the model there again (save_pretrained), or download it again."
         if isinstance(error, ImportError):
             remedy = "Install the package that is missing."
+        elif isinstance(error, MemoryError):
+            remedy = (
+                "A file that is larger than RAM can't be mapped: save the model in more files (max_shard_size='5GB')."
+            )
+        elif any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
         raise GroupFileError(
             f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error

@@ -173,7 +173,10 @@ class Engine:
             self._backward.settle()
             self._passes.forget_interrupted_calls()
             if self._passes.is_running:
-                raise StateError(f"{self._passes.name} is in the middle of a forward or backward. Do that afterwards.")
+                raise StateError(
+                    f"{self._passes.name} is in the middle of a forward or backward. Call remove() or "
+                    f"disable_group_offload() afterwards."
+                )
 
     def remove(self) -> None:
         """Move every tensor back into separate memory on the device where it was before, and take the gates away.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ def test_a_block_that_gives_its_weight_away(wrap: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Taking().requires_grad_(False)
     reference = copy.deepcopy(model)
-    for level in ("block_level", "leaf_level"):
-        with offloaded(model, "random", tmp_path, offload_type=level) as (_, _, put, get):
+    for level, seed in product(("block_level", "leaf_level"), range(3)):
+        with offloaded(model, "random", tmp_path, seed, offload_type=level) as (_, _, put, get):
             for _ in range(3):
                 with torch.no_grad():
                     assert same_bits(get(model(data(0, put))), reference(data(0, torch.clone)))
