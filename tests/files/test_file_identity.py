@@ -405,7 +405,8 @@ def set_up_in_little_address_space(tier: str, root: str) -> None:
         model.load_state_dict(load_file(f"{root}/model.safetensors"), assign=True)
     x = torch.randn(1, 2048)
     expected = run(model, x)
-    apply_group_offloading(made(), "cpu").remove()
+    warm = made()  # it stays: what it has is not to be free below
+    apply_group_offloading(warm, "cpu").remove()
     with use_simulated_device(SimulatedDevice(0)) if tier == "ram" else nullcontext():
         size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (size + (40 << 20), resource.RLIM_INFINITY))
