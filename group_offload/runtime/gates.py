@@ -261,7 +261,9 @@ class InnerGate(Gate):
             is_inside = gates.backward.is_ours(hooks_in_force())
         else:
             is_inside = gates.passes.runs_here
-        if is_inside and all(group.is_ready for group in self.groups):
+        # A call between two others of a group must be learnt, and needs the group as long as it takes.
+        is_between = gates.passes.lingering in self.groups
+        if is_inside and not is_between and all(group.is_ready for group in self.groups):
             if gates.records_graphs:
                 gates.backward.keep_root()
             return call(*args, **kwargs)
