@@ -4,7 +4,7 @@ PYTHON ?= python3
 JOBS ?= 3
 # The tests of weights: what comes out of forwards, edits, files, removal, LoRA, pipelines.
 PORTABLE := $(addprefix tests/,engine/weights engine/test_changes.py engine/test_odd_modules.py engine/test_options.py \
-	engine/test_streams.py files integrations cli/test_cli.py units/test_reading.py units/test_system.py)
+	engine/test_streams.py files integrations cli/test_cli.py units/test_system.py)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
