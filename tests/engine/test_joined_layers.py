@@ -302,6 +302,48 @@ def test_a_layer_that_calls_another_one(device: SimulatedDevice) -> None:
             twins.step()
 
 
+class Two(nn.Module):
+    """A forward, and a method that needs the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+WITHOUT_SOURCE = """
+class Calling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Two() for _ in range(12))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.back(block(x))
+        return x
+"""
+"""Nothing is known of the calls in this forward before they come."""
+
+
+@pytest.mark.parametrize("options", [LEAF, {**LEAF, "record_stream": True}, {"record_stream": True}], ids=str)
+def test_a_method_that_needs_a_group_between_calls(options: dict[str, Any], device: SimulatedDevice) -> None:
+    """Passes learn that it was called, though the group is there. Else every second one would send each group twice."""
+    names: dict[str, Any] = {"nn": nn, "Two": Two}
+    exec(WITHOUT_SOURCE, names)
+    with Twins(device, names["Calling"](), **options) as twins:
+        sent = []
+        for _ in range(8):
+            before = device.copied_bytes
+            twins.step()
+            twins.check()
+            sent.append(device.copied_bytes - before)
+        assert sent[3:] == [12 * 256] * 5
+
+
 def test_calls_on_other_streams(device: SimulatedDevice) -> None:
     """In one pass after another, and in the middle of joined layers."""
     streams = [device.current_stream(), device.new_stream()]

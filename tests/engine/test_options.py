@@ -378,7 +378,7 @@ def test_block_modules(blocks: list[str], tmp_path: Path) -> None:
 
 
 def test_a_large_part_around_blocks_is_cut_into_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all of it stays on the device for the length of a forward: MiniMax-H3's token refiner has 1.5 GiB."""
+    """Else all of it stays on the device for the length of a forward, as MiniMax-H3's token refiner did."""
     for largest, is_cut in ((1 << 20, False), (1 << 10, True)):
         tune(monkeypatch, largest_rest_bytes=largest)
         model = make(Nested)
