@@ -344,6 +344,28 @@ def test_a_method_that_needs_a_group_between_calls(options: dict[str, Any], devi
         assert sent[3:] == [12 * 256] * 5
 
 
+def test_memory_runs_out_in_joined_layers(device: SimulatedDevice) -> None:
+    """In whichever call it does: the group that stays bound is given up, and the next forward is right."""
+    with Twins(device, blocks(), **LEAF) as twins:
+        for _ in range(4):
+            twins.step()
+            twins.check()
+        assert any(" to " in group.group_id for group in twins.handle.groups)
+        refused = 0
+        for room in range(0, 32 << 10, 512):
+            device.capacity = device.total.now + room
+            try:
+                twins.step()
+            except torch.OutOfMemoryError:
+                refused += 1
+            device.capacity = 1 << 40
+            twins.step()
+            twins.check()
+            engine = engine_of(twins.handle)
+            assert not any(group.holds for group in engine.groups) and engine._passes.lingering is None
+        assert 8 < refused < 64
+
+
 def test_calls_on_other_streams(device: SimulatedDevice) -> None:
     """In one pass after another, and in the middle of joined layers."""
     streams = [device.current_stream(), device.new_stream()]
