@@ -24,6 +24,7 @@ FILES = (
     "8gib-h200",
     "4gib-h200",
     "4-12-16gib-h200",
+    "16gib-diffusers-h200",
     "12gib-diffusers-h200",
     "8gib-diffusers-h200",
     "4gib-diffusers-h200",
