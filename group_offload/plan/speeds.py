@@ -5,13 +5,14 @@ system. Nothing depends on that file: a file that cannot be read counts as no fi
 
 [Note: How a drive is measured]
 A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
-large pieces. Where direct reads are refused (some network drives), it is dropped from the page cache and read through that.
-Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
+large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
+it. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import time
@@ -27,12 +28,12 @@ import torch
 
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
-from ..base.mapping import flat_view, map_anonymous
+from ..base.mapping import cached_bytes, flat_view, map_anonymous, page_cache_of
 from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import advise, name_of_drive
+from ..base.system import name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
@@ -295,12 +296,16 @@ def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
         return None, f"Not measuring the disk: {path} has no safetensors file of {describe_bytes(min_bytes)} or more."
     try:
         with chosen.open("rb", buffering=0) as file:
-            return _measure_file(file.fileno()), ""
+            speed = _measure_file(file.fileno())
     except OSError as error:
         return None, f"Cannot read {chosen} to measure the disk: {error.strerror or error}."
+    return (
+        speed,
+        "" if speed else f"Direct reads of {chosen} aren't possible, and it is in RAM: the disk was not measured.",
+    )
 
 
-def _measure_file(fd: int) -> int:
+def _measure_file(fd: int) -> int | None:
     num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
@@ -314,9 +319,8 @@ def _measure_file(fd: int) -> int:
                 raise
         finally:
             os.close(direct)
-    with suppress(OSError):
-        advise(fd, 0, 0, "DONTNEED")
-    return _read_all(fd, pieces)
+    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
+    return _read_all(fd, cold) if cold else None
 
 
 def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:
@@ -336,3 +340,12 @@ def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:
 
     num_bytes = sum(run_all(partial(work, memory_of(part)) for part in torch.split(memory, size)))
     return max(1, int(num_bytes / (time.perf_counter() - began)))
+
+
+def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
+    """Whether some of it is in the page cache; true too if the system does not tell."""
+    start = start // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError):
+        mapped = page_cache_of(fd, start, num_bytes)
+        return cached_bytes(mapped.data_ptr(), num_bytes) > 0
+    return True

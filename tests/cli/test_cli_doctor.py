@@ -19,7 +19,6 @@ import torch
 import group_offload
 from group_offload.base import pagemap
 from group_offload.cli import doctor
-from group_offload.cli.doctor import nvidia_driver
 from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
@@ -270,18 +269,6 @@ def test_device_and_link(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.
         assert rows["link"]["found"] == f"{speed}.0 GB/s from RAM to the device"
     size = describe_bytes(device.capacity)
     assert rows["device"]["verdict"] == "ok" and rows["device"]["found"].endswith(f"{size}, {size} free")
-
-
-@pytest.mark.parametrize(
-    ("script", "found"),
-    [("echo 570.1; echo 570.1", "570.1"), ("echo 'No devices were found'; exit 6", ""), (None, "")],
-)
-def test_what_nvidia_smi_says(script: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if script is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "nvidia-smi").chmod(0o700)
-    assert nvidia_driver() == found
 
 
 def test_versions(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

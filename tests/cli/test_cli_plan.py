@@ -323,32 +323,31 @@ def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "line"),
     [
-        ((), ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="auto")']),
+        ("", 'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="auto")'),
         (
-            ("--vram", "8GiB", "--pack"),
-            ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="8 GiB", pack=True)'],
+            "--vram 8GiB --pack",
+            'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="8 GiB", pack=True)',
         ),
-        (("--ram", "4GiB"), ['model = from_pretrained(Model, PATH, ram_budget="4 GiB")']),
+        ("--ram 4GiB", 'model = from_pretrained(Model, PATH, ram_budget="4 GiB")'),
         (
-            ("--ram", "4GiB", "--pack"),
-            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")'],
+            "--ram 4GiB --pack",
+            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")',
         ),
         (
-            ("--ram", "4GiB", "--dtype", "float16"),
-            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", offload_to_disk_path="offload")'],
+            "--ram 4GiB --dtype float16",
+            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", offload_to_disk_path="offload")',
         ),
     ],
-    ids=["RAM", "a card", "little RAM", "packed", "casts"],
 )
 def test_the_call_to_copy(
-    arguments: tuple[str, ...], lines: list[str], model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+    arguments: str, line: str, model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
-    call = plan(run, model, *arguments)["call"].splitlines()
+    call = plan(run, model, *arguments.split())["call"].splitlines()
     dtype = "torch.float16" if "--dtype" in arguments else "torch.bfloat16"  # diffusers would load float32
-    assert call[-len(lines) :] == [line.replace("PATH", f'"{model}", dtype={dtype}') for line in lines]
+    assert "; ".join(call[3:]) == line.replace("PATH", f'"{model}", dtype={dtype}')
     assert call[:2] == ["import torch", "from diffusers import Model"]
 
 
@@ -384,10 +383,12 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
     assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
     assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
-    assert found.keys() == {"title", "models", "memories", "sentences", "call"} and part["sentences"]
-    assert ram.keys() == {"name", "budget_bytes", "parts"}
-    assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
-    assert not {"device", "passes", "memory", "figures"} & part.keys()
+    assert found.keys() == {"title", "models", "memories", "sentences", "call"}
+    assert ram.keys() == {"name", "budget_bytes", "parts"} and part["groups"][0].keys() == {
+        "name",
+        "num_bytes",
+        "place",
+    }
 
 
 def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,18 +518,14 @@ def test_a_part_that_cannot_be_read(
 
 ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "argument --vram: SIZE='8G': it is ambiguous. Did you mean '8GiB' or '8GB'?"),
-    "vram of nothing": (["--vram", "0"], "more than 0"),
     "too little vram": (["--vram", "512MiB"], "The smallest that works is 1.19 GiB"),
     "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
     "too little ram": (["--ram", "1GiB"], "--process-ram"),
     "dtype": (["--dtype", "bf17"], "argument --dtype: 'bf17' is no floating point dtype"),
     "seconds": (["--step-seconds", "-1"], "--step-seconds"),
-    "for ever": (["--step-seconds", "1e300"], "expected a number of seconds"),
     "steps": (["--steps", "0"], "--steps"),
-    "speed": (["--h2d", "fast"], "--h2d"),
     "no speed": (["--drive", "0GB"], "--drive"),
     "a page": (["--html", "/nowhere/x.html"], "/nowhere/x.html: /nowhere is not a folder"),
-    "a page that is a folder": (["--html", "/"], "it is a folder"),
 }
 
 
@@ -553,26 +550,15 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
 
 
 def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> None:
-    """A link goes on to lead to a file, a pipe and a device stay what they are. Hazard: `plan --html /dev/full`, a pipe
-    or a link is replaced by a regular file."""
+    """A link goes on to lead to a file, a device stays what it is. Hazard: `plan --html /dev/full`, a pipe or a link is
+    replaced by a regular file."""
     model = write_model(tmp_path / "model", 2, MIB, MIB)
-    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
-    file.write_text("old")
-    link.symlink_to(file)
-    os.mkfifo(pipe)
+    link, full = tmp_path / "link", tmp_path / "full"
+    link.symlink_to(tmp_path / "file")
     run("plan", model, "--html", link)
-    assert link.is_symlink() and file.read_text().startswith("<!DOCTYPE html>")
-    read: list[str] = []
-    thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
-    thread.start()
-    run("plan", model, "--html", pipe)
-    thread.join(10)
-    assert read[0].startswith("<!DOCTYPE html>") and pipe.is_fifo()
-    full, loop = tmp_path / "full", tmp_path / "loop"
+    assert link.is_symlink() and (tmp_path / "file").read_text().startswith("<!DOCTYPE html>")
     full.symlink_to("/dev/full")
-    loop.symlink_to(loop)
-    assert "No space left" in run("plan", model, "--html", full, status=2)
-    assert str(loop) in run("plan", model, "--html", loop, status=2)
+    assert "No space left" in run("plan", model, "--html", full, status=2) and not Path("/dev/full").is_file()
 
 
 def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
