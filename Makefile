@@ -31,7 +31,7 @@ help:
 	@echo "make pages   write what is generated in docs/: the reference, and the tables of benchmarks"
 	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
-	@echo "make wheel   install the wheel into an environment and run the README there (ARGS=--full downloads everything)"
+	@echo "make wheel   install the wheel into an environment and run the README there"
 	@echo "make bench   python -m benchmarks weights (needs a GPU); options in ARGS"
 
 setup: $(READY)
@@ -93,7 +93,7 @@ dist: $(READY)
 	$(BIN)/python -m twine check --strict dist/*
 
 wheel: $(READY)
-	$(BIN)/python -m tests.wheel $(ARGS)
+	$(BIN)/python -m tests.wheel
 
 matrix: $(READY)
 	$(BIN)/python -m tests.matrix --write $(ARGS)

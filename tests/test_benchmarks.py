@@ -27,20 +27,6 @@ CPU = ("--small", "--device", "cpu")
 Run = Callable[..., str]
 
 
-def run(*arguments: str | Path, python_path: str | None = None) -> str:
-    """What `python` with these arguments prints."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if python_path is None else {"PYTHONPATH": python_path})},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 class Here:
     """In the place of `processes.Child`: to import the libraries takes longer than what arms do."""
 
@@ -79,10 +65,6 @@ def result_of(folder: Path, name: str) -> dict[str, Any]:
     return report
 
 
-def folders(tmp_path: Path) -> tuple[str | Path, ...]:
-    return "--output", tmp_path, "--disk", tmp_path
-
-
 @pytest.mark.parametrize("name", ["flux", "wan14b", "unet-sd15", "vae-decode", "t5-xxl", "umt5-xxl"])
 def test_every_model_is_built_and_runs(name: str) -> None:
     model, device = models.find(name, small=True), torch.device("cpu")
@@ -95,41 +77,57 @@ def test_every_model_is_built_and_runs(name: str) -> None:
     handle.remove()
 
 
-def test_arms_of_weights(tmp_path: Path, benchmark_here: Run) -> None:
-    arms = ("resident", "diffusers block, no stream", "accelerate cpu_offload", "ours block, disk")
-    arms += ("ours block, checkpoint", "ours block, 512 MiB locked")
-    options = (*CPU, "--steps", "2", *folders(tmp_path))
-    assert benchmark_here("weights", *options, "--arms", *arms).count("| yes") == len(arms)
-    found = result_of(tmp_path, "weights")["arms"]
-    assert found["ours block, disk"]["setup_write_bytes"] > 0
-    assert len(found["accelerate cpu_offload"]["steps_s"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+CHECKPOINTED = [f"{where} + checkpointing" for where in ("resident", "ours block", "fsdp2", "diffusers block")]
+BENCHMARKS: dict[str, tuple[str, str, list[str], int]] = {
+    "weights": (
+        "weights",
+        "--steps 2",
+        [
+            "resident",
+            "diffusers block, no stream",
+            "accelerate cpu_offload",
+            "ours block, disk",
+            "ours block, checkpoint",
+        ],
+        5,
+    ),
+    "training": ("training", "--min-bytes 0", [*CHECKPOINTED, "ours block + checkpointing + activations"], 5),
+    "activations": ("activations", "--tokens 16 --blocks 1 3", [], 6),
+    "pipeline": ("pipeline", "--pipeline flux-control --steps 2", ["resident", "ours+block", "ours+share", "model"], 3),
+    "first image": (
+        "pipeline",
+        "--from-files --steps 2",
+        ["resident", "ours+checkpoint", "ours+checkpoint, cold, 2 steps"],
+        3,
+    ),
+    "quantised": ("quantised", "--kinds layerwise", [], -1),
+    "shared": ("shared", "--warm-up 3 --threads 2", ["guidance", "threads", "files"], 8),
+}
+"""Benchmarks: the name, options, arms, and how many of these have the resident model's bits. -1: some."""
+
+
+@pytest.mark.parametrize(("name", "options", "arms", "num_equal"), BENCHMARKS.values(), ids=BENCHMARKS)
+def test_benchmarks_run(
+    name: str, options: str, arms: list[str], num_equal: int, tmp_path: Path, benchmark_here: Run
+) -> None:
+    """What is compared gives the same bits."""
+    options = f"--steps 1 --output {tmp_path} {options}"
+    options += f" --disk {tmp_path}" if name in ("weights", "training", "shared") or "--from-files" in options else ""
+    table = benchmark_here(name, *CPU, *options.split(), *(["--arms", *arms] if arms else []))
+    assert table.count("| yes") == num_equal or (num_equal < 0 and "| yes" in table), table
+    found = result_of(tmp_path, name)["arms"].values()
+    assert num_equal < 0 or not [arm for arm in found if "error" in arm]
 
 
 def test_files_with_little_ram(tmp_path: Path, benchmark_here: Run) -> None:
     """With a process for each arm."""
     limited = "ours leaf, checkpoint @1GiB"
-    options = (*CPU, "--steps", "2", *folders(tmp_path))
-    table = benchmark_here("weights", *options, "--arms", "resident", limited, child=processes.Child)
+    options = (*CPU, "--steps", "2", "--output", tmp_path, "--disk", tmp_path, "--arms", "resident", limited)
+    table = benchmark_here("weights", *options, child=processes.Child)
     assert table.count("| yes") == 2, table
-    report = result_of(tmp_path, "weights")
-    assert len(report["drive"]) in (0, 2)  # before and after, where the file system has direct reads
-    arm = report["arms"][limited]
+    arm = result_of(tmp_path, "weights")["arms"][limited]
     assert arm["setup_write_bytes"] == 0
     assert "group_error" in arm or 0 < arm["group_peak_bytes"] <= arm["group_limit_bytes"] == 1 << 30
-
-
-def test_training_runs(tmp_path: Path, benchmark_here: Run) -> None:
-    places = ("resident", "ours block", "ours files ram=8GiB", "fsdp2", "diffusers block")
-    arms = [*(f"{where} + checkpointing" for where in places), "ours block + checkpointing + activations"]
-    options = (*CPU, "--steps", "1", "--min-bytes", "0", *folders(tmp_path))
-    tables = benchmark_here("training", *options, "--arms", *arms)
-    assert tables.count("| yes") == len(arms), tables
-    found = result_of(tmp_path, "training")["arms"]
-    ours = found["ours block + checkpointing"]
-    assert ours["sent_forward_bytes"] == ours["sent_backward_bytes"] == 0  # in RAM, on the CPU: used in place
-    assert found["ours block + checkpointing + activations"]["out_bytes"] > 0
-    assert benchmark_here("training", "--table", next((tmp_path / "training").iterdir())) == tables
 
 
 def test_limit_of_a_training_step_is_the_sum_of_both_phases() -> None:
@@ -141,35 +139,6 @@ def test_limit_of_a_training_step_is_the_sum_of_both_phases() -> None:
     training.judge({"machine": {"pinned_h2d_bytes_per_s": 10.0}, "arms": arms})
     assert (ours["link_s"], ours["limit_s"], ours["times_of_limit"], ours["is_equal"]) == (3.0, 5.0, 2.0, True)
     assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
-
-
-def test_activations_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    """All arms give the same bits; there is a table; what a budget leaves out is said."""
-    options = (*CPU, "--steps", "1", "--output", tmp_path)
-    tables = benchmark_here("activations", *options, "--tokens", "16", "--blocks", "1", "3")
-    found = result_of(tmp_path, "activations")["arms"]
-    assert len(found) == tables.count("| yes") == 6, tables
-    assert found["ours, 16 tokens"]["out_bytes"] > found["ours + checkpointing, 16 tokens"]["out_bytes"] > 0
-    wan = ("--model", "wan14b", "--frames", "1", "--blocks", "2", "--budget", "0", "--arms", "none")
-    with pytest.raises(SystemExit, match="No arm gave a result"):
-        benchmark_here("activations", *options, *wan)
-
-
-def test_pipeline_with_a_controlnet_runs(tmp_path: Path, benchmark_here: Run) -> None:
-    options = ("--pipeline", "flux-control", *CPU, "--steps", "2", "--output", tmp_path)
-    tables = benchmark_here("pipeline", *options, "--arms", "resident", "ours+block", "ours+share", "model")
-    assert tables.count("| yes") == 3, tables
-    assert len(result_of(tmp_path, "pipeline")["arms"]["ours+block"]["images"]) == 2
-
-
-def test_first_image_runs(tmp_path: Path, benchmark_here: Run) -> None:
-    names = ("resident", "ours+checkpoint", "ours+checkpoint, cold, 2 steps")
-    options = ("--from-files", *CPU, "--steps", "2", *folders(tmp_path))
-    tables = benchmark_here("pipeline", *options, "--arms", *names)
-    assert tables.count("| yes") == 3, tables
-    found = result_of(tmp_path, "pipeline")["arms"]
-    assert [len(arm["images"]) for arm in found.values()] == [2, 2, 1]
-    assert all(len(image["steps"]) == 2 for arm in found.values() for image in arm["images"])
 
 
 def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
@@ -240,28 +209,16 @@ def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
     (tmp_path / "group_offload" / "__init__.py").write_text("")
     code = "import benchmarks.__main__ as it; it.put_python_path_first(); import group_offload; print(group_offload.__file__)"
     for path, expected in ((str(tmp_path), tmp_path), ("", ROOT)):
-        found = run("-c", f"import sys; sys.path[0] = {str(ROOT)!r}; {code}", python_path=path)
+        command = [sys.executable, "-c", f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"]
+        found = subprocess.check_output(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": path})
         assert Path(found.strip()).parent == expected / "group_offload"
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     """Those of the docs are those of the committed results."""
     for name in ("front", "pass"):
-        run(f"docs/images/draw_{name}.py", "--output", tmp_path)
+        subprocess.check_call([sys.executable, f"docs/images/draw_{name}.py", "--output", str(tmp_path)], cwd=ROOT)
         assert (tmp_path / f"{name}.svg").read_text() == (ROOT / "docs" / "images" / f"{name}.svg").read_text()
-
-
-def test_hooks_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    """Of a model of tiny layers, with one group for each block."""
-    assert benchmark_here("hooks", "--steps", "1", "--output", tmp_path).count("| yes") == 5
-    assert result_of(tmp_path, "weights")["arms"]["ours block"]["num_groups"] == 100
-
-
-def test_quantised_kinds_are_compared(tmp_path: Path, benchmark_here: Run) -> None:
-    options = (*CPU, "--kinds", "layerwise", "--steps", "1", "--output", tmp_path)
-    table = benchmark_here("quantised", *options)
-    ours = result_of(tmp_path, "quantised")["arms"]["layerwise, group_offload, block level"]
-    assert ours["is_equal"] and ours["is_finite"] and "| layerwise, on the device " in table
 
 
 def test_packing_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,21 +232,10 @@ def test_packing_is_measured(tmp_path: Path, benchmark_here: Run, monkeypatch: p
     assert 0.65 < normal["entropy"] < normal["packed_bytes"] / normal["plain_bytes"] < 0.73
 
 
-def test_shared_passes_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
-    """In RAM and from files. All arms have the same bits, and those that are to share passes do."""
-    options = (*CPU, "--steps", "1", "--warm-up", "3", "--threads", "2", *folders(tmp_path))
-    names = ("guidance", "threads", "files")
-    table = benchmark_here("shared", *options, "--arms", *names)
-    found = result_of(tmp_path, "shared")["arms"]
-    assert len(found) == 3 + 3 + 2 and table.count("| yes") == len(found), table
-    assert all(bool(found[f"{name}, shared"]["num_shared"]) for name in names)
-    assert not any(found[f"{name}, alone"]["num_shared"] for name in names)
-
-
 def test_several_gpus_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     """One device and two, in RAM and in training: the arms of a kind run in the same two processes."""
     names = ("one GPU", "shared", "LoRA, each alone", "LoRA, shared", "LoRA, FSDP2")
-    options = (*CPU, "--steps", "1", *folders(tmp_path))
+    options = (*CPU, "--steps", "1", "--output", tmp_path, "--disk", tmp_path)
     table = benchmark_here("several", *options, "--arms", *names, child=processes.Child)
     report = result_of(tmp_path, "several")
     assert not [arm for arm in report["arms"].values() if "error" in arm]

@@ -16,13 +16,10 @@ from contextlib import nullcontext
 from importlib.metadata import metadata, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 import group_offload
-from benchmarks.report import figure
 from docs import generated
 from group_offload.cli.main import _parser
 
@@ -49,25 +46,22 @@ any_page = pytest.mark.parametrize("file", FILES, ids=names)
 
 def anchors(file: Path) -> set[str]:
     """The anchors of a file's headings, as GitHub makes them."""
-    found = set()
-    for heading in re.findall(r"^#+ (.+)$", without_blocks(file.read_text()), re.MULTILINE):
-        plain = re.sub(r"[^\w\- ]", "", heading.lower())
-        found.add(plain.strip().replace(" ", "-"))
-    return found
+    headings = re.findall(r"^#+ (.+)$", without_blocks(file.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@any_page
-def test_links(file: Path) -> None:
-    text = without_blocks(file.read_text())
-    broken = []
-    for link in (*_LINK.findall(text), *_HTML_LINK.findall(text)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (file.parent / path).resolve() if path else file
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
+def test_links() -> None:
+    """They lead somewhere, and one leads to each page: on GitHub there is no navigation."""
+    broken, linked = [], set[Path]()
+    for file in FILES:
+        text = without_blocks(file.read_text())
+        for link in (*_LINK.findall(text), *_HTML_LINK.findall(text)):
+            path, _, anchor = link.partition("#")
+            target = (file.parent / path).resolve() if path else file
+            linked.add(target)
+            if not re.match(r"[a-z]+:", link) and not (target.exists() and (not anchor or anchor in anchors(target))):
+                broken.append((file, link))
+    assert not broken and set(DOCS.rglob("*.md")) <= linked
 
 
 # ------------------------------------------------------------------------------------------------ code
@@ -85,19 +79,13 @@ def test_python_blocks(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @any_page
-def test_marks_of_blocks(file: Path) -> None:
-    """A fence without a language holds commands, or what people read."""
+def test_blocks(file: Path) -> None:
+    """One without a language holds what people read, and commands, which their programs take."""
     for block in blocks(file.read_text()):
         assert block.language in ("", "python") and (block.language or not block.mark), f"line {block.line}"
         assert block.mark in ("", "run") or block.needs_gpu, f"line {block.line}: say `run on a GPU: REASON`"
         if block.language:
             ast.parse(block.code)
-
-
-@any_page
-def test_commands(file: Path) -> None:
-    """A command that a block shows is one that the program takes."""
-    for block in blocks(file.read_text()):
         for command in _COMMAND.findall(block.code.replace("\\\n", " ")) if not block.language else ():
             check_command(re.split(r"\s{2,}", command)[0].rstrip(" "))
 
@@ -124,28 +112,18 @@ def check_command(command: str) -> None:
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def calls_that_replace_others(page: str) -> list[tuple[str, str]]:
-    """Their call and ours, of each row of the tables that have both."""
-    found = []
-    for table in re.findall(
-        r"^\|[^|\n]+\| group_offload \| what changes \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE
-    ):
-        for row in table.splitlines():
-            theirs, ours, _ = row.removeprefix("| ").removesuffix(" |").split(" | ")
-            found.append((theirs, ours))
-    return found
-
-
 @needs_today
 def test_calls_that_replace_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Theirs are Python, ours run, all with one pipeline."""
     page = DOCS / "switching.md"
     world = World(tmp_path, monkeypatch)
     world.run("from group_offload import *", str(page))
-    calls = calls_that_replace_others(page.read_text())
-    assert len(calls) > 20
+    head = r"^\|[^|\n]+\| group_offload \| what changes \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)"
+    tables = re.findall(head, page.read_text(), re.MULTILINE)
+    rows = [row.removeprefix("| ").split(" | ") for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
     with use_simulated_device(SimulatedDevice(0, "eager")):  # nothing is computed there
-        for theirs, ours in calls:
+        for theirs, ours, _ in rows:
             for code in re.findall(r"`([^`]+)`", theirs):
                 ast.parse(code)
             world.run("\n".join(re.findall(r"`([^`]+)`", ours)), str(page))
@@ -161,16 +139,6 @@ def test_generated_parts_are_up_to_date(page: str) -> None:
     assert generated.with_parts(text, parts) == text, "run `make pages`"
 
 
-def test_figures_that_no_result_has() -> None:
-    """An arm that failed says so, and one that was stopped has no figure."""
-    assert figure({"images": [{"s": 1.0}, {"s": 2.5}]}, "images.-1.s") == "2.500 s"
-    assert figure({"ranks": [{"step_s": 0.25}, {"step_s": 0.5}]}, "ranks.max.step_s") == "0.500 s"
-    assert figure({"images_s": [3.0, 2.0]}, "images_s.-1") == "2.000 s"
-    assert figure({"error": "RuntimeError: no"}, "step_s") == "fails"
-    assert figure({"error": "not run: the time was over"}, "step_s") == "-"
-    assert figure({"images": [{"error": {"type": "OutOfMemoryError"}}]}, "images.0.s") == "out of memory"
-
-
 def test_the_docs_stay_small() -> None:
     """Whoever adds a page takes one away. What is generated does not count as words."""
     words = {page.name: len(generated.without_parts(page.read_text()).split()) for page in PAGES}
@@ -180,35 +148,7 @@ def test_the_docs_stay_small() -> None:
 
 # ------------------------------------------------------------------------------------------------ the site
 
-
-def pages_of(nav: Any) -> list[str]:
-    if isinstance(nav, str):
-        return [nav]
-    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    """Once. Two pages are made of files of the root: docs/hooks.py."""
-    found = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
-    assert sorted(found) == sorted(pages | {"index.md", "contributing.md"}), "nav of mkdocs.yml"
-
-
-def test_every_page_is_linked_to() -> None:
-    """On GitHub there is no navigation."""
-    linked = set()
-    for file in FILES:
-        for link in _LINK.findall(file.read_text()):
-            linked.add((file.parent / link.partition("#")[0]).resolve())
-    assert set(DOCS.rglob("*.md")) <= linked
-
-
-def described_names() -> list[str]:
-    return re.findall(r"^<!-- ::: group_offload\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)
-
-
-def test_the_reference_has_every_public_name() -> None:
-    assert sorted(described_names()) == sorted(group_offload.__all__)
+DESCRIBED = re.findall(r"^<!-- ::: group_offload\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", group_offload.__all__)
@@ -236,7 +176,7 @@ def test_the_reference_shows_the_signatures_of_the_calls() -> None:
         search_paths=[ROOT],
         extensions=griffe.load_extensions("dataclasses", str(DOCS / "griffe_options.py")),
     )
-    for name in described_names():
+    for name in DESCRIBED:
         thing = getattr(group_offload, name)
         if inspect.isfunction(thing) and name != "from_pretrained":  # its `**options` are those of another call
             shown = {each.name: each.kind.value for each in found[name].final_target.parameters}
@@ -246,12 +186,12 @@ def test_the_reference_shows_the_signatures_of_the_calls() -> None:
 
 def test_names_in_the_docs_are_in_the_reference() -> None:
     """What a page calls `group_offload.name`, or imports from it, is public; what it calls of a handle, a handle has."""
-    described = set(described_names())
+    assert sorted(DESCRIBED) == sorted(group_offload.__all__)
     of_handles = {*dir(group_offload.OffloadHandle), *dir(group_offload.ActivationOffloadHandle)}
     for file in FILES:
         text = file.read_text()
         imported = re.findall(r"from group_offload import ([\w, ]+)", text)
         named = {name.strip() for line in imported for name in line.split(",")}
         named |= set(re.findall(r"`group_offload\.(\w+)\(", text))
-        assert named <= described, file
+        assert named <= {*DESCRIBED}, file
         assert set(re.findall(r"\bhandle\.([a-z]\w*)", text)) <= of_handles, file

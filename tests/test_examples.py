@@ -104,25 +104,20 @@ def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(shared) > 0 if script in SHARED else not any(shared)
 
 
-def test_tiny_quantised(capsys: pytest.CaptureFixture[str]) -> None:
-    if importlib.util.find_spec("torchao") is None:
+@pytest.mark.parametrize("script", ["quantised", "two_gpus"])
+def test_tiny_in_processes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if script == "quantised" and importlib.util.find_spec("torchao") is None:
         for arguments, status in (["--tiny"], 0), ([], 1):
             with pytest.raises(SystemExit) as end:
-                run("quantised", *arguments)
+                run(script, *arguments)
             assert end.value.code == status
             assert "needs torchao, which is not installed. Install it with: pip" in capsys.readouterr().out
-    else:
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, str(EXAMPLES / "quantised.py"), "--tiny"]
-        check(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True))
-
-
-def test_tiny_two_gpus() -> None:
+        return
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, str(EXAMPLES / "two_gpus.py"), "--tiny"]
+    command = [sys.executable, str(EXAMPLES / f"{script}.py"), "--tiny"]
     said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True)
     check(said)
-    assert "2 GPUs share each group" in said
+    assert script == "quantised" or "2 GPUs share each group" in said
 
 
 @pytest.mark.parametrize("script", [script for script in HERE if script not in ("train_lora", "serve")])

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModuleError, StateError
-from .config import ActivationConfig, Group, Skip, as_device, as_groups
+from .config import ActivationConfig, Group, Skip, as_device, as_groups, find_groups
 from .gates import GROUP, GroupGate, NotCopied, tell
-from .groups import find_groups
 from .session import Session
 from .stats import ActivationStats
 

@@ -1,19 +1,86 @@
-"""How activations of one device leave for host memory and come back. See [Note: The life of an activation]."""
+"""What was saved for backward, and how it leaves for host memory and comes back. See [Note: The life of an activation]."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from ..base.device import Backend, Event, Stream
 from .host_pool import HostPool
-from .stash import Remains, Stash, StashState
 from .stats import ActivationStats
 from .streams import CopyStreams
+
+
+class StashState(Enum):
+    """Where the bytes of a stash are."""
+
+    ON_DEVICE = auto()
+    """On the device only: one of the last groups saved it, or there is no host memory for it."""
+    OFFLOADING = auto()
+    """On the device; its copy to host memory is under way."""
+    OFFLOADED = auto()
+    """In host memory only."""
+    RELOADED = auto()
+    """In host memory; and on the device, or on its way there."""
+    LOST = auto()
+    """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
+
+
+@dataclass(eq=False, repr=False)
+class Stash:
+    """A storage, or a part of one, that was saved for backward. It lives as long as autograd holds a view of it.
+
+    Only its offloader changes it, under the session's lock.
+    """
+
+    memory: torch.Tensor | None
+    """The bytes on the device, as uint8: an alias of the saved storage, or memory that was allocated for a copy back."""
+    streams: list[Stream]
+    """The streams that wait for `guard` before `memory` is freed. The first one owns the memory."""
+    remains: deque[Remains]
+    """Where it leaves what its offloader has to clean up once it is dead."""
+    num_bytes: int
+    state: StashState = StashState.ON_DEVICE
+    position: int = -1
+    """The last position of the tape at which it was saved."""
+    host: torch.Tensor | None = None
+    """The host memory that holds the bytes, or that they are on their way to."""
+    left: Event | None = None
+    """Recorded behind the copy to host memory."""
+    arrived: Event | None = None
+    """What compute waits for before it uses `memory`: recorded behind the last copy back, or `left` if nothing came back."""
+    guard: Event | None = None
+    """The copy that still uses `memory`; None once `streams` have waited for it."""
+
+    def lose(self) -> None:
+        """Free all bytes. Call it only when no copy is under way."""
+        self.state = StashState.LOST
+        self.memory = self.host = self.guard = self.left = self.arrived = None
+
+    def __del__(self) -> None:
+        # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
+        if self.state is not StashState.ON_DEVICE and self.state is not StashState.LOST:
+            memory = None if self.guard is None else self.memory
+            inflight_bytes = self.num_bytes if self.state is StashState.OFFLOADING else 0
+            self.remains.append(Remains(memory, self.guard, self.streams, self.host, inflight_bytes))
+
+
+class Remains(NamedTuple):
+    """What a dead stash leaves behind until its offloader cleans up."""
+
+    memory: torch.Tensor | None
+    """Device memory that a copy still uses."""
+    guard: Event | None
+    streams: list[Stream]
+    host: torch.Tensor | None
+    inflight_bytes: int
 
 
 class DeviceOffloader:
@@ -98,7 +165,7 @@ class DeviceOffloader:
         if stash.state is StashState.OFFLOADING:
             self._stats.inflight_bytes -= stash.num_bytes
         stash.state = StashState.OFFLOADED
-        stash.memory = stash.guard = stash.waited_on = None
+        stash.memory = stash.guard = None
 
     def _stay(self, stash: Stash) -> None:
         """Backward, or a later group, needs a stash before its device memory was freed: nothing has to come back."""
@@ -143,7 +210,7 @@ class DeviceOffloader:
         after = [born, *(stash.left for stash in away if stash.left is not None)]
         arrivals = self._streams.copy_back(copies, after)  # type: ignore[arg-type]
         for stash, memory, arrived in zip(away, memories, arrivals, strict=True):
-            stash.memory, stash.streams, stash.waited_on = memory, [stream], None
+            stash.memory, stash.streams = memory, [stream]
             stash.arrived = stash.guard = arrived
             stash.state = StashState.RELOADED
             self._stats.reloads += 1
@@ -155,9 +222,8 @@ class DeviceOffloader:
         if stash.state is not StashState.RELOADED:
             self.fetch([stash], stream)
         assert stash.memory is not None
-        if stash.arrived is not None and (stash.waited_on is None or stash.waited_on != stream):
+        if stash.arrived is not None:
             self._wait(stream, stash.arrived)
-            stash.waited_on = stream
             if stash.streams == [stream]:
                 stash.guard = None
         if stream != stash.streams[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.saved import check_version, describe, maker, view_of
-from .stash import Stash
+from .offloader import Stash
 from .tape import Tape
 
 _ALIGNMENT = 256

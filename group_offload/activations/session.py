@@ -42,9 +42,8 @@ from ..base.torch_internals import (
 )
 from ..errors import GroupOffloadError, ModuleError, StateError
 from .config import ActivationConfig
-from .offloader import DeviceOffloader
+from .offloader import DeviceOffloader, Stash, StashState
 from .packed import PackedView, bytes_of, needed_part
-from .stash import Stash, StashState
 from .stats import ActivationStats
 from .tape import Tape, lowest, weights_of
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.device import Stream
 from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
-from .stash import Stash, StashState
+from .offloader import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""

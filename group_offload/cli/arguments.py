@@ -27,6 +27,11 @@ def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
 
 
+def add_folder(command: argparse.ArgumentParser, text: str) -> None:
+    text = f"{text} (default: the current folder)"
+    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
+
+
 def add_dtype(command: argparse.ArgumentParser) -> None:
     text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
     command.add_argument("--dtype", type=dtype_of, help=text)
@@ -48,15 +53,11 @@ def size_of(text: str) -> int:
 
 
 def positive_size_of(text: str) -> int:
-    num_bytes = size_of(text)
+    """More than 0 bytes, or bytes a second: `25GB/s`."""
+    num_bytes = size_of(text.strip().removesuffix("/s"))
     if not num_bytes:
         raise argparse.ArgumentTypeError("it has to be more than 0 bytes")
     return num_bytes
-
-
-def speed_of(text: str) -> int:
-    """Bytes a second: `25GB` or `25 GB/s`."""
-    return positive_size_of(text.strip().removesuffix("/s"))
 
 
 def dtype_of(text: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import Any
 from ..base.text import table
 from ..errors import GroupFileError
 from ..plan.speeds import measure, record, record_file
-from .arguments import add_device, chosen_backend, new_command, path_of
+from .arguments import add_device, add_folder, chosen_backend, new_command
 from .output import say, say_meanwhile
 
 
@@ -20,8 +20,7 @@ def add_command(commands: Any) -> None:
     text = "Measure how fast weights move: RAM to the device, and the disk of DIR to RAM. Later plans use it."
     command = new_command(commands, "bench", text)
     add_device(command)
-    text = "the folder of a model or a pipeline, to read from (default: the current folder)"
-    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
+    add_folder(command, "the folder of a model or a pipeline, to read from")
     command.set_defaults(run=_bench)
 
 

@@ -40,7 +40,7 @@ from ..plan.budgets import auto_ram, total_ram
 from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
 from ..stores.source import SourceFile
-from .arguments import add_device, chosen_backend, new_command, path_of
+from .arguments import add_device, add_folder, chosen_backend, new_command
 from .output import say, say_meanwhile
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
@@ -69,10 +69,10 @@ class Machine:
     file: Path
     """A file in the folder, for trying reads out."""
     backend: Backend
-    driver_problem: str
+    problem: str
     """What the driver said when it was asked for an accelerator and failed; else empty."""
-    nvidia: dict[str, str]
-    """What `nvidia-smi` says of the first device; nothing where it does not answer."""
+    nvidia: str
+    """The version of NVIDIA's driver; empty where `nvidia-smi` does not answer."""
 
 
 def add_command(commands: Any) -> None:
@@ -80,10 +80,7 @@ def add_command(commands: Any) -> None:
     text = "Check what this machine supports, with a fix for what is slow. Include this in an issue report."
     command = new_command(commands, "doctor", text)
     add_device(command)
-    text = (
-        "a folder on the disk of your models; a small file is written to it and removed (default: the current folder)"
-    )
-    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
+    add_folder(command, "a folder on the disk of your models; a small file is written to it and removed")
     command.set_defaults(run=_doctor)
 
 
@@ -98,7 +95,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
     say_meanwhile("Checking this machine takes some seconds ...")
     with _file_to_try(folder) as file:
-        machine = Machine(folder, file, backend, problem, ask_nvidia())
+        machine = Machine(folder, file, backend, problem, nvidia_driver())
         rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
     if arguments.json:
         shown = [{"name": name, **row._asdict()} for name, row in rows.items()]
@@ -108,7 +105,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for name, row in rows.items():
         say(f"{name.replace('_', ' '):<14}{row.verdict:<9}{row.found}")
         if row.remedy:
-            say(f"{'':<14}{'':<9}Fix: {row.remedy}")
+            say(f"{'':<23}Fix: {row.remedy}")
     return 0
 
 
@@ -147,18 +144,17 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-# ------------------------------------------------------------------------------------------------ the rows
-
-
-def ask_nvidia() -> dict[str, str]:
-    """What `nvidia-smi` says of the first device; nothing where it does not answer."""
-    fields = ("name", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+def nvidia_driver() -> str:
+    """The version of NVIDIA's driver; empty where `nvidia-smi` does not answer."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields, (said.splitlines() or [""])[0].split(", "), strict=False))
+        return ""
+    return said.partition("\n")[0]
+
+
+# ------------------------------------------------------------------------------------------------ the rows
 
 
 def _page_map(machine: Machine) -> Row:
@@ -167,50 +163,42 @@ def _page_map(machine: Machine) -> Row:
     if can_detect_writes():
         found = "only /proc/self/pagemap: finding edits of weights takes longer"
         return Row(found, SLOWER, "Use Linux 6.7 or newer, which has PAGEMAP_SCAN (sandboxes may forbid it).")
-    return Row(
-        "refused: no prefetch across forwards, and a sync after each",
-        MISSING,
-        "Allow this process to read /proc/self/pagemap; sandboxes such as gVisor don't.",
-    )
+    found = "refused: no prefetch across forwards, and a sync after each"
+    return Row(found, MISSING, "Allow this process to read /proc/self/pagemap; sandboxes such as gVisor don't.")
 
 
 def _page_locking(machine: Machine) -> Row:
+    """Pins RAM as that of weights is pinned, segment by segment, and gives it back."""
     soft = max_locked_bytes()
     said = f"ulimit -l: {'unlimited' if soft is None else describe_bytes(soft)}"
     if is_wsl2():
         said += f"; WSL2 pins at most half of its RAM, {describe_bytes(careful_bytes())}"
     if not machine.backend.has_streams:
         return Row(f"{_CPU} ({said})")
-    limit = LockLimit(machine.backend)
-    num_tried = _try_locks(machine.backend, limit)
-    num_locked = limit.num_locked + limit.num_by_driver
-    found = f"pinned {describe_bytes(num_locked)} of {describe_bytes(num_tried)}"
+    limit, until = LockLimit(machine.backend), time.monotonic() + tuning().tried_lock_seconds
+    most = int(min(tuning().tried_lock_bytes, available_ram() // 4, careful_bytes()))
+    tried, held = 0, list[Segment]()  # what is dropped is unlocked
+    while tried < most and not limit.was_refused and time.monotonic() < until:
+        held.append(Segment(min(tuning().segment_bytes, most - tried), machine.backend, pin=True, wait=lambda: None))
+        held[-1].fill([])
+        held[-1].lock(limit)
+        tried += held[-1].bytes.numel()
+    locked = limit.num_locked + limit.num_by_driver
+    found, verdict, remedy = f"pinned {describe_bytes(locked)} of {describe_bytes(tried)}", SLOWER, ""
     if limit.was_refused:
-        return Row(
-            f"{found}, then the system refused: the rest is copied through a staging buffer ({said})",
-            SLOWER if num_locked else MISSING,
-            "`ulimit -l unlimited`; containers: `--ulimit memlock=-1` and more `--memory`; WSL2: `memory=` in .wslconfig.",
-        )
-    if limit.num_by_driver:
+        found += ", then the system refused: the rest is copied through a staging buffer"
+        verdict = SLOWER if locked else MISSING
+        remedy = "`ulimit -l unlimited`; containers: `--ulimit memlock=-1` and more `--memory`; WSL2: `memory=` in .wslconfig."
+    elif limit.num_by_driver:
         found += (
             f", {describe_bytes(limit.num_by_driver)} of it allocated by the driver, which can take up to twice the RAM"
         )
-        return Row(f"{found} ({said})", SLOWER, "A newer driver may pin memory in place.")
-    remedy = "Raise `memory=` in .wslconfig." if is_wsl2() else ""
-    return Row(f"{found} ({said})", SLOWER if remedy else OK, remedy)
-
-
-def _try_locks(backend: Backend, limit: LockLimit) -> int:
-    """Pin RAM as that of weights is pinned, segment by segment, and give it back. Returns the bytes that were tried."""
-    most = int(min(tuning().tried_lock_bytes, available_ram() // 4, careful_bytes()))
-    num_tried, until = 0, time.monotonic() + tuning().tried_lock_seconds
-    held = []  # what is dropped is unlocked
-    while num_tried < most and not limit.was_refused and time.monotonic() < until:
-        held.append(Segment(min(tuning().segment_bytes, most - num_tried), backend, pin=True, wait=lambda: None))
-        held[-1].fill([])
-        held[-1].lock(limit)
-        num_tried += held[-1].bytes.numel()
-    return num_tried
+        remedy = "A newer driver may pin memory in place."
+    elif is_wsl2():
+        remedy = "Raise `memory=` in .wslconfig."
+    else:
+        verdict = OK
+    return Row(f"{found} ({said})", verdict, remedy)
 
 
 def _mapped_files(machine: Machine) -> Row:
@@ -260,20 +248,20 @@ def _ram(machine: Machine) -> Row:
 
 
 def _device(machine: Machine) -> Row:
-    backend, nvidia = machine.backend, machine.nvidia
-    if machine.driver_problem:
+    backend = machine.backend
+    if machine.problem:
         remedy = "Repair or update the driver: `nvidia-smi` and `torch.accelerator.current_accelerator()` must work."
-        return Row(f"the driver failed: {machine.driver_problem}", MISSING, remedy)
+        return Row(f"the driver failed: {machine.problem}", MISSING, remedy)
     if backend.has_streams:
         total, free = describe_bytes(backend.total_bytes()), describe_bytes(backend.free_bytes())
         return Row(f"{backend.device}: {device_name(backend)}, {total}, {free} free")
-    if not nvidia or torch.accelerator.is_available():
+    if not machine.nvidia or torch.accelerator.is_available():
         return Row("the CPU")
-    return Row(
-        f"the CPU: torch {torch.__version__} sees no accelerator, and the driver has {nvidia.get('name')}",
-        MISSING,
-        "Install a torch build with CUDA that the driver supports, or a newer driver. CUDA_VISIBLE_DEVICES may hide it.",
+    found = f"the CPU: NVIDIA's driver {machine.nvidia} is installed, and torch {torch.__version__} sees no accelerator"
+    remedy = (
+        "Install a torch build with CUDA that the driver supports, or a newer driver. CUDA_VISIBLE_DEVICES may hide it."
     )
+    return Row(found, MISSING, remedy)
 
 
 def _link(machine: Machine) -> Row:
@@ -298,24 +286,24 @@ def _drive(machine: Machine) -> Row:
     found += f", {speed / 1e9:.2f} GB/s from disk to RAM"
     if speed >= _SLOW_DRIVE:
         return Row(found)
-    remedy = "Keep models on an NVMe drive; under WSL2 outside of /mnt."
-    return Row(found, SLOWER, remedy)
+    return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
 
 
 def _versions(machine: Machine) -> Row:
-    numbers: dict[str, str | None] = {
+    numbers = {
         "group_offload": __version__,
         platform.system(): platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": machine.nvidia.get("driver_version"),
+        "driver": machine.nvidia,
+        **dict.fromkeys(_LIBRARIES),
     }
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
             numbers[name] = version(name)
-    found = ", ".join(f"{name} {numbers.get(name) or '-'}" for name in dict.fromkeys((*numbers, *_LIBRARIES)))
-    if numbers.get("diffusers"):
+    found = ", ".join(f"{name} {number or '-'}" for name, number in numbers.items())
+    if numbers["diffusers"]:
         return Row(found)
     return Row(found, MISSING, "To offload pipelines: pip install 'group-offload[diffusers]'")
 

@@ -20,7 +20,6 @@ OK, FAILED = 0, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (by default the arguments of the process), and return its exit status."""
-    _open_missing_streams()
     arguments = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -44,16 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             complain(str(error))
         return FAILED
     return status
-
-
-def _open_missing_streams() -> None:
-    """Let the streams that the process was started without (`2>&-`) lead nowhere.
-
-    Else the next file that is opened has the number of one, and what libraries write there goes into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8"))
 
 
 def _parser() -> argparse.ArgumentParser:

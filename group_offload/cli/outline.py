@@ -30,10 +30,6 @@ _PACKED_RATIO = 0.72
 """What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks.md)."""
 
 
-class _UnknownClassError(GroupFileError):
-    """A checkpoint's class is no model of the libraries that are installed."""
-
-
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model of a checkpoint."""
@@ -87,14 +83,14 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
         return {"": _find(path.parent, _variant_of(path))}, {}
     if not (path / "model_index.json").exists():
         return {"": _find(path, _variant_in(path))}, {}
-    models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[_UnknownClassError]()
+    models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[GroupFileError]()
     for name, part in _parts_in(path).items():
         if not (path / name).is_dir():
             left_out[name] = "It is not there: the download may be incomplete."
         elif any((path / name).glob("*.safetensors")):
             try:
                 models[name] = _find(path / name, _variant_in(path / name), *part)
-            except _UnknownClassError as error:
+            except GroupFileError as error:
                 unknown.append(error)
                 left_out[name] = str(error)
     if not models:
@@ -166,14 +162,8 @@ def _variant_in(folder: Path) -> str | None:
 
 def _parts_in(folder: Path) -> dict[str, tuple[str, str]]:
     """The parts of a pipeline, each with its library and its class, as the index names them."""
-    return {
-        name: (entry[0], entry[1])
-        for name, entry in read_json(folder / "model_index.json").items()
-        if name.isidentifier()
-        and isinstance(entry, list)
-        and len(entry) == 2
-        and all(isinstance(e, str) for e in entry)
-    }
+    entries = [each for each in read_json(folder / "model_index.json").items() if isinstance(each[1], list)]
+    return {name: (e[0], e[1]) for name, e in entries if name.isidentifier() and [*map(type, e)] == [str, str]}
 
 
 def _find(folder: Path, variant: str | None, library: str = "", class_name: str = "") -> FoundModel:
@@ -199,12 +189,12 @@ def _find(folder: Path, variant: str | None, library: str = "", class_name: str 
     try:
         model_class = getattr(module if is_library else getattr(module, library, None), class_name, None)
     except (ImportError, RuntimeError) as error:  # the libraries import their classes when they are asked for them
-        raise _UnknownClassError(f"{path} names {class_name!r:.80}, which cannot be imported: {error}") from error
+        raise GroupFileError(f"{path} names {class_name!r:.80}, which cannot be imported: {error}") from error
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         reason = f"the installed {library!r:.80} has no such model. Install a version that has it."
         if not is_library and not hasattr(module, library):
             reason = f"{library!r:.80} is neither diffusers nor transformers."
-        raise _UnknownClassError(f"{path} names {class_name!r:.80}, and {reason}")
+        raise GroupFileError(f"{path} names {class_name!r:.80}, and {reason}")
     return FoundModel(folder, variant, model_class)
 
 

@@ -14,7 +14,7 @@ def say(*lines: str) -> None:
 
 def say_meanwhile(line: str) -> None:
     """Say what takes time now, if a terminal shows it."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         print(printable(line), file=sys.stderr)
 
 

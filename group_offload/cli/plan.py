@@ -26,14 +26,12 @@ from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
 from ..report.facts import PLACES, GroupFacts, MemoryFacts, ModelFacts, Place, ReportFacts, figures_of
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
-from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of, speed_of
+from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
 from .hub import sketched
 from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
-_MAX_SECONDS = 1e6
-"""A forward that is said to take longer is a mistake."""
 
 
 def add_command(commands: Any) -> None:
@@ -60,16 +58,16 @@ def add_command(commands: Any) -> None:
     text = "forwards of a pipeline's denoiser (default: %(default)s)"
     add("--steps", type=_number, default=NUM_STEPS, metavar="N", help=text)
     text = "{}, such as {}, per second (default: as bench measured)"
-    add("--h2d", metavar="SPEED", type=speed_of, help=text.format("RAM to device", "25GB"))
-    add("--drive", metavar="SPEED", type=speed_of, help=text.format("disk to RAM", "3.5GB"))
+    add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
+    add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
     text = "write a page: groups, memory, bottleneck"
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
 
 
 def _seconds(text: str) -> float:
-    if not 0 < float(text) <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, more than 0 and at most {_MAX_SECONDS:g}")
+    if not 0 < float(text) <= 1e6:
+        raise argparse.ArgumentTypeError("expected a number of seconds, more than 0 and at most 1e+06")
     return float(text)
 
 
@@ -152,22 +150,20 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
 def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
     measured, where = recorded(), filesystem_of(path)
-    link = next((each for each in measured if not each.device.startswith("CPU ")), None)
-    drive = next((each for each in measured if each.filesystem == where and each.drive is not None), None)
-    device = None if link is None else link.device
-    unpack = next((each for each in measured if each.device == device and each.unpack is not None), None)
+    links = [each for each in measured if not each.device.startswith("CPU ")]
+    drives = [each for each in measured if each.filesystem == where and each.drive is not None]
+    unpacks = [each for each in links if each.device == links[0].device and each.unpack is not None]
     found: dict[str, tuple[int, str]] = {}
-    for name, given, record, assumed in (
-        ("h2d", arguments.h2d, link, ASSUMED_H2D),
-        ("drive", arguments.drive, drive, ASSUMED_DRIVE),
-        ("unpack", None, unpack, ASSUMED_UNPACK),
+    for name, given, kept, assumed in (
+        ("h2d", arguments.h2d, links, ASSUMED_H2D),
+        ("drive", arguments.drive, drives, ASSUMED_DRIVE),
+        ("unpack", None, unpacks, ASSUMED_UNPACK),
     ):
+        found[name] = assumed, "assumed"
         if given is not None:
             found[name] = given, "given"
-        elif record is not None:
-            found[name] = getattr(record, name), f"measured on {record.device}, {record.measured_at}"
-        else:
-            found[name] = assumed, "assumed"
+        elif kept:
+            found[name] = getattr(kept[0], name), f"measured on {kept[0].device}, {kept[0].measured_at}"
     return found
 
 

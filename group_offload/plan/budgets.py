@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
@@ -66,13 +65,7 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return AUTO
 
-    def read() -> int:
-        num_bytes = _from_text(value, total) if isinstance(value, str) else _from_number(value)
-        if num_bytes <= 0:
-            raise ValueError("it must be more than 0")
-        return num_bytes
-
-    num_bytes = _checked(read, value, name, "bytes, '8GiB', '8GB', '80%' or 'auto'")
+    num_bytes = _parsed(value, name, total, "bytes, '8GiB', '8GB', '80%' or 'auto'")
     if num_bytes > total:
         _warn_of_less(name, f"{value!r:.80}", total)
     return min(num_bytes, total)
@@ -96,7 +89,7 @@ def parse_bytes(value: str, name: str) -> int:
     Raises:
         ConfigError: `value` is no such amount.
     """
-    return _checked(lambda: _from_text(value, None), value, name, "bytes, '8GiB' or '8GB'")
+    return _parsed(value, name, None, "bytes, '8GiB' or '8GB'")
 
 
 def auto_ram() -> int:
@@ -110,52 +103,49 @@ def total_ram() -> int:
     return min([ram_of_machine("total"), *memory_limits()])
 
 
-def _from_text(value: str, total: int | None) -> int:
+def _parsed(value: Any, name: str, total: int | None, forms: str) -> int:
     """
     Args:
-        total: What a share is of; None: none is understood.
+        total: What a share is of. None: no share is understood, and 0 bytes are.
+        forms: What is understood, for errors.
     """
+    try:
+        num_bytes = _from_text(value, total) if isinstance(value, str) else _from_number(value)
+        if num_bytes <= 0 and total is not None:
+            raise ValueError("it must be more than 0.")
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r:.80}: {error} Use {forms}.") from None
+    return num_bytes
+
+
+def _from_text(value: str, total: int | None) -> int:
     found = _NUMBER.fullmatch(value.strip())
     if found is None or (found[2] == "%" and total is None):
-        raise ValueError("it isn't an amount of memory")
+        raise ValueError("it isn't an amount of memory.")
     number, unit = Decimal(found[1]), found[2].lower()  # a float would round more than 2**53 bytes
     if unit == "%" and total is not None:
         if not 0 < number <= 100:
-            raise ValueError("a share must be more than 0% and at most 100%")
+            raise ValueError("a share must be more than 0% and at most 100%.")
         return max(1, int(total * number / 100))
     if f"{unit}ib" in _UNITS:
-        binary, decimal = f"{found[1]}{unit.upper()}iB", f"{found[1]}{unit.upper()}B"
-        raise ValueError(f"it is ambiguous. Did you mean {binary!r} or {decimal!r}?")
+        amount = f"{found[1]}{unit.upper()}"
+        raise ValueError(f"it is ambiguous. Did you mean '{amount}iB' or '{amount}B'?")
     if unit not in _UNITS:
-        raise ValueError(f"{found[2]!r} isn't a unit of memory")
-    num_bytes = int(number * _UNITS[unit])
-    return num_bytes if unit else _plain(num_bytes)
-
-
-def _plain(num_bytes: int) -> int:
-    """Bytes that were given without a unit. A few are meant to be GiB."""
-    if 0 < num_bytes < _LEAST_PLAIN_BYTES:
-        raise ValueError(f"that is {num_bytes} bytes. Did you mean '{num_bytes}GiB'?")
-    return num_bytes
+        raise ValueError(f"{found[2]!r} isn't a unit of memory.")
+    return int(number * _UNITS[unit]) if unit else _from_number(int(number))
 
 
 def _from_number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"it is a {type(value).__name__}")
+        raise ValueError(f"it is a {type(value).__name__}.")
     if isinstance(value, Integral):
-        return _plain(int(value))
-    number = float(value)
-    if number.is_integer():
-        return _plain(int(number))
-    if 0 < number < 1:
-        raise ValueError(f"a share is written {f'{100 * number:g}%'!r}")
-    raise ValueError("bytes must be a whole number")
-
-
-def _checked(read: Callable[[], int], value: Any, name: str, forms: str) -> int:
-    """Turn what is wrong with a value into an error for the user, that names the forms that are understood."""
-    try:
-        return read()
-    except ValueError as error:
-        why = str(error) if str(error).endswith("?") else f"{error}."
-        raise ConfigError(f"{name}={value!r:.80}: {why} Use {forms}.") from None
+        num_bytes = int(value)
+    elif float(value).is_integer():
+        num_bytes = int(float(value))
+    elif 0 < float(value) < 1:
+        raise ValueError(f"a share is written {f'{100 * float(value):g}%'!r}.")
+    else:
+        raise ValueError("bytes must be a whole number.")
+    if 0 < num_bytes < _LEAST_PLAIN_BYTES:  # a few are meant to be GiB
+        raise ValueError(f"that is {num_bytes} bytes. Did you mean '{num_bytes}GiB'?")
+    return num_bytes

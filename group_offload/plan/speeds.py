@@ -6,7 +6,7 @@ system. Nothing depends on that file: a file that cannot be read counts as no fi
 [Note: How a drive is measured]
 A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
 large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
-it, and dropped from it again. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
+it. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import platform
-import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from ..base.page_lock import PageLock
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import advise, name_of_drive
+from ..base.system import name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
@@ -55,7 +54,6 @@ _UNPACKS_IN_A_ROW = 8
 """The first one begins late: the device waits for the host, for as long as it takes for 64 MiB."""
 _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
-_MAX_SPARSENESS = 1.1
 _VERSION = 3
 
 Take = Callable[[int, Stream], torch.Tensor]
@@ -63,18 +61,14 @@ Take = Callable[[int, Stream], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeeds:
-    """A measurement. Speeds are whole bytes per second, more than 0.
-
-    Raises:
-        ValueError: they are not, or something else is no text.
-    """
+    """A measurement. Speeds are whole bytes per second, more than 0."""
 
     h2d: int
     """From page-locked RAM to the device. If the device is the CPU: from RAM to RAM."""
     drive: int | None
     """From the drive to RAM; None if it was not measured."""
     problem: str
-    """Why the drive was not measured, or not past the page cache; else empty."""
+    """Why the drive was not measured; else empty."""
     device: str
     filesystem: str
     """The place where it is mounted, and its device id; empty if no drive was to be measured."""
@@ -82,12 +76,6 @@ class MachineSpeeds:
     """UTC, ISO 8601."""
     unpack: int | None = None
     """Speed at which the device unpacks weights, as bytes that it writes; None if it was not measured."""
-
-    def __post_init__(self) -> None:
-        speeds = [self.h2d, *(each for each in (self.drive, self.unpack) if each is not None)]
-        texts = self.problem, self.device, self.filesystem, self.measured_at
-        if not all(type(each) is int and each > 0 for each in speeds) or not all(type(each) is str for each in texts):
-            raise ValueError(f"no measurement: {self!r:.200}")
 
 
 def known_speeds(
@@ -303,27 +291,21 @@ def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
     """
     folder = path if path.is_dir() else path.parent
     files = path, *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*/*.safetensors"))  # of a pipeline
-    chosen = next((file for file in files if _is_large(file, min_bytes)), None)
+    chosen = next((file for file in files if file.is_file() and file.stat().st_size >= min_bytes), None)
     if chosen is None:
         return None, f"Not measuring the disk: {path} has no safetensors file of {describe_bytes(min_bytes)} or more."
     try:
         with chosen.open("rb", buffering=0) as file:
-            return _measure_file(file.fileno(), chosen)
+            speed = _measure_file(file.fileno())
     except OSError as error:
         return None, f"Cannot read {chosen} to measure the disk: {error.strerror or error}."
+    return (
+        speed,
+        "" if speed else f"Direct reads of {chosen} aren't possible, and it is in RAM: the disk was not measured.",
+    )
 
 
-def _is_large(path: Path, min_bytes: int) -> bool:
-    """Whether it is a file with so many bytes on the drive: holes are read from no drive."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    on_drive = status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
-    return stat.S_ISREG(status.st_mode) and min_bytes <= status.st_size <= on_drive * _MAX_SPARSENESS
-
-
-def _measure_file(fd: int, path: Path) -> tuple[int | None, str]:
+def _measure_file(fd: int) -> int | None:
     num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
@@ -331,20 +313,14 @@ def _measure_file(fd: int, path: Path) -> tuple[int | None, str]:
     direct = open_direct(fd)
     if direct is not None:
         try:
-            return _read_all(direct, pieces), ""
+            return _read_all(direct, pieces)
         except OSError as error:
             if not refuses_direct(error):
                 raise
         finally:
             os.close(direct)
     cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    if not cold:
-        return None, f"Direct reads of {path} aren't possible, and all of it is in RAM, so the disk was not measured."
-    speed = _read_all(fd, cold)
-    for start, num in cold:
-        with suppress(OSError):
-            advise(fd, start, num, "DONTNEED")
-    return speed, "Direct reads aren't possible there, so the disk was measured without."
+    return _read_all(fd, cold) if cold else None
 
 
 def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:

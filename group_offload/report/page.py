@@ -20,10 +20,8 @@ from .facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, ReportFacts
 
 _LANES = {READS: "disk", COPIES: "link", GATHERS: "gather", DECODE: "decode", COMPUTE: "compute", STALLS: "stalls"}
 """The lanes of a timeline, from the top, and what the page calls them."""
-_MAX_PIECES = 240
-"""Pieces of one row of a timeline. Neighbors become one where there are more, so a page stays below 2 MB."""
-_MAX_CELLS, _MAX_RUNS = 1000, 100
-"""Pieces of the bar of groups, and rows of their table."""
+_MAX_RUNS = 100
+"""Rows of the table of groups."""
 _MAX_ROWS = 8
 """Rows of one lane: several threads read."""
 
@@ -99,10 +97,6 @@ def _size(groups: Iterable[GroupFacts]) -> str:
     return describe_bytes(sum(group.num_bytes for group in groups))
 
 
-def _span(names: Sequence[str]) -> str:
-    return " to ".join(dict.fromkeys((names[0], names[-1])))
-
-
 # ------------------------------------------------------------------------------------------------ parts of the page
 
 
@@ -162,13 +156,14 @@ def _section(model: ModelFacts) -> Iterator[str]:
 
 def _groups(groups: Sequence[GroupFacts]) -> Iterator[str]:
     """A bar of the groups, each as wide as its bytes; then a row for each run of neighbors that are stored alike."""
-    cells, rows, most = list[tuple[int, str, str]](), list[tuple[str, str, str, str]](), -(-len(groups) // _MAX_CELLS)
+    cells, rows = list[tuple[int, str, str]](), list[tuple[str, str, str, str]]()
+    for each in groups:
+        said = f"{each.name}: {describe_bytes(each.num_bytes)}, {each.place.value}, {each.detail}"
+        cells.append((each.num_bytes, each.place.name.lower(), said.removesuffix(", ")))
     for place, run in groupby(groups, key=lambda group: group.place):
         mine = [*run]
-        rows.append((_span([group.name for group in mine]), str(len(mine)), _size(mine), place.value))
-        for part in (mine[start : start + most] for start in range(0, len(mine), most)):
-            said = f"{_span([group.name for group in part])}: {_size(part)}, {place.value}, {part[0].detail}"
-            cells.append((sum(group.num_bytes for group in part), place.name.lower(), said.removesuffix(", ")))
+        span = " to ".join(dict.fromkeys((mine[0].name, mine[-1].name)))
+        rows.append((span, str(len(mine)), _size(mine), place.value))
     yield _bar(_in_a_row(cells, sum(size for size, *_ in cells) or 1))
     yield _key((place.name.lower(), place.value) for place in dict.fromkeys(group.place for group in groups))
     if len(rows) > _MAX_RUNS:
@@ -181,7 +176,7 @@ def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
     busy = [f"{label} {describe_seconds(took)}" for lane, label in lanes if (took := one.busy_seconds(lane, outer))]
     summary = f"{one.title}, {describe_seconds(one.seconds)}: {', '.join(busy) or 'nothing ran'}."
     length = one.seconds or 1e-9
-    rows = [(label, [*_thinned(row, length)]) for label, row in _rows(one, outer)]
+    rows = [*_rows(one, outer)]
     width = 5 * max((len(row) for _, row in rows), default=0)
     axis = "".join(f"<span>{describe_seconds(length * tick / 4)}</span>" for tick in range(5))
     drawn = (
@@ -213,14 +208,3 @@ def _piece(each: Slice, color: str, length: float) -> _Piece:
     speed = f" at {each.num_bytes / took / 1e9:.3g} GB/s" if size and each.lane in (READS, COPIES) else ""
     said = f"{each.name}: {describe_seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}"
     return start, max(0.0, end - start), color, said
-
-
-def _thinned(slices: Sequence[Slice], length: float) -> Iterable[Slice]:
-    """The slices; neighbors in one of `_MAX_PIECES` equal parts of the pass are one if there are more of them."""
-    if len(slices) <= _MAX_PIECES:
-        yield from slices
-        return
-    for _, run in groupby(slices, key=lambda each: int(each.start / length * _MAX_PIECES)):
-        mine = [*run]
-        size, end = sum(each.num_bytes for each in mine), max(each.end for each in mine)
-        yield Slice(mine[0].lane, _span([each.name for each in mine]), mine[0].start, end, size)

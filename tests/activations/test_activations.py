@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import logging
 import pickle
 import random
@@ -167,21 +166,6 @@ def test_nothing_is_fetched_late_and_the_host_never_waits() -> None:
         assert device.pinned_bytes == 0
 
 
-def test_the_last_group_stays_however_long_a_forward_is() -> None:
-    model = make()
-    handle = offload(model)
-    found = [handle.stats()]
-    for order in ([3, 2, 1, 0], *[[0, 1, 2, 3, 0, 1, 2]] * 2):
-        model.order = order
-        plain(model, torch.clone)
-        found.append(handle.stats())
-    kept = [after.kept_bytes - before.kept_bytes for before, after in itertools.pairwise(found)]
-    moved = [after.offloaded_bytes - before.offloaded_bytes for before, after in itertools.pairwise(found)]
-    assert kept[0] == kept[1] == kept[2] > 0
-    assert moved[0] < moved[1] == moved[2]
-    assert found[1].offloads == found[1].reloads + 1  # the tensor for all blocks is there: the last one needs it
-
-
 @pytest.mark.parametrize(("device", "num_shapes"), [("cpu", 1000), ("eager", 50)])
 def test_host_memory_is_bounded_for_any_shapes(device: str, num_shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is always a graph that is alive. Shapes that come again take no more."""
@@ -319,17 +303,15 @@ def test_parts_of_a_tensor_that_have_versions_of_their_own(block: Callable[[], n
     check_gradients(model)
 
 
-def test_bytes_that_are_saved_many_times_move_once() -> None:
-    """Hazard: views that share bytes are told apart, and each is copied."""
+def test_what_moves_is_what_is_needed() -> None:
+    """Bytes that are saved many times move once, and a small view does not take its storage along. Hazard: views that share
+    bytes are told apart, and each is copied."""
     model = Calls(lambda x, w: torch.sin(x) * torch.cos(x) * x.t() * torch.cos(x[1:]).sum())
     handle = offload(model, keep_last=0)
     gradients(model, torch.randn(DIM, DIM))
     stats = handle.stats()
     assert stats.shared_tensors >= 3
     assert stats.offloads < stats.saved_tensors - 2
-
-
-def test_a_small_view_does_not_take_its_storage_along() -> None:
     model = Calls(lambda x, w: torch.sin((x @ w)[2:4]).sum() + x.sum() * 0)
     handle = offload(model, keep_last=0, skip=lambda tensor, _: tensor.shape == (DIM, DIM))
     gradients(model, torch.randn(DIM, DIM))
@@ -450,14 +432,6 @@ def test_a_backward_that_changes_what_others_have_saved_is_an_error(options: dic
             loss = model(put(torch.randn(DIM, DIM))).mean()
             with pytest.raises(expected, match="modified by an inplace operation"):
                 loss.backward()
-    for expected in (RuntimeError, StateError):  # and a second backward over what the first one has changed
-        model = Calls(*[lambda x, w: ChangedByBackward.apply(x @ w * 0.1)] * 2)
-        if expected is StateError:
-            offload(model, **options)
-        loss = model(torch.randn(DIM, DIM)).mean()
-        loss.backward(retain_graph=True)
-        with pytest.raises(expected, match="modified by an inplace operation"):
-            loss.backward()
 
 
 def test_an_operation_that_fills_what_it_has_saved() -> None:
@@ -516,10 +490,9 @@ def test_what_backward_saves_is_left_alone() -> None:
     check_gradients(Calls(penalized, penalized), skip=note)
     x = torch.randn(DIM, DIM)
     for use_reentrant in (True, False):
-        whole = Calls(*[VIEWS["chunks"]] * 3)
+        whole, start = Calls(*[VIEWS["chunks"]] * 3), x.clone().requires_grad_()
         expected = gradients(copy.deepcopy(whole), x)
         handle = offload(whole, keep_last=0, skip=note)
-        start = x.clone().requires_grad_()
         checkpoint(whole, start, use_reentrant=use_reentrant).square().sum().backward()
         assert_same_bits([start.grad, *(p.grad for p in whole.parameters())], expected)  # type: ignore[list-item]
         assert handle.stats().passes == 0  # forward without gradients, or hidden by the checkpoint's own hooks

@@ -109,11 +109,11 @@ def small() -> Chain:
     return Chain(*(Chain(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
 
 
-def small_gradients(model: nn.Module, call: Any = None) -> list[torch.Tensor]:
+def small_gradients(model: nn.Module) -> list[torch.Tensor]:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     found = []
     for _ in range(2):
-        (model if call is None else call)(x).square().mean().backward()
+        model(x).square().mean().backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         for parameter in model.parameters():
             parameter.grad = None
@@ -127,51 +127,36 @@ def _fresh_dynamo() -> Any:
     torch._dynamo.reset()
 
 
-def compile_blocks(model: Any) -> None:
-    for block in model:
-        block.compile(backend="aot_eager", fullgraph=True)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("what", ["blocks", "the whole"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_blocks_that_are_compiled(when: str) -> None:
-    expected = small()
-    compile_blocks(expected)
-    bits = small_gradients(expected)
+def test_models_that_are_compiled(what: str, when: str) -> None:
+    """The hooks run in Python, the blocks are compiled, in full graphs too: nothing is skipped silently."""
+
+    def compiled(model: Chain) -> Any:
+        if what == "the whole":
+            return torch.compile(model, backend="aot_eager")
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    bits = small_gradients(compiled(small()))
     torch._dynamo.reset()
     model = small()
-    if when == "before":
-        compile_blocks(model)
+    call = compiled(model) if when == "before" else None
     handle = offload(model, keep_last=1)
-    if when == "after":
-        compile_blocks(model)
-    assert_same_bits(small_gradients(model), bits)
-    stats = handle.stats()
-    assert stats.passes == 2 and stats.offloads > 0 and stats.stalls == 0
-    assert stats.kept_bytes > 0  # so groups were told apart
-    handle.remove()
-    assert_same_bits(small_gradients(model), bits)
-    assert model[0]._compiled_call_impl is not None
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_model_that_is_compiled_as_a_whole(when: str) -> None:
-    """The hooks run in Python, the blocks are compiled: nothing is skipped silently."""
-    bits = small_gradients(small())
-    model = small()
-    compiled = torch.compile(model, backend="aot_eager") if when == "before" else None
-    handle = offload(model)
-    if compiled is None:
-        compiled = torch.compile(model, backend="aot_eager")
-    actual = small_gradients(model, compiled)
+    call = compiled(model) if call is None else call
+    actual = small_gradients(call)
     assert len(actual) == len(bits)
     assert all(torch.allclose(one, other) for one, other in zip(actual, bits, strict=True))
     stats = handle.stats()
-    assert stats.passes == 2 and stats.offloads > 0 and stats.kept_bytes > 0
+    assert stats.passes == 2 and stats.offloads > 0 and stats.stalls == 0 and stats.kept_bytes > 0
     handle.remove()
+    if what == "blocks":
+        assert_same_bits(actual, bits)
+        assert_same_bits(small_gradients(model), bits)
+        assert model[0]._compiled_call_impl is not None
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -118,39 +118,6 @@ def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> Non
     assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_to_pack(dtype: str, run: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard: small groups get packed files, which no run uses."""
-    tune(monkeypatch, min_packed_bytes=1 << 20)
-    save(tmp_path / "model", dtype=getattr(torch, dtype))
-    assert "1.000" in run("pack", tmp_path / "model", tmp_path / "groups", "--dtype", dtype)
-    assert not packed_files(tmp_path / "groups")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["nowhere"], "There is no nowhere"),
-        (["--dtype", "int8", "{model}"], "floating point"),
-        (["--device", "meta", "{model}"], "--device 'meta' isn't supported. Use 'cuda'"),
-        (["--device", "cpu:5", "{model}"], "there is one CPU device"),
-        (["{empty}"], "Cannot read {empty}/config.json"),
-    ],
-)
-def test_bad_input(run: Terminal, tmp_path: Path, checkpoint: Path, arguments: list[str], problem: str) -> None:
-    (tmp_path / "empty").mkdir()
-    names = {"model": checkpoint, "empty": tmp_path / "empty"}
-    given = [argument.format(**names) for argument in arguments]
-    assert problem.format(**names) in " ".join(run("pack", *given, tmp_path / "groups", status=2).split())
-    assert not (tmp_path / "groups").exists()
-
-
-def test_a_path_that_libraries_cannot_open(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
-    odd = tmp_path / "m\udcff"
-    checkpoint.rename(odd)
-    assert "rename it" in run("pack", odd, tmp_path / "groups", status=2)
-
-
 def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
     """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed.
     Hazard: `pack FILE` packs the weights that the loader takes by default, and not those of the file."""
@@ -164,19 +131,3 @@ def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpo
     refused = run("pack", checkpoint / "ema.safetensors", tmp_path / "more", status=2)
     assert "it looks for diffusion_pytorch_model.safetensors, diffusion_pytorch_model.VARIANT.safetensors" in refused
     assert not (tmp_path / "more").exists()
-
-
-@pytest.mark.parametrize("index", ["{", "{}", '{"metadata": {}, "weight_map": {"a": "../../x"}}'])
-def test_an_index_that_is_no_index(index: str, run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
-    """Hazard: a broken index ends `pack` in a traceback."""
-    (checkpoint / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
-    assert str(checkpoint) in run("pack", checkpoint, tmp_path / "groups", status=2)
-
-
-def test_weights_that_are_not_there(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
-    """Hazard: a config of another model: `pack` asks for what nobody can do."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
-    refused = run("pack", checkpoint, tmp_path / "groups", status=2)
-    assert f"{checkpoint} lacks weights of FluxTransformer2DModel: transformer_blocks.1." in refused
-    assert "do not belong together" in refused

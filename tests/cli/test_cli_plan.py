@@ -117,27 +117,6 @@ def bytes_in(memory: Mapping[str, Any]) -> int:
     return sum(memory["parts"].values())
 
 
-# ---------------------------------------------------------------- what is printed
-
-
-def test_names_of_mounts_cannot_speak_to_the_terminal(
-    tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The label of a USB drive is enough. Hazard: a disk's label is taken for markup, or its escape sequences reach the
-    terminal."""
-    where = "\x1b[31mX"
-    measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
-    monkeypatch.setattr(cli_bench, "measure", lambda *args, **kwargs: measured)
-    said = run("bench", tmp_path)
-    assert said.count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3
-
-
-def test_names_cannot_speak_to_the_terminal(model: Path, run: Terminal) -> None:
-    (model / "config.json").write_text(json.dumps({"architectures": ["\x1b[2J[red]\u202e"]}))
-    said = run("plan", model, "--vram", "1GiB", status=2)
-    assert not any(c in said for c in "\x1b\u202e") and "[red]" in said
-
-
 # ---------------------------------------------------------------- the groups
 
 MODELS: list[tuple[Callable[[], Any], torch.dtype | None]] = [
@@ -204,6 +183,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "of another library": ('{"architectures": ["NoSuchModel"]}', "the installed 'transformers'"),
     "cut off": ("{", "not valid JSON"),
     "a list": ("[]", "not a JSON object"),
+    "escape sequences": ('{"architectures": ["\\u001b[2J[red]\\u202e"]}', "[red]"),
 }
 
 
@@ -211,37 +191,33 @@ CLASSES: dict[str, tuple[str, str]] = {
 def test_configs_that_are_none(config: str, message: str, model: Path, run: Terminal) -> None:
     (model / "config.json").write_text(config)
     said = run("plan", model, status=2)
-    assert str(model) in said and message in said
+    assert str(model) in said and message in said and not any(c in said for c in "\x1b\u202e")
 
 
 def test_what_is_missing(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And files of another model than the config's: what is planned would be neither of the two."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "diffusers", None)
         assert "pip install 'group-offload[diffusers]'" in run("plan", model, status=2)
     path = min(model.glob("*.safetensors"))
     os.truncate(path, path.stat().st_size - 1)
     assert f"Model.from_pretrained cannot load {model}" in run("plan", model, status=2)
-    path.unlink()
-    assert f"Model.from_pretrained cannot load {model}" in run("plan", model, status=2)
+    (model / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "../../x"}}')
+    assert str(model) in run("plan", model, status=2)
     (model / "config.json").unlink()
     assert "save_pretrained" in run("plan", model, status=2)
+    assert "rename it" in run("plan", tiny_checkpoint(model.with_name("m\udcff")), status=2)
+    path = tiny_checkpoint(model.with_name("another"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
+    assert "FluxTransformer2DModel.from_pretrained cannot load" in run("plan", path, status=2)
+    (path / "config.json").write_text(json.dumps({**config, "num_layers": 9}))
+    assert "lacks weights of FluxTransformer2DModel" in run("plan", path, status=2)
 
 
-def test_pipelines_that_are_none(pipeline: Path, run: Terminal) -> None:
-    for name in ("../text_encoder", "", "vae", "a/b"):
-        (pipeline / "model_index.json").write_text(json.dumps({name: ["diffusers", "Model"]}))
-        assert "without safetensors" in run("plan", pipeline, status=2)
-
-
-def test_files_of_another_model(tmp_path: Path, run: Terminal) -> None:
-    """from_pretrained would refuse them. What is planned would be neither of the two."""
-    tiny_models.flux_transformer().save_pretrained(tmp_path)
-    run("plan", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
-    assert "FluxTransformer2DModel.from_pretrained cannot load" in run("plan", tmp_path, status=2)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_layers": 9}))
-    assert "lacks weights of FluxTransformer2DModel" in run("plan", tmp_path, status=2)
+def tiny_checkpoint(folder: Path) -> Path:
+    tiny_models.flux_transformer().save_pretrained(folder.with_name("tiny"))
+    return folder.with_name("tiny").rename(folder)
 
 
 def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,32 +323,31 @@ def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "line"),
     [
-        ((), ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="auto")']),
+        ("", 'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="auto")'),
         (
-            ("--vram", "8GiB", "--pack"),
-            ["model = Model.from_pretrained(PATH)", 'apply_group_offloading(model, vram_budget="8 GiB", pack=True)'],
+            "--vram 8GiB --pack",
+            'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="8 GiB", pack=True)',
         ),
-        (("--ram", "4GiB"), ['model = from_pretrained(Model, PATH, ram_budget="4 GiB")']),
+        ("--ram 4GiB", 'model = from_pretrained(Model, PATH, ram_budget="4 GiB")'),
         (
-            ("--ram", "4GiB", "--pack"),
-            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")'],
+            "--ram 4GiB --pack",
+            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")',
         ),
         (
-            ("--ram", "4GiB", "--dtype", "float16"),
-            ['model = from_pretrained(Model, PATH, ram_budget="4 GiB", offload_to_disk_path="offload")'],
+            "--ram 4GiB --dtype float16",
+            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", offload_to_disk_path="offload")',
         ),
     ],
-    ids=["RAM", "a card", "little RAM", "packed", "casts"],
 )
 def test_the_call_to_copy(
-    arguments: tuple[str, ...], lines: list[str], model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
+    arguments: str, line: str, model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("group_offload.cli.plan.available_ram", lambda: 32 * GIB)
-    call = plan(run, model, *arguments)["call"].splitlines()
+    call = plan(run, model, *arguments.split())["call"].splitlines()
     dtype = "torch.float16" if "--dtype" in arguments else "torch.bfloat16"  # diffusers would load float32
-    assert call[-len(lines) :] == [line.replace("PATH", f'"{model}", dtype={dtype}') for line in lines]
+    assert "; ".join(call[3:]) == line.replace("PATH", f'"{model}", dtype={dtype}')
     assert call[:2] == ["import torch", "from diffusers import Model"]
 
 
@@ -408,13 +383,22 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
     assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
     assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
-    assert found.keys() == {"title", "models", "memories", "sentences", "call"} and part["sentences"]
-    assert ram.keys() == {"name", "budget_bytes", "parts"}
-    assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
-    assert not {"device", "passes", "memory", "figures"} & part.keys()
+    assert found.keys() == {"title", "models", "memories", "sentences", "call"}
+    assert ram.keys() == {"name", "budget_bytes", "parts"} and part["groups"][0].keys() == {
+        "name",
+        "num_bytes",
+        "place",
+    }
 
 
-def test_plan_for_people(model: Path, run: Terminal) -> None:
+def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is asked."""
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("asked")
+
+    for module, name in ((torch.cuda, "_lazy_init"), (cli_bench, "chosen_backend"), (speeds, "measure")):
+        monkeypatch.setattr(module, name, asked)
     said = run("plan", model, "--vram", "4GiB", "--ram", "6GiB")
     assert "Model: 10.1 GiB in 21 groups. 64 MiB around its blocks are on the device only during a forward." in said
     for place in ("device", "RAM", "disk"):
@@ -430,20 +414,16 @@ def test_plan_for_people(model: Path, run: Terminal) -> None:
     assert "Bottleneck: compute, predicted 500 ms a forward (" in said and "assumed" not in said
 
 
-def test_a_model_that_fits(model: Path, run: Terminal) -> None:
-    [part] = plan(run, model, "--vram", "12GiB")["models"]
-    assert part["step_seconds"] == 0 and part["bound"] is None
-    assert bytes_at(part, "on the device") == 10 * GIB and "would" not in " ".join(part["sentences"])
-
-
 def test_a_model_without_streamed_weights(tmp_path: Path, run: Terminal) -> None:
-    """All its weights lie around its blocks."""
+    """All of them lie around its blocks, or fit on the device."""
     path = write_model(tmp_path / "model", num_blocks=2, block_bytes=0)
     said = run("plan", path, "--vram", "1GiB", "--html", tmp_path / "plan.html")
     assert "64 MiB around its blocks are on the device only during a forward." in said
     assert "Model: No weights are streamed." in said
     [part] = plan(run, path)["models"]
     assert part["outer_bytes"] == 64 * MIB and part["step_seconds"] == part["slot_bytes"] == 0
+    [part] = plan(run, write_model(tmp_path / "small", 20, MIB), "--vram", "12GiB")["models"]
+    assert part["step_seconds"] == 0 and part["bound"] is None and bytes_at(part, "on the device") == 20 * MIB
 
 
 def test_packed(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,6 +457,9 @@ def test_budgets_are_kept(seed: int, tmp_path: Path, run: Terminal) -> None:
 def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     """RAM goes to what runs most often first."""
     arguments = pipeline, "--vram", "2GiB", "--ram", "14GiB", "--step-seconds", "0.1"
+    least = re.search(r"smallest that works is ([0-9.]+ \w+)", run("plan", pipeline, "--vram", "1MiB", status=2))
+    assert least is not None
+    run("plan", pipeline, "--vram", least[1].replace(" ", ""))
     denoiser, encoder = plan(run, *arguments)["models"]
     assert (denoiser["name"], denoiser["num_passes"]) == ("transformer", 28)
     assert (encoder["name"], encoder["num_passes"]) == ("text_encoder", 1)
@@ -528,22 +511,21 @@ def test_a_part_that_cannot_be_read(
     assert sentence.split()[-1] in run("plan", pipeline)
     (pipeline / "model_index.json").write_text(json.dumps({"tower": part}))
     assert reason in run("plan", pipeline, status=2)
+    for name in ("../text_encoder", "", "vae", "a/b"):
+        (pipeline / "model_index.json").write_text(json.dumps({name: ["diffusers", "Model"]}))
+        assert "without safetensors" in run("plan", pipeline, status=2)
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "argument --vram: SIZE='8G': it is ambiguous. Did you mean '8GiB' or '8GB'?"),
-    "vram of nothing": (["--vram", "0"], "more than 0"),
     "too little vram": (["--vram", "512MiB"], "The smallest that works is 1.19 GiB"),
     "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
     "too little ram": (["--ram", "1GiB"], "--process-ram"),
     "dtype": (["--dtype", "bf17"], "argument --dtype: 'bf17' is no floating point dtype"),
     "seconds": (["--step-seconds", "-1"], "--step-seconds"),
-    "for ever": (["--step-seconds", "1e300"], "expected a number of seconds"),
     "steps": (["--steps", "0"], "--steps"),
-    "speed": (["--h2d", "fast"], "--h2d"),
     "no speed": (["--drive", "0GB"], "--drive"),
     "a page": (["--html", "/nowhere/x.html"], "/nowhere/x.html: /nowhere is not a folder"),
-    "a page that is a folder": (["--html", "/"], "it is a folder"),
 }
 
 
@@ -551,13 +533,6 @@ ERRORS: dict[str, tuple[list[str], str]] = {
 def test_errors(arguments: list[str], message: str, model: Path, run: Terminal) -> None:
     said = run("plan", model, *arguments, status=2)
     assert message in said.splitlines()[-1] and "Traceback" not in said
-
-
-def test_too_little_vram_of_a_pipeline_is_told_for_all_of_it(pipeline: Path, run: Terminal) -> None:
-    said = run("plan", pipeline, "--vram", "1MiB", status=2)
-    least = re.search(r"smallest that works is ([0-9.]+ \w+)", said)
-    assert least is not None
-    run("plan", pipeline, "--vram", least[1].replace(" ", ""))
 
 
 def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
@@ -575,26 +550,15 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
 
 
 def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> None:
-    """A link goes on to lead to a file, a pipe and a device stay what they are. Hazard: `plan --html /dev/full`, a pipe
-    or a link is replaced by a regular file."""
+    """A link goes on to lead to a file, a device stays what it is. Hazard: `plan --html /dev/full`, a pipe or a link is
+    replaced by a regular file."""
     model = write_model(tmp_path / "model", 2, MIB, MIB)
-    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
-    file.write_text("old")
-    link.symlink_to(file)
-    os.mkfifo(pipe)
+    link, full = tmp_path / "link", tmp_path / "full"
+    link.symlink_to(tmp_path / "file")
     run("plan", model, "--html", link)
-    assert link.is_symlink() and file.read_text().startswith("<!DOCTYPE html>")
-    read: list[str] = []
-    thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
-    thread.start()
-    run("plan", model, "--html", pipe)
-    thread.join(10)
-    assert read[0].startswith("<!DOCTYPE html>") and pipe.is_fifo()
-    full, loop = tmp_path / "full", tmp_path / "loop"
+    assert link.is_symlink() and (tmp_path / "file").read_text().startswith("<!DOCTYPE html>")
     full.symlink_to("/dev/full")
-    loop.symlink_to(loop)
-    assert "No space left" in run("plan", model, "--html", full, status=2)
-    assert str(loop) in run("plan", model, "--html", loop, status=2)
+    assert "No space left" in run("plan", model, "--html", full, status=2) and not Path("/dev/full").is_file()
 
 
 def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
@@ -619,54 +583,25 @@ def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
     )
 
 
-def test_no_device_is_asked(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("asked")
-
-    for module, name in ((torch.cuda, "_lazy_init"), (cli_bench, "chosen_backend"), (speeds, "measure")):
-        monkeypatch.setattr(module, name, asked)
-    run("plan", model, "--vram", "4GiB", "--ram", "8GiB")
-
-
 # ---------------------------------------------------------------- bench
 
 
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_little(monkeypatch)
-
-
-@pytest.mark.usefixtures("_small")
 def test_bench(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the current folder, by default; where there is no file to read, and where the label of a drive, which is its owner's,
+    has escape sequences. Hazard: these reach the terminal."""
+    measure_little(monkeypatch)
+    said = run("bench", tmp_path, "--device", "cpu")
+    assert said.count("not measured") == 1 and "no safetensors file" in said and "Saved to" in said
     (tmp_path / "model.safetensors").write_bytes(os.urandom(3 * MIB))
     os.sync()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_arguments, "default_device", lambda: torch.device("cpu"))
     found = json.loads(run("bench", "--json"))
     assert found["h2d"] > 0 and found["drive"] > 0 and found["filesystem"] == speeds.filesystem_of(tmp_path)
-    assert speeds.recorded() == [speeds.MachineSpeeds(**found)]
+    assert speeds.recorded()[0] == speeds.MachineSpeeds(**found)
     said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("GB/s") == 2 and "Saved to" in said and str(speeds.record_file()) in said.replace("\n", "")
-    assert len(speeds.recorded()) == 1 and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.usefixtures("_small")
-def test_bench_where_there_is_no_file_to_read(tmp_path: Path, run: Terminal) -> None:
-    said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("not measured") == 1 and "no safetensors file" in said and "Saved to" in said
-    (kept,) = speeds.recorded()
-    assert kept.drive is None and kept.filesystem == "" and kept.h2d > 0 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "nothing is not a folder"),
-        (["--device", "abacus"], "--device abacus"),
-        (["--device", "meta"], "meta"),
-        (["--device", "cpu:3"], "one CPU"),
-    ],
-)
-def test_errors_of_bench(arguments: list[str], message: str, run: Terminal) -> None:
-    said = run("bench", *arguments, status=2)
-    assert said.startswith("group-offload: ") and said.count("\n") == 1 and message in said
+    assert said.count("GB/s") == 2 and f"Saved to {speeds.record_file()}" in said and len(list(tmp_path.iterdir())) == 1
+    where = "\x1b[31mX"
+    measured = replace(SPEEDS, filesystem=where, device=where, problem=where, measured_at=where)
+    monkeypatch.setattr(cli_bench, "measure", lambda *args, **kwargs: measured)
+    assert run("bench", tmp_path).count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -26,13 +27,12 @@ from group_offload import (
 from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
 from group_offload.handle import report_of
 from group_offload.plan.budgets import describe_bytes
-from group_offload.plan.placement import Budgets, Placement, PlannedGroup, Problem, Speeds
-from group_offload.plan.planner import make_plan
 from group_offload.report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
 from group_offload.report.page import write_page
 from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
 
 from ..support import tiny_models as tiny
+from ..support.files import failing
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
 from ..support.on_device import forward, offload, options_for
@@ -103,9 +103,7 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
     assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
     stays, sent = (describe_bytes(num_blocks * BYTES) for num_blocks in (3, 5))
     assert f": {stays} resident on cpu; each forward transfers {sent} and takes " in told[-1]
-    path = handle.report(tmp_path / "run.html")
-    assert path == tmp_path / "run.html"
-    page, plan, stats = Page(path), handle.plan, handle.stats()
+    page, plan, stats = Page(handle.report(tmp_path / "run.html")), handle.plan, handle.stats()
     report = report_of({"": handle})
     [facts], [memory, _] = report.models, report.memories
     assert plan.details is not None
@@ -149,14 +147,6 @@ def forward_of(model: nn.Module) -> None:
         model(torch.zeros(1))
 
 
-def test_before_any_pass(device: CountingDevice, tmp_path: Path) -> None:
-    model = timed_model(device)
-    handle = offload(model)
-    page = Page(handle.report(tmp_path / "run.html"))
-    assert "No forward has run yet." in page.words and "Timeline" not in page.words
-    handle.remove()
-
-
 def test_passes_that_are_recorded(device: CountingDevice, tmp_path: Path) -> None:
     """Those that are timed anyway, and all inside of a trace."""
     model = timed_model(device)
@@ -196,12 +186,9 @@ def test_what_recording_costs(device: CountingDevice) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    "options", [{"offload_type": "leaf_level"}, {"in_files": True}, {"use_stream": False}], ids=str
-)
-def test_while_work_is_on_its_way(options: dict[str, Any]) -> None:
+def test_while_work_is_on_its_way() -> None:
     """The page is right, and changes nothing, when kernels and copies have not run yet."""
-    with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for(options) as given:
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for({"in_files": True}) as given:
         model = RoutedModel([16, 24, 16, 16])
         resident = copy.deepcopy(model)
         handle = offload(model, **given)
@@ -211,9 +198,7 @@ def test_while_work_is_on_its_way(options: dict[str, Any]) -> None:
             facts = facts_of(handle)
             assert facts.figures["Statistics since the module was offloaded"] == asdict(handle.stats())
             assert torch.equal(device.get(output), run(resident, x))
-        assert {COPIES, COMPUTE} <= {
-            each.lane for each in facts.passes[-1].slices
-        }  # reads are told by the host's clock, which this device knows nothing of
+        assert {COPIES, COMPUTE} <= {each.lane for each in facts.passes[-1].slices}
         model.alive.clear()
         handle.remove()
 
@@ -226,12 +211,9 @@ def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
         model.stop_at = 1
         with pytest.raises(Stop):
             forward(device, model, x)
-        page = Page(handle.report(tmp_path / "run.html"))
-        assert "No complete forward was recorded." in page.words
+        assert "No complete forward was recorded." in Page(handle.report(tmp_path / "run.html")).words
         model.stop_at = -1
-        num_waits = device.num_host_waits
         forward(device, model, x)
-        assert device.num_host_waits == num_waits
         assert titles(handle) == ["forward 2"]
         model.alive.clear()
         handle.remove()
@@ -243,7 +225,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "groups" if tier == "file" else None)
     first = Page(handle.report(tmp_path / "run.html"))
-    assert "No forward has run yet." in first.words
+    assert "No forward has run yet." in first.words and "Timeline" not in first.words
     for _ in range(2):
         run(model, inputs())
     page = Page(handle.report(tmp_path / "run.html"))
@@ -292,24 +274,15 @@ def test_where_the_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     handle = apply_group_offloading(model, "cpu")
     monkeypatch.chdir(tmp_path)
     assert handle.report("run.html") == Path("run.html") and Path("run.html").stat().st_mode & 0o444
-    with pytest.raises(GroupFileError, match="nowhere is not a folder"):
-        handle.report("nowhere/run.html")
-    with pytest.raises(GroupFileError, match="it is a folder"):
-        handle.report(tmp_path)
-    with pytest.raises(GroupFileError, match=r"a path cannot contain the character"):
-        handle.report("a\0b")
+    for path, why in (("nowhere/run.html", "nowhere is not a folder"), (tmp_path, "it is a folder")):
+        with pytest.raises(GroupFileError, match=why):
+            handle.report(path)
     before = Path("run.html").read_bytes()
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(GroupFileError, match=r"Cannot write run\.html: No space left on device\."):
             handle.report("run.html")
     assert Path("run.html").read_bytes() == before and os.listdir() == ["run.html"]
-    handle.report("run.html")
-    assert os.listdir() == ["run.html"]
     handle.remove()
     with pytest.raises(StateError, match="no longer offloaded"):
         handle.report("run.html")
@@ -335,51 +308,21 @@ def test_a_pipeline(tmp_path: Path) -> None:
     for wrong, message in (({"a": 1}, "'a' is int"), (1, "diffusers pipeline, got 1")):
         with pytest.raises(ConfigError, match=message):
             write_report(wrong, tmp_path / "run.html")
-    with pytest.raises(GroupFileError, match="nowhere"):
-        write_report(pipe, tmp_path / "nowhere" / "run.html")
 
 
-# ---------------------------------------------------------------- many groups, and lanes
-
-
-def many(num_groups: int, num_slices: int) -> ModelFacts:
-    names = [f"blocks.{number}.a_layer_with_a_long_name" for number in range(num_groups)]
-    slices = [
-        Slice(lane, names[number % num_groups], number / num_slices, (number + 0.5) / num_slices, 1000)
-        for lane in (READS, COPIES, COMPUTE, STALLS)
-        for number in range(num_slices)
-    ]
-    places = [*Place]
-    return ModelFacts(
-        name="",
-        model_class="Model",
-        groups=[
-            GroupFacts(name=n, num_bytes=1000 + i, place=places[i % 3], detail="a file") for i, n in enumerate(names)
-        ],
-        passes=[PassFacts(title=f"forward {n}", seconds=1.0, slices=slices) for n in range(4)],
-        sentences=["A verdict."],
-    )
-
-
-def test_many_groups(tmp_path: Path) -> None:
-    """The page stays small, says what it leaves out, and how busy a lane was is told of all slices."""
-    num_groups = 9000
-    model = many(num_groups, 12_000)
-    path = write_page(ReportFacts(title="Many", models=[model], memories=[], sentences=[]), tmp_path / "many.html")
-    assert path.stat().st_size < 2 << 20
-    page = Page(path)
-    assert page.words.count("disk 500 ms, link 500 ms, compute 500 ms, stalls 500 ms") == 4
-    assert f"{num_groups - 100} more runs of groups" in page.words
-    assert f"all {num_groups} {describe_bytes(sum(group.num_bytes for group in model.groups))}" in page.words
+# ---------------------------------------------------------------- lanes
 
 
 def test_what_the_pointer_tells(tmp_path: Path) -> None:
     """A group's times, its bytes and the speed. A lane that is not used is left out, and what is held around others apart."""
     slices = [Slice(DECODE, "a", 0.0, 0.1, 1), Slice(COPIES, "a", 0.1, 0.35, 10**9), Slice(COMPUTE, "a", 0.5, 2, 1)]
     slices += [Slice(COMPUTE, "outer", -1, 1, 1), Slice(STALLS, "late", 1.5, 2, 1)]
-    outer = GroupFacts(name="outer", num_bytes=1, place=Place.PASS, is_outer=True)
+    groups = [
+        GroupFacts(name=f"blocks.{n}", num_bytes=1000, place=[*Place][n % 2], detail="a file") for n in range(200)
+    ]
+    groups.append(GroupFacts(name="outer", num_bytes=1, place=Place.PASS, is_outer=True))
     one = PassFacts(title="forward 1", seconds=1.0, slices=slices)
-    model = replace(many(1, 1), groups=[*many(1, 1).groups, outer], passes=[one])
+    model = ModelFacts(name="", model_class="Model", groups=groups, passes=[one], sentences=["A verdict."])
     memory = MemoryFacts(name="RAM", parts=[("weights", GIB, "ram")], budget_bytes=4 * GIB)
     path = write_page(ReportFacts(title="One", models=[model], memories=[memory], sentences=[]), tmp_path / "one.html")
     page = Page(path)
@@ -387,19 +330,4 @@ def test_what_the_pointer_tells(tmp_path: Path) -> None:
     assert "forward 1, 1 s: link 250 ms, decode 100 ms, compute 500 ms. 0 s 250 ms 500 ms 750 ms 1 s" in page.words
     assert page.words.endswith("1 s link decode around compute")
     assert "a: 250 ms, from 100 ms, 954 MiB at 4 GB/s" in page.hints
-    assert "blocks.0.a_layer_with_a_long_name: 1000 B, on the device, a file" in page.hints
-
-
-# ---------------------------------------------------------------- what more memory gains
-
-
-@pytest.mark.parametrize("size", [1 << 30, 5 << 28])
-def test_more_ram_gains_what_it_holds(size: int) -> None:
-    """Without a budget, one GiB, or one group, is added to what rests in RAM: not RAM for all."""
-    groups = tuple(PlannedGroup(name=f"g{n}", num_bytes=size, compute_seconds=0.0, is_in_file=True) for n in range(8))
-    none = Budgets(device_bytes=None, ram_bytes=None)
-    problem = Problem(groups=groups, order=tuple(range(8)), speeds=Speeds(h2d=50e9, drive=2e9), budgets=none)
-    placements = (Placement.RAM,) * 2 + (Placement.FILE,) * 6
-    plan = make_plan(replace(problem, rests=placements))
-    assert plan.gain_from(ram_bytes=plan.more_bytes) == pytest.approx(size / 2e9, rel=0.05)
-    assert 0 < plan.gain_from(device_bytes=plan.more_bytes) < 2 * size / 2e9
+    assert "blocks.0: 1000 B, on the device, a file" in page.hints and "101 more runs of groups" in page.words

@@ -36,7 +36,7 @@ ABSENT = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}
 ABOUT_LINUX = {
     "engine/test_several.py": "memory that processes share, and /proc",
     "engine/test_several_streams.py": "memory that processes share",
-    "test_examples.py::test_tiny_two_gpus": "memory that processes share",
+    "test_examples.py::test_tiny_in_processes": "memory that processes share",
     "units/test_board.py": "memory that processes share",
     "files/reading/test_direct_reads.py": "reads past the page cache",
     "files/test_page_cache.py": "weights in the page cache, page-locked there",

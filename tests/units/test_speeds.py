@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
-from group_offload.base.device import Backend, HostBackend, backend_for
-from group_offload.base.mapping import cached_bytes, page_cache_of
+from group_offload.base.device import HostBackend, backend_for
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
@@ -43,20 +41,6 @@ def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
     with path.open("rb") as file:
         os.fdatasync(file.fileno())
     return path
-
-
-def in_page_cache(path: Path) -> int:
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        mapped = page_cache_of(file.fileno(), 0, size)
-        return cached_bytes(mapped.data_ptr(), size)
-
-
-def drop(path: Path) -> bool:
-    """Whether that is possible on this file system."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return not in_page_cache(path)
 
 
 # ---------------------------------------------------------------- the link
@@ -90,11 +74,7 @@ def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(0)
-
-    def full(num_bytes: int, stream: Any = None) -> torch.Tensor:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(device, "empty", full)
+    monkeypatch.setattr(device, "empty", Mock(side_effect=torch.OutOfMemoryError("full")))
     with pytest.raises(speeds.DeviceError, match="has no 2 MiB free"):
         measure(device, None)
     assert device.pinned_bytes == 0
@@ -103,25 +83,19 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- the drive
 
 
-@pytest.mark.parametrize("where", ["the file", "its folder", "a folder in it", "a small file beside it"])
+@pytest.mark.parametrize("where", ["the file", "a folder in it", "a small file beside it"])
 def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
-    """It is read, nothing is written, and the page cache is as it was."""
+    """It is read, and nothing is written."""
     folder = tmp_path / "transformer"
     folder.mkdir()
     path, small = write(folder / "model.safetensors"), write(folder / "a.safetensors", 1000)
-    content, can_drop = path.read_bytes(), drop(path)
-    given = {"the file": path, "its folder": folder, "a folder in it": tmp_path}.get(where, small)
+    content = path.read_bytes()
+    given = {"the file": path, "a folder in it": tmp_path}.get(where, small)
     check(measure(HostBackend(), given), path)
-    if can_drop:
-        assert in_page_cache(path) < MIB  # but for what the kernel reads ahead
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
-    before = in_page_cache(path)
-    assert before > 2 * MIB
-    check(measure(HostBackend(), path), path)
-    assert in_page_cache(path) > before - MIB // 8  # the system may take some pages meanwhile
 
 
-@pytest.mark.parametrize("kind", ["none", "small", "sparse", "a FIFO", "a folder", "not there", "a link to nothing"])
+@pytest.mark.parametrize("kind", ["none", "small", "a FIFO", "a folder", "a link to nothing"])
 def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     if kind == "a FIFO":
@@ -130,37 +104,35 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     elif kind == "a link to nothing":
         path.symlink_to("elsewhere")
-    elif kind in ("small", "sparse"):
-        path.touch()
-        os.truncate(path, 1000 if kind == "small" else 64 * MIB)
+    elif kind == "small":
+        path.write_bytes(b"0" * 1000)
     before = list(tmp_path.iterdir())
-    found = measure(HostBackend(), tmp_path if kind == "none" else path)
+    found = measure(HostBackend(), path)
     assert found.h2d > 0 and found.drive is None and "no safetensors file of 1 MiB" in found.problem
     assert str(tmp_path) in found.problem and list(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("when", ["opened", "read"])
 def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = speeds.read_part
-    if when == "opened":
-        monkeypatch.setattr(speeds, "open_direct", lambda fd: None)
-    else:
-        direct: set[int] = set()
-        open_direct = speeds.open_direct
-        monkeypatch.setattr(
-            speeds, "open_direct", lambda fd: direct.add(found := open_direct(fd) or os.dup(fd)) or found
-        )
-        monkeypatch.setattr(
-            speeds, "read_part", lambda fd, *rest: failing(errno.EINVAL)() if fd in direct else real(fd, *rest)
-        )
+    """The file is read through the page cache, but for what is in there: RAM would be measured."""
+    real, direct = speeds.read_part, set[int]()
+
+    def open_direct(fd: int) -> int | None:
+        direct.update([os.dup(fd)] if when == "read" else [])
+        return max(direct, default=None)
+
+    monkeypatch.setattr(speeds, "open_direct", open_direct)
+    monkeypatch.setattr(
+        speeds, "read_part", lambda fd, *rest: failing(errno.EINVAL)() if fd in direct else real(fd, *rest)
+    )
     path = write(tmp_path / "model.safetensors")
-    if drop(path):
-        found = measure(HostBackend(), path)
-        assert found.drive is not None and found.drive > 0
-        assert "aren't possible" in found.problem and in_page_cache(path) < MIB
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = measure(HostBackend(), path)
+    assert found.drive or "it is in RAM" in found.problem  # some file systems drop nothing
     path.read_bytes()
     found = measure(HostBackend(), path)
-    assert found.drive is None and "all of it is in RAM" in found.problem and in_page_cache(path) == 3 * MIB
+    assert found.drive is None and "it is in RAM" in found.problem
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,40 +152,30 @@ def test_file_systems_are_told_apart(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-class Counted:
-    """Counts measurements, and makes them small."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.num = 0
-        self._measure = speeds.measure
-        patch.setattr(speeds, "measure", self)
-
-    def __call__(self, backend: Backend, path: Path | None, **options: Any) -> MachineSpeeds:
-        self.num += 1
-        return self._measure(backend, path, **options)
-
-
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    return Counted(monkeypatch)  # type: ignore[return-value]
+def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts measurements."""
+    found = Mock(side_effect=speeds.measure)
+    monkeypatch.setattr(speeds, "measure", found)
+    return found
 
 
-def test_measured_once(counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
     first = known_speeds(HostBackend(), tmp_path)
     check(first, tmp_path)
     (tmp_path / "folder").mkdir()
-    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.num == 1
+    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.call_count == 1
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
     for _ in range(2):
         found = known_speeds(HostBackend(), None)
-        assert found.drive is None and found.h2d == first.h2d and counted.num == 2
+        assert found.drive is None and found.h2d == first.h2d and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
-    assert known_speeds(HostBackend(), tmp_path).device == "another" and counted.num == 3
+    assert known_speeds(HostBackend(), tmp_path).device == "another" and counted.call_count == 3
 
 
 def test_a_drive_that_could_not_be_measured_is_tried_again(
-    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link is not measured again."""
     assert known_speeds(HostBackend(), tmp_path).drive is None
@@ -221,7 +183,7 @@ def test_a_drive_that_could_not_be_measured_is_tried_again(
     path = write(tmp_path / "model.safetensors")
     check(known_speeds(HostBackend(), path), tmp_path)
     check(known_speeds(HostBackend(), path), tmp_path)
-    assert counted.num == 2
+    assert counted.call_count == 2
 
 
 def test_records() -> None:
@@ -235,50 +197,33 @@ def test_records() -> None:
     assert recorded()[0] == newer and len(recorded()) == 3
 
 
-def changed(**values: object) -> bytes:
-    return json.dumps({"version": 3, "speeds": [{**asdict(SPEEDS), **values}]}).encode()
-
-
+WHOLE = json.dumps({"version": 3, "speeds": [asdict(SPEEDS)]}).encode()
 DAMAGES = {
-    "empty": b"",
-    "cut off": changed()[:-5],
+    "cut off": WHOLE[:-5],
     "no JSON": b"\xff\x00",
     "another program's": b'{"hello": 1}',
-    "a later version": changed().replace(b'"version": 3', b'"version": 4'),
-    "a missing field": changed().replace(b'"h2d"', b'"d2h"'),
-    "a speed of 0": changed(drive=0),
-    "a negative speed": changed(h2d=-5),
-    "a fraction": changed(h2d=1.5),
-    "true": changed(drive=True),
-    "no text": changed(device=5),
+    "a later version": WHOLE.replace(b'"version": 3', b'"version": 4'),
+    "a missing field": WHOLE.replace(b'"h2d"', b'"d2h"'),
 }
 
 
 @pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
-def test_a_record_that_is_damaged(content: bytes, counted: Counted, tmp_path: Path) -> None:
+def test_a_record_that_is_damaged(content: bytes, counted: Mock, tmp_path: Path) -> None:
     record_file().parent.mkdir(parents=True)
     record_file().write_bytes(content)
     assert recorded() == []
     write(tmp_path / "model.safetensors")
     first = known_speeds(HostBackend(), tmp_path)
-    assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.num == 1
+    assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.call_count == 1
 
 
-@pytest.mark.parametrize("kind", ["no folder", "a folder in its place", "read-only"])
-def test_a_place_that_nothing_can_be_kept_in(
-    kind: str, counted: Counted, kept_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_nothing_can_be_kept_in(counted: Mock, kept_in: Path, tmp_path: Path) -> None:
     """It is no error."""
-    if kind == "no folder":
-        (kept_in / "group_offload").touch()
-    elif kind == "a folder in its place":
-        record_file().mkdir(parents=True)
-    else:
-        monkeypatch.setattr(speeds, "publish", failing(errno.EROFS))
-    write(tmp_path / "model.safetensors")
-    check(known_speeds(HostBackend(), tmp_path), tmp_path)
-    check(known_speeds(HostBackend(), tmp_path), tmp_path)
-    assert counted.num == 2
+    (kept_in / "group_offload").touch()
+    path = write(tmp_path / "model.safetensors")
+    for number in (1, 2):
+        check(known_speeds(HostBackend(), tmp_path), path)
+        assert counted.call_count == number
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +236,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert record_file() is None and not record(SPEEDS)
     planted = tmp_path / "~" / ".cache" / "group_offload"
     planted.mkdir(parents=True)
-    (planted / "speeds.json").write_text(json.dumps({"version": 3, "speeds": [asdict(SPEEDS)]}))
+    (planted / "speeds.json").write_bytes(WHOLE)
     (tmp_path / "~" / "model.safetensors").write_bytes(b"")
     assert recorded() == []
     with pytest.raises(GroupFileError, match="There is no"):
@@ -301,15 +246,6 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(ConfigError, match="Pass a full path"):
         apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~nobody-of-that-name/groups")
     assert [path.name for path in tmp_path.iterdir()] == ["~"]
-
-
-def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert record_file() == tmp_path / ".cache" / "group_offload" / "speeds.json"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert record_file() == tmp_path / "x" / "group_offload" / "speeds.json"
 
 
 def test_how_fast_a_device_unpacks() -> None:
