@@ -120,7 +120,7 @@ class Arena:
         """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""
         with self._lock:
             before, others, spared = self.resident_bytes, self._others(mine), () if mine is None else mine.spared
-            around = [each for each in self._ranked if each.is_busy and each.thread == threading.get_ident()]
+            around = [each for each in self._holdings if each.is_busy and each.thread == threading.get_ident()]
             first = [each for each in others if each not in spared]
             self._evict([*first, *(() if mine is None else (mine,)), *others, *around], num_bytes)
             return self.resident_bytes < before or self._free_idle()
@@ -136,29 +136,25 @@ class Arena:
         for each in holdings:
             each.evict_residents(self.resident_bytes - left)
 
-    @property
-    def _ranked(self) -> list[Holding]:
-        """Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
-        to come again."""
-        return sorted(self._all, key=lambda each: (each.num_passes, -each.turn))
-
     def _others(self, mine: Holding | None) -> list[Holding]:
-        """The other modules that do not run now: those that run keep what they have. Worth least first."""
-        return [each for each in self._ranked if each is not mine and not each.is_busy]
+        """The other modules that do not run now: those that run keep what they have.
 
-    @property
-    def _all(self) -> list[Holding]:
+        Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
+        to come again.
+        """
         with self._lock:  # another thread may add one
-            return [*self._holdings]
+            others = [each for each in self._holdings if each is not mine and not each.is_busy]
+        return sorted(others, key=lambda each: (each.num_passes, -each.turn))
 
     @property
     def resident_bytes(self) -> int:
         """The bytes of all modules' residents. It is asked in each call of a gate."""
-        return sum(each.resident_bytes for each in self._all)
+        with self._lock:
+            return sum(each.resident_bytes for each in self._holdings)
 
     def others_resident_bytes(self, mine: Holding | None) -> int:
         """Those of other modules than `mine` that do not run now."""
-        return sum(each.resident_bytes for each in self._all if each is not mine and not each.is_busy)
+        return sum(each.resident_bytes for each in self._others(mine))
 
     def others_bytes(self, mine: Holding) -> int:
         """All that gives way for `mine`: the residents of others, and the memory that it takes over from another one."""

@@ -426,7 +426,7 @@ class Placer:
         memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
         if self.has_budget:
             self._needs.begin(kind, self._backend.bytes_in_use(), has_budget=True)
-        elif memory.is_tight and not kind.is_backward:
+        elif memory.is_just_in_time and not (self._config.record_stream or kind.is_backward):
             self._needs.begin(kind, self._other_bytes(), has_budget=False)
         return not kind.is_backward and self._budgeter.count_pass(kind)
 

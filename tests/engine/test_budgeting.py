@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import random
 import weakref
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from group_offload import (
     ConfigError,
     OffloadHandle,
     api,
-    apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
 )
@@ -169,27 +167,6 @@ def place(resident: RoutedModel, tier: str, folder: Path, options: dict[str, Any
     return copy.deepcopy(resident), {**options, "offload_to_disk_path": folder}
 
 
-@every_mode
-@pytest.mark.parametrize("widths", [[256, 64, 64, 64], [64, 256, 64, 256, 16], [16] * 9 + [256]], ids=str)
-def test_weights_take_no_more_than_what_a_budget_is_refused_below(
-    widths: list[int], options: dict[str, Any], device: SimulatedDevice
-) -> None:
-    """Also if memory is taken just in time: then a large block in use leaves less room for what is on its way."""
-    resident = RoutedModel(widths).eval()
-    with pytest.raises(ConfigError, match="device buffers alone need"):
-        offloaded(resident, vram_budget="1B", **options)
-    least = 1
-    while True:
-        try:
-            model, handle = offloaded(resident, vram_budget=least, **options)
-            break
-        except ConfigError:
-            least += 1024
-    check(device, model, resident, passes=3)
-    assert handle.stats().peak_device_bytes <= least
-    handle.remove()
-
-
 def check_at_rest(model: RoutedModel, resident: RoutedModel) -> None:
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -284,18 +261,14 @@ def test_residents_give_way_to_all_that_the_package_takes(
 ) -> None:
     """Not only to slots (`test_give_way.py` has the rest). Nothing fails for want of memory that a resident has."""
     resident, model, handle = all_resident(device)
-    other = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))).requires_grad_(False)
     before, device.capacity = handle.stats().resident_bytes, device.total.now
-    handles = [handle]
     if what == "a trial of links":
         tune(monkeypatch, share_trial_bytes=1 << 13)
         peers = SimpleNamespace(place_of=lambda each: (1, 0), start_of=lambda each: 0, handle_of=lambda each: "")
         assert Trial(device, 0, 2, peers).memory.numel() == 1 << 13  # type: ignore[arg-type]
     elif what == "an input":
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
-            ((brought,), _) = engine_of(handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
-        assert brought.numel() == 4 * 4096
+        monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
+        engine_of(handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         link = speeds.measure_link
@@ -303,12 +276,12 @@ def test_residents_give_way_to_all_that_the_package_takes(
             speeds, "measure_link", lambda backend, num_bytes, **options: link(backend, 4096, **options)
         )
         monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", speeds.known_speeds)
-        handles.append(apply_group_offloading(other, "cpu", vram_budget="1GiB"))
+        other = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))).requires_grad_(False)
+        offload(other, vram_budget="1GiB").remove()
     assert device.card.num_refused and handle.stats().resident_bytes < before
     device.capacity = 1 << 40
     check(device, model, resident)
-    for each in handles:
-        each.remove()
+    handle.remove()
 
 
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
@@ -389,16 +362,9 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"vram_budget": "1000B"},
-            "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need",
-        ),
-        ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
-        ({"vram_budget": 0}, "vram_budget=0"),
+        ({"vram_budget": "1000B"}, "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need"),
         ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
         ({"ram_budget": "1KiB"}, "ram_budget=1 KiB is too small.*for Python, torch and the driver"),
-        ({"ram_budget": "120%"}, "ram_budget='120%'"),
-        ({"vram_budget": True}, "vram_budget=True"),
         ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "can.t be combined with low_cpu_mem_usage=True"),
     ],
     ids=str,
@@ -407,12 +373,10 @@ def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDev
     """A clear error, and the module is as it was."""
     resident = RoutedModel(WIDTHS).eval()
     model = copy.deepcopy(resident)
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     with pytest.raises(ConfigError, match=message):
         offload(model, **options)
     assert device.pinned_bytes == 0
     check_at_rest(model, resident)
-    assert set(before) == set(model.state_dict())
     offload(model).remove()
 
 
@@ -501,55 +465,46 @@ def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     exercise(seed, rng.choice(["random", "lazy", "eager"]), options, num_passes=8)
 
 
-_FOUR_GIB = """
-import json, struct, sys, torch
-from torch import nn
-from safetensors.torch import load_file
-from group_offload.base.tuning import tuning
-from group_offload import apply_group_offloading
-torch.set_num_threads(2)
-path, budget = sys.argv[1], sys.argv[2]
-with torch.device("meta"):
-    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(64)])
-names = list(model.state_dict())
-size = 4096 * 4096 * 4
-header = {n: {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]} for i, n in enumerate(names)}
-text = json.dumps(header).encode()
-text += b" " * (-len(text) % 8)
-with open(path, "wb") as file:
-    file.write(struct.pack("<Q", len(text)) + text)
-    for index in range(64):  # a diagonal, and holes: the file takes little of the drive
-        file.seek(8 + len(text) + index * size)
-        file.write(torch.eye(1, 4096).mul(1.5 - index % 2).numpy().tobytes())
-    file.truncate(8 + len(text) + 64 * size)
-model.load_state_dict(load_file(path), assign=True)
-model.requires_grad_(False)
-wrapped = nn.Module()
-wrapped.layers = nn.ModuleList(model)
-def forward(x):
-    for layer in wrapped.layers:
-        x = layer(x)
-    return x
-wrapped.forward = forward
-handle = apply_group_offloading(wrapped, "cpu", offload_device="disk", ram_budget=budget)
-x = torch.ones(1, 4096)
-for _ in range(3):
-    y = wrapped(x)
-expected = torch.ones(())
-for index in range(64):
-    expected = expected * (1.5 - index % 2)
-assert y[0, 0].item() == expected.item() and y.count_nonzero() == 1
-peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-print(json.dumps({"peak": peak, "resident": handle.stats().resident_bytes}))
-"""
-
-
 def test_four_gib_in_one(tmp_path: Path) -> None:
     """The CPU computes: RSS stays within the budget, and what room there is keeps weights between forwards."""
-    done = run_python(_FOUR_GIB, str(tmp_path / "model.safetensors"), "1GiB")
+    done = run_python(
+        """
+        import json
+        from safetensors.torch import load_file
+        torch.set_num_threads(2)
+        size, names = 4096 * 4096 * 4, [f"layers.{index}.weight" for index in range(64)]
+        header = {
+            name: {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]}
+            for i, name in enumerate(names)
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(sys.argv[1], "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for index in range(64):  # one weight, and holes: the file takes little of the drive
+                file.seek(8 + len(text) + index * size)
+                file.write(torch.tensor(1.5 - index % 2).numpy().tobytes())
+            file.truncate(8 + len(text) + 64 * size)
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(64))
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+        model = Model().requires_grad_(False)
+        model.load_state_dict(load_file(sys.argv[1]), assign=True)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="1GiB")
+        for _ in range(3):
+            y = model(torch.ones(1, 4096))
+        assert y[0, 0].item() == 0.75**32 and y.count_nonzero() == 1
+        peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+        assert peak <= 1 << 30 and handle.stats().resident_bytes >= 64 << 20, (peak, handle.stats())
+        """,
+        tmp_path / "model.safetensors",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20
 
 
 RAM_WITHOUT_WEIGHTS = 200 << 20

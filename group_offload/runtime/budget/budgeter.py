@@ -167,7 +167,7 @@ class Budgeter:
             return False
         self.plan, self._next = self._next or before, None
         if self._for is None or not self._fits(self.plan, room):
-            self.plan = self._made_again(self.plan, order, room, keeps=False)
+            self.plan = self._made_again(order, room)
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
@@ -178,23 +178,22 @@ class Budgeter:
 
         Where there is too little room for the present plan, the next pass may find more.
         """
-        if self.plan is not None and self._asked(room) != self._for and self._fits(self.plan, room):
-            self._next = self._made_again(self.plan, order, room, keeps=self._for is not None)
+        if self.plan is None or self._asked(room) == self._for or not self._fits(self.plan, room):
+            return
+        is_first, self._next = self._for is None, self._made_again(order, room)
+        kept = _as_of(self._next.problem, self.plan)
+        if not is_first and self._next.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+            self._next = kept
 
     def _fits(self, plan: Plan, room: int) -> bool:
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
         return is_possible and (plan.device_bytes <= room or plan.device_bytes <= self.least_bytes)
 
-    def _made_again(self, before: Plan, order: Sequence[Group], room: int, *, keeps: bool) -> Plan:
-        """The plan as of now. With `keeps` it is the one before, unless another is faster."""
+    def _made_again(self, order: Sequence[Group], room: int) -> Plan:
         self._order = tuple(order) or self._order
-        problem = self._problem(room)
-        plan, self._for = make_plan(problem), self._asked(room)
-        if not keeps or plan.placements == before.placements:
-            return plan
-        kept = _as_of(problem, before)
-        return kept if plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN) else plan
+        plan, self._for = make_plan(self._problem(room)), self._asked(room)
+        return plan
 
     def _asked(self, room: int) -> tuple[int, float]:
         step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
