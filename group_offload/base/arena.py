@@ -191,11 +191,20 @@ class Arena:
         """
         stream = self.backend.current_stream()
         with self._lock:
-            last = self._current()
+            last, memory = self._current(), None
             if last is mine:
                 return False
             is_apart = last is not None and last.is_busy
-            memory = None if last is None or is_apart else self._take_over(last, num_bytes, stream)
+            if last is not None and not is_apart:
+                memory, unread = last.take_back()
+                if memory is not None and memory.numel() != num_bytes:
+                    self.backend.free(memory)
+                    memory = None
+                elif memory is not None:
+                    # The last module may have computed on another stream, and may have more copies on their way. Only
+                    # `stream` waits for them, and what writes there from now on waits for `stream`.
+                    for event in (self._idle, *unread):
+                        stream.wait_event(event)
             if memory is None:
                 memory = self.take(num_bytes, stream, mine)
                 if not is_apart:  # else the arena stays with the module that runs
@@ -211,19 +220,6 @@ class Arena:
             if not is_apart:
                 self._last = weakref.ref(mine)
             return True
-
-    def _take_over(self, last: Holding, num_bytes: int, stream: Stream) -> torch.Tensor | None:
-        """The memory of the last module; None if it has another size. It is freed then, before the new memory is allocated."""
-        memory, unread = last.take_back()
-        if memory is None or memory.numel() != num_bytes:
-            if memory is not None:
-                self.backend.free(memory)
-            return None
-        # The last module may have computed on another stream, and may have more copies on their way. Only `stream` waits for
-        # them, and what writes there from now on waits for `stream`.
-        for event in (self._idle, *unread):
-            stream.wait_event(event)
-        return memory
 
     def give_back(self, mine: Holding, stream: Stream) -> None:
         """Undo `claim`. All compute that uses the memory is enqueued on `stream`, or done."""

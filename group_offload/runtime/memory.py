@@ -85,13 +85,12 @@ class DeviceMemory(Holding):
         """
         self._to_stay = to_stay
         streamed = [group for group in groups if group not in to_stay and not group.is_in_place]
-        self._largest = {}
+        by_height: dict[int, list[int]] = {}
         for group in streamed:
-            self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
-        config, sharing = self._config, self._transfer.sharing
-        # With a budget, the plan gives that memory to groups that stay.
-        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
-        sizes = self._ring_sizes_for(streamed, _SHARED_SLOTS if has_more else config.num_slots)
+            if group.num_bytes:
+                by_height.setdefault(group.height, []).append(group.num_bytes)
+        self._largest = {height: max(found) for height, found in by_height.items()}
+        sizes = {height: self._ring_bytes(height, found) for height, found in sorted(by_height.items())}
         for slot in [*self.residents]:
             if not to_stay.issuperset(slot.groups):
                 self.free(slot)
@@ -104,24 +103,19 @@ class DeviceMemory(Holding):
             self.arena.release(self)
         self.ring_sizes, self.berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
 
-    def _ring_sizes_for(self, groups: Iterable[Group], num_slots: int) -> dict[int, int]:
-        """The bytes that the groups of each height take turns in: the largest `num_slots`, or one where there is no stream.
+    def _ring_bytes(self, height: int, sizes: list[int]) -> int:
+        """The bytes that groups of these sizes take turns in: the largest slots, or one where there is no stream.
 
         Groups that are needed around others all stay on the device, if their sum is small.
         """
-        config, rings, sizes = self._config, {}, dict[int, list[int]]()
-        for group in groups:
-            if group.num_bytes:
-                sizes.setdefault(group.height, []).append(group.num_bytes)
-        for height, found in sorted(sizes.items()):
-            found.sort(reverse=True)
-            # Room for all groups would save no memory. Overlap is not worth that, unless the user asked for it.
-            is_all = len(found) <= config.num_slots and not config.was_stream_asked_for
-            num_in_turn = 1 if is_all else min(num_slots, max(config.num_slots, len(found) - 1))
-            rings[height] = sum(found[:num_in_turn])
-            if height and config.use_stream:
-                rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
-        return rings
+        config, sharing = self._config, self._transfer.sharing
+        # With a budget, the plan gives that memory to groups that stay.
+        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
+        num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
+        if len(sizes) <= config.num_slots and not config.was_stream_asked_for:
+            num_slots = 1  # room for all groups would save no memory, and overlap is not worth that
+        in_turn = sum(sorted(sizes)[-num_slots:])
+        return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if height and config.use_stream else in_turn
 
     @property
     def turn_bytes(self) -> int:

@@ -185,25 +185,22 @@ def test_larger_inputs_evict_no_more_than_they_can_need(device: SimulatedDevice)
 
 
 class Captioned(RoutedModel):
-    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x + text.mean())
+    """If it attends, activations grow with the square of the tokens."""
 
-
-class Attending(RoutedModel):
-    """Activations grow with the square of the tokens."""
+    attends = False
 
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward((x[:, None] * x[None]).relu().mean(1))
+        return super().forward((x[:, None] * x[None]).relu().mean(1) if self.attends else x + text.mean())
 
 
-@pytest.mark.parametrize("kind", [Captioned, Attending])
+@pytest.mark.parametrize("attends", [False, True])
 def test_more_tokens_beside_a_long_text(
-    kind: type[Captioned | Attending], device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+    attends: bool, device: SimulatedDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of all elements that go in those of the image are few. Larger inputs find nothing in their way, whatever grows."""
     torch.manual_seed(0)
-    resident = kind(WIDTHS).eval()
-    text = torch.randn(500, DIM)
+    resident, text = Captioned(WIDTHS).eval(), torch.randn(500, DIM)
+    resident.attends = attends
 
     def peak_of(model: nn.Module, batch: int) -> int:
         x = torch.randn(batch, DIM)
@@ -211,8 +208,7 @@ def test_more_tokens_beside_a_long_text(
         with torch.no_grad(), device.running():
             output = model(device.put(x), device.put(text))
         model.alive.clear()  # type: ignore[operator, union-attr]
-        with torch.no_grad():
-            assert torch.equal(device.get(output), resident(x, text))
+        assert torch.equal(device.get(output), run(resident, x, text))
         resident.alive.clear()
         return device.peak_bytes_in_use()
 
@@ -227,7 +223,7 @@ def test_more_tokens_beside_a_long_text(
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
     assert "over vram_budget" not in caplog.text
     peak_of(model, 500)
-    assert f"{kind.__name__}: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
+    assert "Captioned: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
     handle.remove()
 
 
@@ -313,6 +309,11 @@ class Remembering(torch.nn.Module):
         return x
 
 
+def call(device: SimulatedDevice, model: Remembering, act: Any = None, **kwargs: Any) -> None:
+    with torch.no_grad(), device.running():
+        model(device.put(torch.zeros(2, 64)), act, **kwargs)
+
+
 def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDevice) -> None:
     """What it has counted, drawn or kept until then it would count, draw or keep twice."""
     model = Remembering().eval()
@@ -324,19 +325,14 @@ def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDe
         if len(calls) == 1:
             raise torch.OutOfMemoryError("there is no more")
 
-    def run(act: Any) -> None:
-        with torch.no_grad(), device.running():
-            model(device.put(torch.zeros(2, 64)), act)
-
     for _ in range(4):
-        run(None)
+        call(device, model)
     assert handle.stats().resident_bytes
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"there is no more Evicted .* of resident weights: call Remembering again"
-    ):
-        run(fail)
+    message = r"there is no more Evicted .* of resident weights: call Remembering again"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        call(device, model, fail)
     assert len(calls) == 1 and not handle.stats().resident_bytes
-    run(fail)
+    call(device, model, fail)
     assert len(calls) == 2
     handle.remove()
 
@@ -353,8 +349,7 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
         assert before() is None
 
     for _ in range(5):
-        with torch.no_grad(), device.running():
-            model(device.put(torch.zeros(2, 64)), replace_and_look, cache=cache)
+        call(device, model, replace_and_look, cache=cache)
     assert handle.stats().resident_bytes
     handle.remove()
 
@@ -450,9 +445,9 @@ def test_ram_that_others_need(
     assert device.pinned_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routes that change, exceptions, edits, two streams, two models that take turns."""
+    """Routes that change, exceptions, edits (that the system tells of, or not), two streams, two models that take turns."""
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
@@ -460,7 +455,7 @@ def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     options = {
         **rng.choice(MODES),
         "vram_budget": rng.choice([20_000, 40_000, 1 << 20]),
-        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}]),
+        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}, {"is_told_of_edits": False}]),
     }
     exercise(seed, rng.choice(["random", "lazy", "eager"]), options, num_passes=8)
 
@@ -498,7 +493,10 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
         handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="1GiB")
         for _ in range(3):
             y = model(torch.ones(1, 4096))
-        assert y[0, 0].item() == 0.75**32 and y.count_nonzero() == 1
+        expected = torch.ones(())
+        for index in range(64):
+            expected = expected * (1.5 - index % 2)
+        assert y[0, 0].item() == expected.item() and y.count_nonzero() == 1
         peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
         assert peak <= 1 << 30 and handle.stats().resident_bytes >= 64 << 20, (peak, handle.stats())
         """,
@@ -570,27 +568,6 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
     check(device, models[1], residents[1], passes=4)
     assert locked_bytes(again) >= whole
     again.remove()
-
-
-def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-    resident = RoutedModel(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    handle = offload(model, offload_device="disk", vram_budget=peak + num_bytes)
-    state = {name: value.clone() for name, value in resident.blocks[3].state_dict().items()}
-    model.blocks[3].load_state_dict(state, assign=True)  # in RAM; all others in the file
-    for _ in range(5):
-        check(device, model, resident)
-        with torch.no_grad():
-            for twin in (model, resident):
-                twin.blocks[3].up.weight.mul_(1.5)
-    assert handle.stats().resident_bytes > 0
-    check(device, model, resident)
-    handle.remove()
-    check_at_rest(model, resident)
 
 
 @pytest.mark.parametrize(

@@ -454,7 +454,7 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
 def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cycle that the garbage collector finds, finalizers run in any order."""
     order: list[tuple[str, int]] = []
-    pin, libc = SimulatedDevice.pin, mapping._libc
+    pin, munmap = SimulatedDevice.pin, mapping._libc.munmap
 
     def watched_pin(self: SimulatedDevice, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
         address = memory.data_ptr()
@@ -463,17 +463,13 @@ def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monke
         undo.append(lambda: (order.append(("unlock", address)), unpin()))
         return True
 
-    class WatchedLibc:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(libc, name)
-
-        def munmap(self, address: int, num_bytes: int) -> int:
-            order.append(("unmap", address))
-            result: int = libc.munmap(address, num_bytes)
-            return result
+    def watched_munmap(address: int, num_bytes: int) -> int:
+        order.append(("unmap", address))
+        result: int = munmap(address, num_bytes)
+        return result
 
     monkeypatch.setattr(SimulatedDevice, "pin", watched_pin)
-    monkeypatch.setattr(mapping, "_libc", WatchedLibc())
+    monkeypatch.setattr(mapping._libc, "munmap", watched_munmap)
     model = RoutedModel([16] * 3)
     offload(model)
     forward(device, model, torch.randn(2, DIM))

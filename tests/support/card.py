@@ -41,18 +41,9 @@ LAUNCH_SECONDS = 0.5e-3
 KERNELS_MIB = 270
 """What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
 SCALED = [
-    "max_run_bytes",
-    "resident_bytes",
-    "device_margin_bytes",
-    "give_way_bytes",
-    "min_packed_bytes",
-    "min_window_bytes",
-    "table_bytes",
-    "segment_bytes",
-    "chunk_bytes",
-    "small_chunk_bytes",
-    "max_read_run_bytes",
-    "strip_bytes",
+    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "give_way_bytes", "min_packed_bytes"),
+    *("min_window_bytes", "table_bytes", "segment_bytes", "chunk_bytes", "small_chunk_bytes"),
+    *("max_read_run_bytes", "strip_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
 
@@ -119,7 +110,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(int(weight_mib * MIB) // 2, dtype=torch.bfloat16), requires_grad=False)
         self.seconds, self.kind = seconds, kind
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: None) -> torch.Tensor:
         others = _rig.others.setdefault(self.kind, set())
         if not _rig.keeps_plans:
             others.clear()
@@ -152,11 +143,11 @@ class Model(nn.Module):
         self.lists = nn.ModuleList(nn.ModuleList(Layer(*each) for _ in range(number)) for number, each in blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.rest(x)
+        x = self.rest(x, None)
         hidden = take(self.hidden_mib, x)
         for blocks in self.lists:
             for block in blocks:  # type: ignore[attr-defined]
-                x = block(x)
+                x = block(x, None)
                 hidden = take(self.hidden_mib, x)  # while the one before is there
         del hidden
         return x

@@ -27,9 +27,6 @@ from group_offload.plan.budgets import (
 from ..support.control_groups import Cgroups, stat
 
 GIB = 1 << 30
-LARGE = 1 << 60
-UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**n for n, x in enumerate("kMGT", 1)}}
-UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +43,9 @@ UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
         (" 8gib ", 8 * GIB),
         ("1.5GiB", 3 * GIB // 2),
         (".5 kB", 500),
+        ("3mb", 3 * 10**6),
+        ("0.002 TB", 2 * 10**9),
+        ("7KiB", 7 << 10),
         ("80%", int(24 * GIB * 0.8)),
         ("12.5 %", 3 * GIB),
         ("100%", 24 * GIB),
@@ -101,19 +101,12 @@ def test_more_than_there_is(value: Any, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @settings(deadline=None)
-@given(st.integers(1024, 10**6), st.sampled_from(sorted(UNITS)), st.booleans(), st.sampled_from(["", " "]))
-def test_whole_numbers_of_units(number: int, unit: str, is_lower: bool, space: str) -> None:
-    text = f"{number}{space}{unit}"
-    assert parse_budget(text.lower() if is_lower else text, "x", LARGE) == number * UNITS[unit]
-
-
-@settings(deadline=None)
 @given(st.integers(1, 1 << 50))
 def test_what_is_described_is_understood(num_bytes: int) -> None:
     assert [describe_bytes(each) for each in (0, 1023, 3 * GIB // 2)] == ["0 B", "1023 B", "1.5 GiB"]
-    found = parse_budget(describe_bytes(num_bytes), "x", LARGE)
+    found = parse_budget(describe_bytes(num_bytes), "x", 1 << 60)
     assert isinstance(found, int) and abs(found - num_bytes) <= num_bytes * 0.005 + 1
-    enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", LARGE)
+    enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", 1 << 60)
     assert isinstance(enough, int) and num_bytes <= enough <= num_bytes * 1.01 + 1
 
 
