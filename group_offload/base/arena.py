@@ -81,7 +81,6 @@ class Arena:
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
         self._last: weakref.ref[Holding] | None = None
         """The module that ran last, if it still has the memory."""
-        self._owner: Stream | None = None
         self._idle = backend.new_event()
         self._turn = 0
         self._num_known = backend.refusals()[0]
@@ -207,8 +206,6 @@ class Arena:
                         stream.wait_event(event)
             if memory is None:
                 memory = self.take(num_bytes, stream, mine)
-                if not is_apart:  # else the arena stays with the module that runs
-                    self._owner = stream
             for writer in writers:
                 if writer != stream:
                     born = self.backend.new_event()
@@ -217,7 +214,7 @@ class Arena:
                     self.backend.record_stream(memory, writer)
             mine.memory = memory
             # Until here `_last` has no memory, so it counts as none: an interrupt does no harm.
-            if not is_apart:
+            if not is_apart:  # else the arena stays with the module that runs
                 self._last = weakref.ref(mine)
             return True
 
@@ -231,8 +228,7 @@ class Arena:
             assert mine.memory is not None
             stream.wait_event(self._idle)  # after `refresh`, the last pass may have computed on another stream
             self._idle.record(stream)
-            if stream != self._owner:
-                self.backend.record_stream(mine.memory, stream)
+            self.backend.record_stream(mine.memory, stream)
 
     def release(self, mine: Holding) -> None:
         """Give the memory back to the device, if it was not taken back already. Residents stay."""

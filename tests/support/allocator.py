@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from group_offload.base.device import Refusal
+from group_offload.base.device import Backend, Refusal
 
 _MIB = 1 << 20
 
@@ -358,14 +358,10 @@ def _expandable_bytes(block: Block) -> int:
     return block.num_bytes + (after.num_bytes if after is not None and after.state is State.UNMAPPED else 0)
 
 
-class OnCard:
+class OnCard(Backend):
     """What a `Backend` tells of its memory, for devices of tests that have a card. They stand for the CPU."""
 
     card: Memory
-    copy: Callable[..., None]
-
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        raise AssertionError("All tensors are on the CPU, which it stands for.")
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
         for target, source in pairs:
@@ -386,22 +382,16 @@ class OnCard:
     def reset_peak(self) -> None:
         self.card.reset_peak()
 
-    @property
+    @property  # type: ignore[override]
     def refusal(self) -> Refusal:
         return self.card.refusal
 
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
 
-    @property
+    @property  # type: ignore[override]
     def joins_fragments(self) -> bool:
         return not isinstance(self.card, CachingAllocator) or self.card.expandable
-
-    def avoid_fragments(self, *, is_shared: bool) -> None:
-        """Whether the card's memory can be joined is for a test to say."""
-
-    def generator_state(self) -> object:
-        return None
 
     def total_bytes(self) -> int:
         return self.card.capacity

@@ -107,12 +107,6 @@ class TimedDevice(OnCard):
         for each in self._streams if stream is None else [stream]:
             self.wait_until(each.now)
 
-    def is_capturing(self) -> bool:
-        return False
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return False
-
     def current_stream(self) -> TimedStream:
         return self._compute
 
