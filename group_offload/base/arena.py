@@ -81,7 +81,6 @@ class Arena:
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
         self._last: weakref.ref[Holding] | None = None
         """The module that ran last, if it still has the memory."""
-        self._owner: Stream | None = None
         self._idle = backend.new_event()
         self._turn = 0
         self._num_known = backend.refusals()[0]
@@ -120,7 +119,7 @@ class Arena:
         """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""
         with self._lock:
             before, others, spared = self.resident_bytes, self._others(mine), () if mine is None else mine.spared
-            around = [each for each in self._ranked if each.is_busy and each.thread == threading.get_ident()]
+            around = [each for each in self._holdings if each.is_busy and each.thread == threading.get_ident()]
             first = [each for each in others if each not in spared]
             self._evict([*first, *(() if mine is None else (mine,)), *others, *around], num_bytes)
             return self.resident_bytes < before or self._free_idle()
@@ -136,29 +135,25 @@ class Arena:
         for each in holdings:
             each.evict_residents(self.resident_bytes - left)
 
-    @property
-    def _ranked(self) -> list[Holding]:
-        """Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
-        to come again."""
-        return sorted(self._all, key=lambda each: (each.num_passes, -each.turn))
-
     def _others(self, mine: Holding | None) -> list[Holding]:
-        """The other modules that do not run now: those that run keep what they have. Worth least first."""
-        return [each for each in self._ranked if each is not mine and not each.is_busy]
+        """The other modules that do not run now: those that run keep what they have.
 
-    @property
-    def _all(self) -> list[Holding]:
+        Modules with fewest passes come first. Of equal ones it is the one that ran last, which in a pipeline is the last one
+        to come again.
+        """
         with self._lock:  # another thread may add one
-            return [*self._holdings]
+            others = [each for each in self._holdings if each is not mine and not each.is_busy]
+        return sorted(others, key=lambda each: (each.num_passes, -each.turn))
 
     @property
     def resident_bytes(self) -> int:
         """The bytes of all modules' residents. It is asked in each call of a gate."""
-        return sum(each.resident_bytes for each in self._all)
+        with self._lock:
+            return sum(each.resident_bytes for each in self._holdings)
 
     def others_resident_bytes(self, mine: Holding | None) -> int:
         """Those of other modules than `mine` that do not run now."""
-        return sum(each.resident_bytes for each in self._all if each is not mine and not each.is_busy)
+        return sum(each.resident_bytes for each in self._others(mine))
 
     def others_bytes(self, mine: Holding) -> int:
         """All that gives way for `mine`: the residents of others, and the memory that it takes over from another one."""
@@ -195,15 +190,22 @@ class Arena:
         """
         stream = self.backend.current_stream()
         with self._lock:
-            last = self._current()
+            last, memory = self._current(), None
             if last is mine:
                 return False
             is_apart = last is not None and last.is_busy
-            memory = None if last is None or is_apart else self._take_over(last, num_bytes, stream)
+            if last is not None and not is_apart:
+                memory, unread = last.take_back()
+                if memory is not None and memory.numel() != num_bytes:
+                    self.backend.free(memory)
+                    memory = None
+                elif memory is not None:
+                    # The last module may have computed on another stream, and may have more copies on their way. Only
+                    # `stream` waits for them, and what writes there from now on waits for `stream`.
+                    for event in (self._idle, *unread):
+                        stream.wait_event(event)
             if memory is None:
                 memory = self.take(num_bytes, stream, mine)
-                if not is_apart:  # else the arena stays with the module that runs
-                    self._owner = stream
             for writer in writers:
                 if writer != stream:
                     born = self.backend.new_event()
@@ -212,22 +214,9 @@ class Arena:
                     self.backend.record_stream(memory, writer)
             mine.memory = memory
             # Until here `_last` has no memory, so it counts as none: an interrupt does no harm.
-            if not is_apart:
+            if not is_apart:  # else the arena stays with the module that runs
                 self._last = weakref.ref(mine)
             return True
-
-    def _take_over(self, last: Holding, num_bytes: int, stream: Stream) -> torch.Tensor | None:
-        """The memory of the last module; None if it has another size. It is freed then, before the new memory is allocated."""
-        memory, unread = last.take_back()
-        if memory is None or memory.numel() != num_bytes:
-            if memory is not None:
-                self.backend.free(memory)
-            return None
-        # The last module may have computed on another stream, and may have more copies on their way. Only `stream` waits for
-        # them, and what writes there from now on waits for `stream`.
-        for event in (self._idle, *unread):
-            stream.wait_event(event)
-        return memory
 
     def give_back(self, mine: Holding, stream: Stream) -> None:
         """Undo `claim`. All compute that uses the memory is enqueued on `stream`, or done."""
@@ -239,8 +228,7 @@ class Arena:
             assert mine.memory is not None
             stream.wait_event(self._idle)  # after `refresh`, the last pass may have computed on another stream
             self._idle.record(stream)
-            if stream != self._owner:
-                self.backend.record_stream(mine.memory, stream)
+            self.backend.record_stream(mine.memory, stream)
 
     def release(self, mine: Holding) -> None:
         """Give the memory back to the device, if it was not taken back already. Residents stay."""

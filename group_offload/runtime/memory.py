@@ -44,8 +44,6 @@ class DeviceMemory(Holding):
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         """Whether groups inside of whose modules no other one is needed have slots outside of rings."""
-        self.is_tight = self.is_just_in_time and not config.record_stream
-        """Whether memory of weights that wait for their turn counts most: slots in use limit what is on its way, too."""
         self.arena = arena_for(self._backend)
         self.rings: dict[int, Ring[Group]] = {}
         """For each height of groups, the memory that these groups take turns in."""
@@ -69,8 +67,6 @@ class DeviceMemory(Holding):
         """The bytes that packed bytes land in: see [Note: The life of a berth]."""
         self._reading_bytes = 0
         """The part of them for packed bytes that are read from files."""
-        self.holds_all = False
-        """Whether the ring has room for all groups that take turns in it in some passes."""
         self._largest: dict[int, int] = {}
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
@@ -89,13 +85,12 @@ class DeviceMemory(Holding):
         """
         self._to_stay = to_stay
         streamed = [group for group in groups if group not in to_stay and not group.is_in_place]
-        self._largest = {}
+        by_height: dict[int, list[int]] = {}
         for group in streamed:
-            self._largest[group.height] = max(group.num_bytes, self._largest.get(group.height, 0))
-        config, sharing = self._config, self._transfer.sharing
-        # With a budget, the plan gives that memory to groups that stay.
-        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
-        sizes = size_rings(streamed, config, _SHARED_SLOTS if has_more else config.num_slots)
+            if group.num_bytes:
+                by_height.setdefault(group.height, []).append(group.num_bytes)
+        self._largest = {height: max(found) for height, found in by_height.items()}
+        sizes = {height: self._ring_bytes(height, found) for height, found in sorted(by_height.items())}
         for slot in [*self.residents]:
             if not to_stay.issuperset(slot.groups):
                 self.free(slot)
@@ -107,17 +102,20 @@ class DeviceMemory(Holding):
         if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self.berth_bytes, self._reading_bytes):
             self.arena.release(self)
         self.ring_sizes, self.berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
-        self.holds_all = False
 
-    def hold(self, groups: Iterable[Group], limit: int) -> None:
-        """Make room in the ring for all of these groups, which many passes need, if slots take no more than `limit` then."""
-        wanted = sum(group.num_bytes for group in groups if not group.height and not group.is_in_place)
-        around = self.outer_bytes + self.berth_bytes
-        if self.is_just_in_time or not self.ring_sizes.get(0, 0) < wanted <= limit - around:
-            return
-        self.arena.release(self)
-        self.ring_sizes = {**self.ring_sizes, 0: wanted}
-        self.holds_all = True
+    def _ring_bytes(self, height: int, sizes: list[int]) -> int:
+        """The bytes that groups of these sizes take turns in: the largest slots, or one where there is no stream.
+
+        Groups that are needed around others all stay on the device, if their sum is small.
+        """
+        config, sharing = self._config, self._transfer.sharing
+        # With a budget, the plan gives that memory to groups that stay.
+        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
+        num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
+        if len(sizes) <= config.num_slots and not config.was_stream_asked_for:
+            num_slots = 1  # room for all groups would save no memory, and overlap is not worth that
+        in_turn = sum(sorted(sizes)[-num_slots:])
+        return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if height and config.use_stream else in_turn
 
     @property
     def turn_bytes(self) -> int:
@@ -217,9 +215,9 @@ class DeviceMemory(Holding):
             assert self.memory is not None
             start = 0
             for height, size in sizes.items():
-                # Groups that all have room lie one behind the other.
-                largest = 0 if self.holds_all and not height else self._largest.get(height, 0)
-                self.rings[height] = Ring(self.memory[start : start + size], self._backend, largest)
+                self.rings[height] = Ring(
+                    self.memory[start : start + size], self._backend, self._largest.get(height, 0)
+                )
                 start += size
             if self.berth_bytes:
                 self.berths = Berths(self.memory[start:], self._backend, self._reading_bytes)
@@ -315,8 +313,8 @@ class DeviceMemory(Holding):
             return True
         if bytes_ahead + num_bytes > self.window_bytes:
             return False
-        # Where memory counts most, slots in use count too.
-        return not self.is_tight or num_pooled <= self.window_bytes * 3 // 2
+        # At leaf level memory counts most, and slots in use count too.
+        return self._config.record_stream or num_pooled <= self.window_bytes * 3 // 2
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
@@ -415,24 +413,3 @@ class DeviceMemory(Holding):
         self.stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
-
-
-def size_rings(groups: Iterable[Group], config: OffloadConfig, num_slots: int) -> dict[int, int]:
-    """The bytes that the groups of each height take turns in: the largest `num_slots`, or one where there is no stream.
-
-    Groups that are needed around others all stay on the device, if their sum is small.
-    """
-    sizes: dict[int, list[int]] = {}
-    for group in groups:
-        if group.num_bytes:
-            sizes.setdefault(group.height, []).append(group.num_bytes)
-    rings = {}
-    for height, found in sorted(sizes.items()):
-        found.sort(reverse=True)
-        # Room for all groups would save no memory. Overlap is not worth that, unless the user asked for it.
-        is_all = len(found) <= config.num_slots and not config.was_stream_asked_for
-        num_in_turn = 1 if is_all else min(num_slots, max(config.num_slots, len(found) - 1))
-        rings[height] = sum(found[:num_in_turn])
-        if height and config.use_stream:
-            rings[height] = max(rings[height], min(sum(found), tuning().resident_bytes))
-    return rings

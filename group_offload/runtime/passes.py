@@ -131,8 +131,6 @@ class Passes:
         self.is_removed = False
         self.succession: Succession | None = None
         """The models of the same pipeline, and which runs next: see [Note: Models of a pipeline]."""
-        self._stint: set[Group] = set()
-        """The groups that the passes since another model ran can need."""
         self._heir: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
         self._teaches = True
@@ -158,7 +156,7 @@ class Passes:
 
     def set_groups(self, groups: tuple[Group, ...]) -> None:
         """Take over the groups that the module was cut into."""
-        self._groups, self._stint = groups, set()
+        self._groups = groups
         self._group_of = {part: group for group in groups for part in group.parts}
         self._detect_edits = all(group.detects_edits for group in groups)
 
@@ -358,9 +356,6 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
             self.memory.spared = self.succession.spared_by(self)
-            self._stint = scope if self.succession.is_first_of_stint else self._stint | scope
-            if self.succession.is_repeated and not self._placer.has_budget:
-                self.memory.hold(self._stint, self.succession.most_slot_bytes)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)

@@ -3,9 +3,8 @@
 [Note: Slots in rings, and just in time]
 Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
 and with `record_stream`, memory for groups comes from torch's caching allocator instead, just in time: when compute comes
-to a group, the next groups get memory, as much as the largest group takes (more where activations take much more, see
-`Placer._window`). The host decides that before the activations of the current call are allocated, and the copies wait
-until compute has got there. So weights that wait for their turn do not add to the peak of activations.
+to a group, the next groups get memory, as far as `Placer._window` reaches. The host decides that before the activations of
+the current call are allocated, so weights that wait for their turn do not add to the peak of these.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class Placer:
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
-            self.reside()  # berths are for what was packed
-            self._tell_plan()
+            self._carry_out()  # berths are for what was packed
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
@@ -179,12 +177,15 @@ class Placer:
 
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
-        self._note_times()
-        self._describe()
+        self._learn()
         return self._budgeter.current_plan()
 
-    def _describe(self) -> None:
-        if not self._config.has_budgets:
+    def _learn(self, *, describes: bool = True) -> None:
+        """Note the times that passes have measured. Without budgets, also make the plan of the present state."""
+        names = {group.group_id for group in self._groups if not group.height}
+        for measured in self._recorder.measured(names):
+            self._budgeter.note_times(*measured)
+        if describes and not self._config.has_budgets:
             self._budgeter.describe(self._groups, self._lookahead.schedule.order)
 
     def _plan_first(self, *, is_first: bool) -> None:
@@ -240,18 +241,16 @@ class Placer:
 
     def _too_small(self, least: int, vram: int) -> ConfigError:
         """The error for weights that need `least` bytes to take turns in."""
+        name, given, remedy = "vram_budget", vram, ", plus activations. Raise it"
+        if not self._backend.has_streams:
+            assert isinstance(self._config.ram_budget, int)
+            name, given = "ram_budget", self._config.ram_budget
+            enough = given + int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+            remedy = f". Pass at least {describe_bytes(enough, round_up=True)}"
         smaller = "" if self._config.is_leaf_level else ", or pass offload_type='leaf_level'"
-        if self._backend.has_streams:
-            return ConfigError(
-                f"vram_budget={describe_bytes(vram)} is too small for {self._name}: its device buffers alone "
-                f"need {describe_bytes(least, round_up=True)}, plus activations. Raise it{smaller}."
-            )
-        assert isinstance(self._config.ram_budget, int)
-        enough = self._config.ram_budget + int((least - vram) / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ConfigError(
-            f"ram_budget={describe_bytes(self._config.ram_budget)} is too small for {self._name}: its buffers alone need "
-            f"{describe_bytes(least, round_up=True)}. Pass at least "
-            f"{describe_bytes(enough, round_up=True)}{smaller}."
+            f"{name}={describe_bytes(given)} is too small for {self._name}: its device buffers alone need "
+            f"{describe_bytes(least, round_up=True)}{remedy}{smaller}."
         )
 
     # ---------------------------------------------------------------- a pass
@@ -270,7 +269,13 @@ class Placer:
             return
         if self._config.pack == "auto" and not self._packer.is_on:
             self._pack_if_faster()
-        self._pack_again()
+        if self._packer.lacking():  # blobs were edited
+            try:
+                if self._pack():
+                    self._share_out_files()
+            finally:
+                self.reside()  # berths may need another size
+            self._files.look()
         if not self._config.has_budgets:
             return
         sharing = self._transfer.sharing
@@ -282,13 +287,12 @@ class Placer:
         if need is None:
             return  # the first pass measures
         if self._budgeter.before_pass(*self._problem(kind, need)):
-            self.reside()
-            self._tell_plan()
+            self._carry_out()
         self._memory.wanted_bytes = self._budgeter.resident_bytes
 
     def plan_ahead(self, kind: Kind) -> None:
         """Make the plan of the next forward of this kind, after one and while the device still computes."""
-        self._note_times()
+        self._learn(describes=False)
         need = self._needs.of(kind) if self.has_budget else None
         if need is not None:
             self._budgeter.after_pass(*self._problem(kind, need))
@@ -297,8 +301,9 @@ class Placer:
         """The order in which a pass needs groups, and the room that they have beside what it needs."""
         return self._lookahead.schedule.order_of(kind.top), self._own_room(need)
 
-    def _tell_plan(self) -> None:
-        """Log the plan, if it is another one than what was logged last: a little more or less room is none."""
+    def _carry_out(self) -> None:
+        """Carry the plan out, and log it if it is another one than what was logged last: a little more or less room is none."""
+        self.reside()
         plan = self._budgeter.plan
         if plan is None or not self._backend.has_streams:
             return
@@ -320,7 +325,7 @@ class Placer:
         """Pack from now on, if a plan says that it is worth it."""
         if not self._budgeter.has_learnt_to_pack:
             return
-        self._describe()
+        self._learn()
         gain = self._budgeter.gain_from_packing()
         if gain < _MIN_PACKING_GAIN:
             return
@@ -330,17 +335,6 @@ class Placer:
         self._memory.release()
         self._packer.switch_on()
         self.place(self._groups, is_first=False)
-
-    def _pack_again(self) -> None:
-        """Pack blobs that were edited since."""
-        if not self._packer.lacking():
-            return
-        try:
-            if self._pack():
-                self._share_out_files()
-        finally:
-            self.reside()  # berths may need another size
-        self._files.look()
 
     def _pack(self) -> bool:
         """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
@@ -426,7 +420,7 @@ class Placer:
         memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
         if self.has_budget:
             self._needs.begin(kind, self._backend.bytes_in_use(), has_budget=True)
-        elif memory.is_tight and not kind.is_backward:
+        elif memory.is_just_in_time and not (self._config.record_stream or kind.is_backward):
             self._needs.begin(kind, self._other_bytes(), has_budget=False)
         return not kind.is_backward and self._budgeter.count_pass(kind)
 
@@ -444,9 +438,7 @@ class Placer:
 
     def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
         """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
-        self._note_times()
-        if self._budgeter.plan is None:
-            self._describe()
+        self._learn(describes=self._budgeter.plan is None)
         if not self.has_budget:
             return self._budgeter.gain_from_sharing(kinds, None, None)
         needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
@@ -494,11 +486,6 @@ class Placer:
         names = set(sharing.agree(what, [group.group_id for group in self._groups if group in groups]))
         return frozenset(group for group in self._groups if group.group_id in names)
 
-    def _note_times(self) -> None:
-        names = {group.group_id for group in self._groups if not group.height}
-        for measured in self._recorder.measured(names):
-            self._budgeter.note_times(*measured)
-
     def _share_out_files(self) -> None:
         """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
         for _ in range(_MOST_PLANS + 1):
@@ -542,27 +529,24 @@ class Placer:
         before = arena.resident_bytes
         arena.give_way(before, self._memory)
         given = before - arena.resident_bytes
-        if not given:
-            return torch.OutOfMemoryError(
-                f"{error} No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
-                f"offload_type='leaf_level'."
-            )
         self._backend.release_unused()
         self._needs.add(given)
-        return torch.OutOfMemoryError(
-            f"{error} Evicted {describe_bytes(given)} of resident weights: call {name} again. (It wasn't retried: "
-            f"gradients are recorded, or it may have changed something before it failed.)"
+        advice = (
+            f"Evicted {describe_bytes(given)} of resident weights: call {name} again. (It wasn't retried: gradients are "
+            f"recorded, or it may have changed something before it failed.)"
+            if given
+            else f"No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
+            f"offload_type='leaf_level'."
         )
+        return torch.OutOfMemoryError(f"{error} {advice}")
 
     # ---------------------------------------------------------------- how far ahead
 
     def _window(self, activations: int = 0) -> int:
         """The bytes that may be on their way just in time, in passes that take so many for activations.
 
-        The window is mostly the largest group. At leaf level that does not hide the copy of a large layer behind a small
-        one's compute, which matters where compute, not copies, sets the time. Activations are large then, and the window
-        may be a third of them. With `record_stream` it is `_DEEP_WINDOW` times as wide from the start. A budget's plan
-        counts on the largest group at most.
+        Mostly the largest group: a budget's plan counts on no more. At leaf level that does not hide the copy of a large layer
+        behind a small one's compute, so with large activations it may be a third of them.
         """
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
         if not self._config.is_leaf_level or self.has_budget:

@@ -8,7 +8,7 @@ for memory that the engine could do without.
 A call is repeated only if it cannot have changed anything before it failed:
 
 - no graph is recorded,
-- its arguments are tensors, numbers, texts, and containers of these, and no tensor has another version now,
+- its arguments are tensors, numbers, texts, None, and containers of these, and no tensor has another version now,
 - no random number was drawn, from the host's generator or the device's,
 - its weights and buffers are what was onloaded,
 - nothing else about its modules has changed since a call of the same gate returned before (`Fingerprint`). With hooks of
@@ -39,6 +39,7 @@ from .passes import Passes
 
 logger = logging.getLogger("group_offload")
 
+_UNKNOWN = object()
 _MOST_REPEATS = 16
 """Each time twice as much gives way, so this is more than any device has. Models called inside may bring theirs back."""
 
@@ -58,7 +59,7 @@ class Repeater:
             is_function: Whether forwards of the model are functions of their inputs and the weights.
         """
         self._module = module
-        self._passes, self._backend = passes, backend
+        self._passes, self.backend = passes, backend
         self._arena = arena_for(backend)
         self._is_ours, self._is_function = is_ours, is_function
         self._before: Fingerprint | None = None
@@ -87,8 +88,8 @@ class Repeater:
         """
         if not has_budget or torch.is_grad_enabled():
             return _seen(call, args, kwargs, compiler, modes)
-        passes, refusal = self._passes, self._backend.refusal
-        attempt = _Attempt(self, args, kwargs, self._backend, refusal.must_fail)
+        passes, refusal = self._passes, self.backend.refusal
+        attempt = _Attempt(self, (args, kwargs), refusal.must_fail)
         while True:
             refused: torch.OutOfMemoryError | None = None
             try:
@@ -107,15 +108,15 @@ class Repeater:
                     self._warn()
                 self._look()
                 return output
-            if not passes.give_way(1 << attempt.num_repeats):
-                if not isinstance(refused, Refused):
-                    try:
-                        raise refused
-                    finally:
-                        del refused  # the error holds this frame
+            if passes.give_way(1 << attempt.num_repeats):
+                attempt.num_repeats += 1
+            elif isinstance(refused, Refused):
                 attempt.num_repeats = _MOST_REPEATS  # an operator may do without the memory
             else:
-                attempt.num_repeats += 1
+                try:
+                    raise refused
+                finally:
+                    del refused  # the error holds this frame
             passes.begin_again()
 
     def _warn(self) -> None:
@@ -131,9 +132,9 @@ class Repeater:
 
     def may_repeat(self, attempt: _Attempt) -> bool:
         """Whether residents are left, and nothing was changed since the call began."""
-        if not self._arena.resident_bytes or self._before is None:
+        if self._before is None or not self._arena.resident_bytes:
             return False
-        if not attempt.is_untouched or self._passes.has_changed_weights:
+        if self._passes.has_changed_weights or not attempt.is_untouched:
             return False
         if self._before.holds():
             return True
@@ -166,20 +167,16 @@ def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes
 class _Attempt:
     """A call that may have to be repeated: what it is given, and the random states, as it begins."""
 
-    __slots__ = ("_args", "_backend", "_kwargs", "_random", "_repeater", "_versions", "around", "num_repeats")
+    __slots__ = ("_before", "_given", "_repeater", "around", "num_repeats")
 
-    def __init__(
-        self, repeater: Repeater, args: Any, kwargs: Any, backend: Backend, around: Callable[[], bool] | None
-    ) -> None:
+    def __init__(self, repeater: Repeater, given: Any, around: Callable[[], bool] | None) -> None:
         """
         Args:
             around: `may_repeat` of the call around this one.
         """
-        self._repeater, self._args, self._kwargs, self._backend = repeater, args, kwargs, backend
-        self.around = around
+        self._repeater, self._given, self.around = repeater, given, around
         self.num_repeats = 0
-        self._versions = [*_versions(args), *_versions(kwargs)]
-        self._random = self._random_now()
+        self._before = self._now()
 
     def may_repeat_here(self) -> bool:
         return self.num_repeats < _MOST_REPEATS and self._repeater.may_repeat(self)
@@ -190,17 +187,15 @@ class _Attempt:
 
     @property
     def is_untouched(self) -> bool:
-        now = [*_versions(self._args), *_versions(self._kwargs)]
-        host, device = self._random_now()
-        is_same = None not in now and now == self._versions
-        return is_same and device == self._random[1] and torch.equal(host, self._random[0])
+        (given, device, host), now = self._before, self._now()
+        return _UNKNOWN not in given and (given, device) == now[:2] and torch.equal(host, now[2])
 
-    def _random_now(self) -> tuple[torch.Tensor, object]:
-        return torch.default_generator.get_state(), self._backend.generator_state()
+    def _now(self) -> tuple[list[Any], object, torch.Tensor]:
+        return [*_versions(self._given)], self._repeater.backend.generator_state(), torch.default_generator.get_state()
 
 
 def _versions(value: Any) -> Iterator[Any]:
-    """Something for each thing that was given, which changes if the thing does; None if that cannot be told."""
+    """Something for each thing that was given, which changes if the thing does; `_UNKNOWN` if that cannot be told."""
     if type(value) in (tuple, list):
         yield len(value)
         for each in value:
@@ -212,6 +207,6 @@ def _versions(value: Any) -> Iterator[Any]:
             yield from _versions(each)
     elif isinstance(value, torch.Tensor):
         yield id(value)
-        yield None if value.is_inference() else value._version
+        yield _UNKNOWN if value.is_inference() else value._version
     else:
-        yield value if type(value) in SIMPLE else None
+        yield value if type(value) in SIMPLE else _UNKNOWN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import random
 import weakref
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from group_offload import (
     ConfigError,
     OffloadHandle,
     api,
-    apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
 )
@@ -169,27 +167,6 @@ def place(resident: RoutedModel, tier: str, folder: Path, options: dict[str, Any
     return copy.deepcopy(resident), {**options, "offload_to_disk_path": folder}
 
 
-@every_mode
-@pytest.mark.parametrize("widths", [[256, 64, 64, 64], [64, 256, 64, 256, 16], [16] * 9 + [256]], ids=str)
-def test_weights_take_no_more_than_what_a_budget_is_refused_below(
-    widths: list[int], options: dict[str, Any], device: SimulatedDevice
-) -> None:
-    """Also if memory is taken just in time: then a large block in use leaves less room for what is on its way."""
-    resident = RoutedModel(widths).eval()
-    with pytest.raises(ConfigError, match="device buffers alone need"):
-        offloaded(resident, vram_budget="1B", **options)
-    least = 1
-    while True:
-        try:
-            model, handle = offloaded(resident, vram_budget=least, **options)
-            break
-        except ConfigError:
-            least += 1024
-    check(device, model, resident, passes=3)
-    assert handle.stats().peak_device_bytes <= least
-    handle.remove()
-
-
 def check_at_rest(model: RoutedModel, resident: RoutedModel) -> None:
     state = resident.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -208,25 +185,22 @@ def test_larger_inputs_evict_no_more_than_they_can_need(device: SimulatedDevice)
 
 
 class Captioned(RoutedModel):
-    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x + text.mean())
+    """If it attends, activations grow with the square of the tokens."""
 
-
-class Attending(RoutedModel):
-    """Activations grow with the square of the tokens."""
+    attends = False
 
     def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward((x[:, None] * x[None]).relu().mean(1))
+        return super().forward((x[:, None] * x[None]).relu().mean(1) if self.attends else x + text.mean())
 
 
-@pytest.mark.parametrize("kind", [Captioned, Attending])
+@pytest.mark.parametrize("attends", [False, True])
 def test_more_tokens_beside_a_long_text(
-    kind: type[Captioned | Attending], device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+    attends: bool, device: SimulatedDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of all elements that go in those of the image are few. Larger inputs find nothing in their way, whatever grows."""
     torch.manual_seed(0)
-    resident = kind(WIDTHS).eval()
-    text = torch.randn(500, DIM)
+    resident, text = Captioned(WIDTHS).eval(), torch.randn(500, DIM)
+    resident.attends = attends
 
     def peak_of(model: nn.Module, batch: int) -> int:
         x = torch.randn(batch, DIM)
@@ -234,8 +208,7 @@ def test_more_tokens_beside_a_long_text(
         with torch.no_grad(), device.running():
             output = model(device.put(x), device.put(text))
         model.alive.clear()  # type: ignore[operator, union-attr]
-        with torch.no_grad():
-            assert torch.equal(device.get(output), resident(x, text))
+        assert torch.equal(device.get(output), run(resident, x, text))
         resident.alive.clear()
         return device.peak_bytes_in_use()
 
@@ -250,7 +223,7 @@ def test_more_tokens_beside_a_long_text(
         assert (handle.stats().resident_bytes > 0) == (batch == 8)
     assert "over vram_budget" not in caplog.text
     peak_of(model, 500)
-    assert f"{kind.__name__}: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
+    assert "Captioned: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
     handle.remove()
 
 
@@ -284,18 +257,14 @@ def test_residents_give_way_to_all_that_the_package_takes(
 ) -> None:
     """Not only to slots (`test_give_way.py` has the rest). Nothing fails for want of memory that a resident has."""
     resident, model, handle = all_resident(device)
-    other = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))).requires_grad_(False)
     before, device.capacity = handle.stats().resident_bytes, device.total.now
-    handles = [handle]
     if what == "a trial of links":
         tune(monkeypatch, share_trial_bytes=1 << 13)
         peers = SimpleNamespace(place_of=lambda each: (1, 0), start_of=lambda each: 0, handle_of=lambda each: "")
         assert Trial(device, 0, 2, peers).memory.numel() == 1 << 13  # type: ignore[arg-type]
     elif what == "an input":
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
-            ((brought,), _) = engine_of(handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
-        assert brought.numel() == 4 * 4096
+        monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
+        engine_of(handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         link = speeds.measure_link
@@ -303,12 +272,12 @@ def test_residents_give_way_to_all_that_the_package_takes(
             speeds, "measure_link", lambda backend, num_bytes, **options: link(backend, 4096, **options)
         )
         monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", speeds.known_speeds)
-        handles.append(apply_group_offloading(other, "cpu", vram_budget="1GiB"))
+        other = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))).requires_grad_(False)
+        offload(other, vram_budget="1GiB").remove()
     assert device.card.num_refused and handle.stats().resident_bytes < before
     device.capacity = 1 << 40
     check(device, model, resident)
-    for each in handles:
-        each.remove()
+    handle.remove()
 
 
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
@@ -340,6 +309,11 @@ class Remembering(torch.nn.Module):
         return x
 
 
+def call(device: SimulatedDevice, model: Remembering, act: Any = None, **kwargs: Any) -> None:
+    with torch.no_grad(), device.running():
+        model(device.put(torch.zeros(2, 64)), act, **kwargs)
+
+
 def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDevice) -> None:
     """What it has counted, drawn or kept until then it would count, draw or keep twice."""
     model = Remembering().eval()
@@ -351,19 +325,14 @@ def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDe
         if len(calls) == 1:
             raise torch.OutOfMemoryError("there is no more")
 
-    def run(act: Any) -> None:
-        with torch.no_grad(), device.running():
-            model(device.put(torch.zeros(2, 64)), act)
-
     for _ in range(4):
-        run(None)
+        call(device, model)
     assert handle.stats().resident_bytes
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"there is no more Evicted .* of resident weights: call Remembering again"
-    ):
-        run(fail)
+    message = r"there is no more Evicted .* of resident weights: call Remembering again"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        call(device, model, fail)
     assert len(calls) == 1 and not handle.stats().resident_bytes
-    run(fail)
+    call(device, model, fail)
     assert len(calls) == 2
     handle.remove()
 
@@ -380,8 +349,7 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
         assert before() is None
 
     for _ in range(5):
-        with torch.no_grad(), device.running():
-            model(device.put(torch.zeros(2, 64)), replace_and_look, cache=cache)
+        call(device, model, replace_and_look, cache=cache)
     assert handle.stats().resident_bytes
     handle.remove()
 
@@ -389,16 +357,9 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"vram_budget": "1000B"},
-            "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need",
-        ),
-        ({"vram_budget": "-1GiB"}, "vram_budget='-1GiB'"),
-        ({"vram_budget": 0}, "vram_budget=0"),
+        ({"vram_budget": "1000B"}, "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need"),
         ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
         ({"ram_budget": "1KiB"}, "ram_budget=1 KiB is too small.*for Python, torch and the driver"),
-        ({"ram_budget": "120%"}, "ram_budget='120%'"),
-        ({"vram_budget": True}, "vram_budget=True"),
         ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "can.t be combined with low_cpu_mem_usage=True"),
     ],
     ids=str,
@@ -407,12 +368,10 @@ def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDev
     """A clear error, and the module is as it was."""
     resident = RoutedModel(WIDTHS).eval()
     model = copy.deepcopy(resident)
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     with pytest.raises(ConfigError, match=message):
         offload(model, **options)
     assert device.pinned_bytes == 0
     check_at_rest(model, resident)
-    assert set(before) == set(model.state_dict())
     offload(model).remove()
 
 
@@ -486,9 +445,9 @@ def test_ram_that_others_need(
     assert device.pinned_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routes that change, exceptions, edits, two streams, two models that take turns."""
+    """Routes that change, exceptions, edits (that the system tells of, or not), two streams, two models that take turns."""
     tune(monkeypatch, device_margin_bytes=0)
     slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
@@ -496,60 +455,54 @@ def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     options = {
         **rng.choice(MODES),
         "vram_budget": rng.choice([20_000, 40_000, 1 << 20]),
-        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}]),
+        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}, {"is_told_of_edits": False}]),
     }
     exercise(seed, rng.choice(["random", "lazy", "eager"]), options, num_passes=8)
 
 
-_FOUR_GIB = """
-import json, struct, sys, torch
-from torch import nn
-from safetensors.torch import load_file
-from group_offload.base.tuning import tuning
-from group_offload import apply_group_offloading
-torch.set_num_threads(2)
-path, budget = sys.argv[1], sys.argv[2]
-with torch.device("meta"):
-    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(64)])
-names = list(model.state_dict())
-size = 4096 * 4096 * 4
-header = {n: {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]} for i, n in enumerate(names)}
-text = json.dumps(header).encode()
-text += b" " * (-len(text) % 8)
-with open(path, "wb") as file:
-    file.write(struct.pack("<Q", len(text)) + text)
-    for index in range(64):  # a diagonal, and holes: the file takes little of the drive
-        file.seek(8 + len(text) + index * size)
-        file.write(torch.eye(1, 4096).mul(1.5 - index % 2).numpy().tobytes())
-    file.truncate(8 + len(text) + 64 * size)
-model.load_state_dict(load_file(path), assign=True)
-model.requires_grad_(False)
-wrapped = nn.Module()
-wrapped.layers = nn.ModuleList(model)
-def forward(x):
-    for layer in wrapped.layers:
-        x = layer(x)
-    return x
-wrapped.forward = forward
-handle = apply_group_offloading(wrapped, "cpu", offload_device="disk", ram_budget=budget)
-x = torch.ones(1, 4096)
-for _ in range(3):
-    y = wrapped(x)
-expected = torch.ones(())
-for index in range(64):
-    expected = expected * (1.5 - index % 2)
-assert y[0, 0].item() == expected.item() and y.count_nonzero() == 1
-peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-print(json.dumps({"peak": peak, "resident": handle.stats().resident_bytes}))
-"""
-
-
 def test_four_gib_in_one(tmp_path: Path) -> None:
     """The CPU computes: RSS stays within the budget, and what room there is keeps weights between forwards."""
-    done = run_python(_FOUR_GIB, str(tmp_path / "model.safetensors"), "1GiB")
+    done = run_python(
+        """
+        import json
+        from safetensors.torch import load_file
+        torch.set_num_threads(2)
+        size, names = 4096 * 4096 * 4, [f"layers.{index}.weight" for index in range(64)]
+        header = {
+            name: {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]}
+            for i, name in enumerate(names)
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(sys.argv[1], "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for index in range(64):  # one weight, and holes: the file takes little of the drive
+                file.seek(8 + len(text) + index * size)
+                file.write(torch.tensor(1.5 - index % 2).numpy().tobytes())
+            file.truncate(8 + len(text) + 64 * size)
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(64))
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+        model = Model().requires_grad_(False)
+        model.load_state_dict(load_file(sys.argv[1]), assign=True)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="1GiB")
+        for _ in range(3):
+            y = model(torch.ones(1, 4096))
+        expected = torch.ones(())
+        for index in range(64):
+            expected = expected * (1.5 - index % 2)
+        assert y[0, 0].item() == expected.item() and y.count_nonzero() == 1
+        peak = next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+        assert peak <= 1 << 30 and handle.stats().resident_bytes >= 64 << 20, (peak, handle.stats())
+        """,
+        tmp_path / "model.safetensors",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["peak"] <= 1 << 30 and found["resident"] >= 64 << 20
 
 
 RAM_WITHOUT_WEIGHTS = 200 << 20
@@ -615,27 +568,6 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
     check(device, models[1], residents[1], passes=4)
     assert locked_bytes(again) >= whole
     again.remove()
-
-
-def test_weights_that_nothing_tells_edits_of_do_not_keep_others_from_staying(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-    resident = RoutedModel(WIDTHS).eval()
-    num_bytes, peak = needed(device, resident)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    handle = offload(model, offload_device="disk", vram_budget=peak + num_bytes)
-    state = {name: value.clone() for name, value in resident.blocks[3].state_dict().items()}
-    model.blocks[3].load_state_dict(state, assign=True)  # in RAM; all others in the file
-    for _ in range(5):
-        check(device, model, resident)
-        with torch.no_grad():
-            for twin in (model, resident):
-                twin.blocks[3].up.weight.mul_(1.5)
-    assert handle.stats().resident_bytes > 0
-    check(device, model, resident)
-    handle.remove()
-    check_at_rest(model, resident)
 
 
 @pytest.mark.parametrize(

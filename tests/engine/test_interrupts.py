@@ -85,7 +85,7 @@ class Inside(Places):
 
 
 CALLS = (Passes.begin_call, Passes.end_call, Passes.settle)
-TAKEN = (Arena.lease, Arena._take_over, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
+TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: dict[str, tuple[Callable[..., Any], ...]] = {
     "cpu ram": CALLS,
     "simulated files": (*CALLS, Reader._hire, Reader._start),

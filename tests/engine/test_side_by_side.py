@@ -201,30 +201,3 @@ def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
     assert not device.errors
     for handle in handles:
         handle.remove()
-
-
-# ---------------------------------------------------------------- one model, called again and again
-
-
-def test_a_part_that_is_called_tile_by_tile_is_sent_once(device: SimulatedDevice) -> None:
-    """Without a budget too, where the slots of the pipeline's largest model hold all of it. The device takes no more."""
-    large = PretendPipeline(device, vae=6).offload()
-    before = engine_of(large.handles["vae"]).placer.slot_bytes
-    for _ in range(4):
-        large.call("vae")
-    assert engine_of(large.handles["vae"]).placer.slot_bytes == before
-    large.remove()
-    device.synchronize()
-    device.memory.peak = device.memory.now
-    tiles = ("encoder", *["transformer"] * 2, *["vae"] * 4)
-    pipe = PretendPipeline(device, vae=2).offload()
-    for _ in range(2):
-        pipe.call("transformer")
-    largest = pipe.handles["transformer"].stats().peak_device_bytes
-    images = [pipe.image(tiles), pipe.image(tiles)]
-    num_groups = len(pipe.handles["vae"].groups)
-    for image, expected in zip(images, ([None, None, 0, 0], [num_groups, 0, 0, 0]), strict=True):
-        for passed, onloads in zip(image[-4:], expected, strict=True):
-            assert onloads is None or passed.onloads == onloads, (passed, onloads)
-    assert device.memory.peak <= largest
-    pipe.remove()

@@ -13,21 +13,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from group_offload.base.device import Refusal
+from group_offload.base.device import Backend, Refusal
 
 _MIB = 1 << 20
-
-
-class Point(Protocol):
-    """A point in the work of a stream."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -110,7 +102,7 @@ class Memory:
         self.last_refused_bytes = 0
         self._elsewhere = 0  # what other processes and the driver have
         self._lock = threading.Lock()
-        self._freed: deque[tuple[Block, Sequence[Point]]] = deque()
+        self._freed: deque[tuple[Block, Sequence[Any]]] = deque()
 
     @property
     def free_bytes(self) -> int:
@@ -157,11 +149,11 @@ class Memory:
             f"unallocated."
         )
 
-    def free(self, block: Block, uses: Sequence[Point] = ()) -> None:
+    def free(self, block: Block, uses: Sequence[Any] = ()) -> None:
         """Give a block back.
 
         Args:
-            uses: Points in the work of other streams: before them the block is not handed out again.
+            uses: Events in the work of other streams: before them the block is not handed out again.
         """
         self._freed.append((block, uses))
         if self._lock.acquire(blocking=False):  # else whoever has it takes the block back, or the next one does
@@ -182,7 +174,7 @@ class Memory:
     def _find(self, num_bytes: int, stream: Hashable) -> Block | None:
         return Block(num_bytes) if num_bytes <= self.free_bytes else None
 
-    def _put_back(self, block: Block, uses: Sequence[Point]) -> None:
+    def _put_back(self, block: Block, uses: Sequence[Any]) -> None:
         pass
 
 
@@ -202,9 +194,8 @@ class CachingAllocator(Memory):
         """Waits until the device has done what a stream, or all streams (None), had to do. The device sets it."""
         self.num_mallocs = self.num_frees = 0  # calls of cudaMalloc and cudaFree
         self.num_pages = 0  # pages that were mapped or unmapped
-        self.num_retries = 0  # times that the cache was released for an allocation
         self.segments: list[Segment] = []
-        self._pending: list[tuple[Block, Sequence[Point]]] = []
+        self._pending: list[tuple[Block, Sequence[Any]]] = []
         self._min_block = max(1, 512 // scale)
         self._small = _MIB // scale
         self._small_segment = 2 * _MIB // scale
@@ -223,7 +214,6 @@ class CachingAllocator(Memory):
         is_small = size <= self._small
         block = self._best_fit(size, stream, is_small) or self._grow(size, stream, is_small)
         if block is None:
-            self.num_retries += 1
             self._release()
             block = self._grow(size, stream, is_small)
         if block is None:
@@ -234,7 +224,7 @@ class CachingAllocator(Memory):
             block.segment.split(block, size)
         return block
 
-    def _put_back(self, block: Block, uses: Sequence[Point]) -> None:
+    def _put_back(self, block: Block, uses: Sequence[Any]) -> None:
         if uses:
             self._pending.append((block, uses))
         else:
@@ -368,14 +358,10 @@ def _expandable_bytes(block: Block) -> int:
     return block.num_bytes + (after.num_bytes if after is not None and after.state is State.UNMAPPED else 0)
 
 
-class OnCard:
+class OnCard(Backend):
     """What a `Backend` tells of its memory, for devices of tests that have a card. They stand for the CPU."""
 
     card: Memory
-    copy: Callable[..., None]
-
-    def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        raise AssertionError("All tensors are on the CPU, which it stands for.")
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
         for target, source in pairs:
@@ -396,22 +382,16 @@ class OnCard:
     def reset_peak(self) -> None:
         self.card.reset_peak()
 
-    @property
+    @property  # type: ignore[override]
     def refusal(self) -> Refusal:
         return self.card.refusal
 
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
 
-    @property
+    @property  # type: ignore[override]
     def joins_fragments(self) -> bool:
         return not isinstance(self.card, CachingAllocator) or self.card.expandable
-
-    def avoid_fragments(self, *, is_shared: bool) -> None:
-        """Whether the card's memory can be joined is for a test to say."""
-
-    def generator_state(self) -> object:
-        return None
 
     def total_bytes(self) -> int:
         return self.card.capacity

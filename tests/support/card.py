@@ -41,16 +41,9 @@ LAUNCH_SECONDS = 0.5e-3
 KERNELS_MIB = 270
 """What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
 SCALED = [
-    *(
-        "max_run_bytes",
-        "resident_bytes",
-        "device_margin_bytes",
-        "give_way_bytes",
-        "min_packed_bytes",
-        "min_window_bytes",
-        "table_bytes",
-    ),
-    *("segment_bytes", "chunk_bytes", "small_chunk_bytes", "max_read_run_bytes", "strip_bytes"),
+    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "give_way_bytes", "min_packed_bytes"),
+    *("min_window_bytes", "table_bytes", "segment_bytes", "chunk_bytes", "small_chunk_bytes"),
+    *("max_read_run_bytes", "strip_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
 
@@ -117,7 +110,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(int(weight_mib * MIB) // 2, dtype=torch.bfloat16), requires_grad=False)
         self.seconds, self.kind = seconds, kind
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: None) -> torch.Tensor:
         others = _rig.others.setdefault(self.kind, set())
         if not _rig.keeps_plans:
             others.clear()
@@ -150,11 +143,11 @@ class Model(nn.Module):
         self.lists = nn.ModuleList(nn.ModuleList(Layer(*each) for _ in range(number)) for number, each in blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.rest(x)
+        x = self.rest(x, None)
         hidden = take(self.hidden_mib, x)
         for blocks in self.lists:
             for block in blocks:  # type: ignore[attr-defined]
-                x = block(x)
+                x = block(x, None)
                 hidden = take(self.hidden_mib, x)  # while the one before is there
         del hidden
         return x
@@ -195,24 +188,17 @@ class Image:
     """Bytes that were sent in each step, as `step_seconds`."""
     packed: list[float]
     """Packed bytes at rest, after each call."""
-    allocated: float = 0.0
-    """At the end, as `reserved`."""
-    reserved: float = 0.0
     peak_allocated: float = 0.0
     peak_reserved: float = 0.0
-    locked: float = 0.0
-    """What was page-locked since the image began, as `unlocked`."""
-    unlocked: float = 0.0
-    read: float = 0.0
+    locked: int = 0
+    """Bytes at this scale that were page-locked since the image began, as `unlocked`."""
+    unlocked: int = 0
+    read: int = 0
     """Bytes from files that were read by threads, not copied from locked pages."""
     fallbacks: int = 0
     """Convolutions whose last call had no workspace: the image has other bits."""
     refused: int = 0
     """Allocations that the allocator refused."""
-    driver_calls: int = 0
-    """Segments and pages that the driver gave or took back."""
-    waited_seconds: float = 0.0
-    """What the host waited for the device, except at the end of each step."""
 
 
 def run(
@@ -300,7 +286,7 @@ def _image(
     assert allocated is not None and reserved is not None
     allocated.peak, reserved.peak = card.allocated.now, card.reserved.now
     before = _counts(device, card, handles)
-    begun, at, sent, waited = device.host, device.host, device.copied_bytes, device.waited_seconds
+    begun, at, sent = device.host, device.host, device.copied_bytes
     try:
         for name in names:
             before_call(name)
@@ -317,13 +303,10 @@ def _image(
         image.error = f"{name}: {error}"
     device.synchronize()
     after = _counts(device, card, handles)
-    image.locked, image.unlocked, image.read = (
-        (then - now) / GIB for then, now in zip(after[:3], before[:3], strict=True)
+    image.locked, image.unlocked, image.read, image.refused = (
+        then - now for then, now in zip(after, before, strict=True)
     )
-    image.refused, image.driver_calls = (then - now for then, now in zip(after[3:], before[3:], strict=True))
-    image.seconds, image.waited_seconds = device.host - begun, device.waited_seconds - waited
-    image.fallbacks = sum(map(len, _rig.others.values()))
-    image.allocated, image.reserved = card.allocated.now / GIB, card.reserved.now / GIB
+    image.seconds, image.fallbacks = device.host - begun, sum(map(len, _rig.others.values()))
     image.peak_allocated, image.peak_reserved = allocated.peak / GIB, reserved.peak / GIB
     return image
 
@@ -331,5 +314,4 @@ def _image(
 def _counts(device: TimedDevice, card: CachingAllocator, handles: dict[str, Any]) -> list[int]:
     stats = [handle.stats().bytes_read for handle in handles.values()]
     read = sum(each.get(way, 0) for each in stats for way in ("page cache", "direct"))
-    calls = card.num_mallocs + card.num_frees + card.num_pages
-    return [device.locked_bytes, device.unlocked_bytes, read, card.num_refused, calls]
+    return [device.locked_bytes, device.unlocked_bytes, read, card.num_refused]

@@ -71,8 +71,6 @@ class TimedDevice(OnCard):
         self.host = 0.0 if launch_seconds else -math.inf
         """The host's clock. Without one the host is ahead of the device, always."""
         self.launch_seconds = launch_seconds or 0.0
-        self.waited_seconds = 0.0
-        """What the host waited for the device, except in `synchronize`."""
         self._link = 0.0
         self._compute = TimedStream()
         self._streams = [self._compute]
@@ -99,24 +97,15 @@ class TimedDevice(OnCard):
         self._compute.now = max(self._compute.now, self.host) + seconds * self.scale
 
     def synchronize(self) -> None:
-        waited = self.waited_seconds
         self._wait_for(None)
-        self.waited_seconds = waited
 
     def wait_until(self, moment: float) -> None:
         if -math.inf < self.host < moment:
-            self.waited_seconds += moment - self.host
             self.host = moment
 
     def _wait_for(self, stream: TimedStream | None) -> None:
         for each in self._streams if stream is None else [stream]:
             self.wait_until(each.now)
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return False
 
     def current_stream(self) -> TimedStream:
         return self._compute

@@ -45,17 +45,6 @@ def test_what_the_driver_is_asked_for(asked: int, reserved: int, is_small: bool)
     assert card.allocated.now == (asked + 511) // 512 * 512
 
 
-def test_the_smallest_block_that_fits_is_split() -> None:
-    card = CachingAllocator(GIB)
-    large, small = card.malloc(40 * MIB, "stream"), card.malloc(30 * MIB, "stream")
-    card.free(large)
-    card.free(small)
-    card.malloc(29 * MIB, "stream")  # leaves no more than 1 MiB, which is not split off
-    card.malloc(12 * MIB, "stream")
-    assert sizes(card) == [[12, -28], [30]]
-    assert card.allocated.now == 42 * MIB
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_block_waits_for_the_streams_that_use_it(expandable: bool) -> None:
     card = CachingAllocator(GIB, expandable=expandable)
@@ -79,7 +68,7 @@ def test_what_is_cached_is_released_before_anything_is_refused() -> None:
     part = card.malloc(10 * MIB, "stream")
     card.free(whole, [use])
     card.malloc(60 * MIB, "other")
-    assert use.is_reached and waits == [None] and (card.num_retries, card.num_frees) == (1, 1)
+    assert use.is_reached and waits == [None] and card.num_frees == 1
     with pytest.raises(torch.OutOfMemoryError, match="31457280 bytes are reserved but unallocated"):
         card.malloc(31 * MIB, "other")
     assert (card.num_refused, card.free_bytes) == (1, 0)

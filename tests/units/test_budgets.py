@@ -27,9 +27,6 @@ from group_offload.plan.budgets import (
 from ..support.control_groups import Cgroups, stat
 
 GIB = 1 << 30
-LARGE = 1 << 60
-UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**n for n, x in enumerate("kMGT", 1)}}
-UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +43,9 @@ UNITS |= {f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)}
         (" 8gib ", 8 * GIB),
         ("1.5GiB", 3 * GIB // 2),
         (".5 kB", 500),
+        ("3mb", 3 * 10**6),
+        ("0.002 TB", 2 * 10**9),
+        ("7KiB", 7 << 10),
         ("80%", int(24 * GIB * 0.8)),
         ("12.5 %", 3 * GIB),
         ("100%", 24 * GIB),
@@ -60,14 +60,12 @@ def test_what_is_understood(value: Any, expected: int) -> None:
     ("value", "why"),
     [
         (0, "more than 0"),
-        (-1, "more than 0"),
         ("0.1B", "more than 0"),
         ("-3GiB", "isn't an amount"),
         (1.5, "whole number"),
         (0.8, "'80%'"),
         (float("nan"), "whole number"),
         ("nan", "isn't an amount"),
-        ("", "isn't an amount"),
         ("1e9", "isn't an amount"),
         ("\u0661GiB", "isn't an amount"),
         ("8GiB 8GiB", "isn't an amount"),
@@ -103,27 +101,13 @@ def test_more_than_there_is(value: Any, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @settings(deadline=None)
-@given(st.integers(1024, 10**6), st.sampled_from(sorted(UNITS)), st.booleans(), st.sampled_from(["", " "]))
-def test_whole_numbers_of_units(number: int, unit: str, is_lower: bool, space: str) -> None:
-    text = f"{number}{space}{unit}"
-    assert parse_budget(text.lower() if is_lower else text, "x", LARGE) == number * UNITS[unit]
-
-
-@settings(deadline=None)
 @given(st.integers(1, 1 << 50))
 def test_what_is_described_is_understood(num_bytes: int) -> None:
     assert [describe_bytes(each) for each in (0, 1023, 3 * GIB // 2)] == ["0 B", "1023 B", "1.5 GiB"]
-    found = parse_budget(describe_bytes(num_bytes), "x", LARGE)
+    found = parse_budget(describe_bytes(num_bytes), "x", 1 << 60)
     assert isinstance(found, int) and abs(found - num_bytes) <= num_bytes * 0.005 + 1
-    enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", LARGE)
+    enough = parse_budget(describe_bytes(num_bytes, round_up=True), "x", 1 << 60)
     assert isinstance(enough, int) and num_bytes <= enough <= num_bytes * 1.01 + 1
-
-
-@settings(deadline=None)
-@given(st.integers(1, 1 << 50), st.decimals("0.001", "100", places=3))
-def test_shares(total: int, percent: Any) -> None:
-    found = parse_budget(f"{percent}%", "x", total)
-    assert isinstance(found, int) and max(1, int(total * percent / 100) - 1) <= found <= total
 
 
 @settings(deadline=None)
@@ -139,44 +123,31 @@ def test_any_text_is_an_amount_or_an_error(text: str) -> None:
 def test_amounts_that_are_no_budgets() -> None:
     assert parse_bytes("0", "--activations") == 0 and parse_bytes("1.5GiB", "x") == 3 * GIB // 2
     for text in ("80%", "auto", "-1", "2G"):
-        with pytest.raises(ConfigError, match=r"^--activations=") as caught:
+        with pytest.raises(ConfigError, match=r"^--activations="):
             parse_bytes(text, "--activations")
-        assert "80% of" not in str(caught.value) and "'auto'." not in str(caught.value)
 
 
 # ---------------------------------------------------------------- what there is
 
 
-@pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
-    found = Cgroups(tmp_path, monkeypatch)
-    memory = SimpleNamespace(total=100 * GIB, available=60 * GIB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    return found
-
-
-def test_the_system_itself() -> None:
-    assert 0 < auto_ram() < total_ram() < 1 << 50
-
-
-def test_total_ram(cgroups: Cgroups) -> None:
-    assert total_ram() == 100 * GIB
+def test_what_there_is_in_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit counts, of either version of control groups, and "auto" leaves a tenth or 1 GiB of the rest."""
+    assert 0 < auto_ram() < total_ram() < 1 << 50  # of the system itself
+    cgroups = Cgroups(tmp_path, monkeypatch)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB, available=60 * GIB))
+    assert (total_ram(), auto_ram()) == (100 * GIB, 54 * GIB)
     cgroups.say("0::/a/b", "nonsense", "5:memory:/c", "4:cpu:/d")
-    assert total_ram() == 100 * GIB
-    cgroups.write("a/b", memory__max="max")
-    cgroups.write("a", memory__max=20 * GIB)
-    assert total_ram() == 20 * GIB
-    cgroups.write("a/b", memory__max=12 * GIB)
-    assert total_ram() == 12 * GIB
-    cgroups.write("c", 1, memory__limit_in_bytes=5 * GIB)
-    cgroups.write("d", 1, memory__limit_in_bytes=GIB)
-    assert total_ram() == 5 * GIB
-    cgroups.write("c", 1, memory__limit_in_bytes="3 4")
-    assert total_ram() == 12 * GIB
-
-
-def test_auto_ram_leaves_some(cgroups: Cgroups) -> None:
-    assert auto_ram() == 54 * GIB
+    for path, version, limit, expected in (
+        ("a/b", 2, "max", 100),
+        ("a", 2, 20 * GIB, 20),
+        ("a/b", 2, 12 * GIB, 12),
+        ("c", 1, 5 * GIB, 5),
+        ("d", 1, GIB, 5),
+        ("c", 1, "3 4", 12),
+    ):
+        name = "memory__max" if version == 2 else "memory__limit_in_bytes"
+        cgroups.write(path, version, **{name: limit})
+        assert total_ram() == expected * GIB
     cgroups.say("0::/a")
     cgroups.write("a", memory__max=5 * GIB, memory__current=2 * GIB, memory__stat=stat(GIB, 0))
     assert auto_ram() == 3 * GIB  # 1 GiB of the 4 that are available

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import median_low
+from typing import Any
 
 from ...base.arena import arena_for
 from ...base.recent import MOST, Recent
@@ -89,12 +90,12 @@ class Budgeter:
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._pass_seconds = 0.0
         """The sum of these when it last differed by much from the one before: plans are made for it."""
-        self._for: tuple[int, float] | None = None
+        self._for: tuple[int | None, float] | None = None
         """The room on the device and the `_pass_seconds` that the plan was made for."""
         self._next: Plan | None = None
         """The plan from the next pass on, if it was made again."""
-        self._weighed: tuple[list[Problem], float] = [], 0.0
-        """What sharing a pass was weighed for last, apart and together, and its gain."""
+        self._weighed: tuple[Any, float] = None, 0.0
+        """What sharing a pass was weighed for last, and its gain."""
         self._asked_to_pack: float | None = None
         """The `_pass_seconds` at which `gain_from_packing` was asked last."""
 
@@ -149,7 +150,7 @@ class Budgeter:
         return 0 if self.plan is None else self.plan.device_bytes - self.plan.slot_bytes
 
     def current_plan(self) -> Plan | None:
-        """The plan, with the speeds of compute and of the drive as they are known by now, and what the last forwards took."""
+        """The plan by what is known by now, with the time that the last forwards took."""
         if self.plan is None:
             return None
         self.plan = kept_plan(self._now, self.plan) or self.plan  # the next pass makes another
@@ -167,7 +168,7 @@ class Budgeter:
             return False
         self.plan, self._next = self._next or before, None
         if self._for is None or not self._fits(self.plan, room):
-            self.plan = self._made_again(self.plan, order, room, keeps=False)
+            self.plan = self._made_again(order, room)
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
@@ -178,27 +179,27 @@ class Budgeter:
 
         Where there is too little room for the present plan, the next pass may find more.
         """
-        if self.plan is not None and self._asked(room) != self._for and self._fits(self.plan, room):
-            self._next = self._made_again(self.plan, order, room, keeps=self._for is not None)
+        if self.plan is None or self._asked(room) == self._for or not self._fits(self.plan, room):
+            return
+        is_first, self._next = self._for is None, self._made_again(order, room)
+        if not is_first and self._next.placements != self.plan.placements:
+            kept = _as_of(self._next.problem, self.plan)
+            if self._next.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+                self._next = kept
 
     def _fits(self, plan: Plan, room: int) -> bool:
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
         return is_possible and (plan.device_bytes <= room or plan.device_bytes <= self.least_bytes)
 
-    def _made_again(self, before: Plan, order: Sequence[Group], room: int, *, keeps: bool) -> Plan:
-        """The plan as of now. With `keeps` it is the one before, unless another is faster."""
+    def _made_again(self, order: Sequence[Group], room: int) -> Plan:
         self._order = tuple(order) or self._order
-        problem = self._problem(room)
-        plan, self._for = make_plan(problem), self._asked(room)
-        if not keeps or plan.placements == before.placements:
-            return plan
-        kept = _as_of(problem, before)
-        return kept if plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN) else plan
+        plan, self._for = make_plan(self._problem(room)), self._asked(room)
+        return plan
 
-    def _asked(self, room: int) -> tuple[int, float]:
+    def _asked(self, room: int | None) -> tuple[int | None, float]:
         step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-        return room // step * step, self._pass_seconds
+        return None if room is None else room // step * step, self._pass_seconds
 
     def settle(self, missing: int) -> bool:
         """Groups were packed: count their packed bytes as they turned out.
@@ -296,26 +297,27 @@ class Budgeter:
         before = now.prediction.step_seconds
         return 1 - max(then, of_host) / before if before else 0.0
 
-    def gain_from_sharing(self, kinds: Sequence[Kind], room: int | None, room_of_all: int | None) -> float | None:
+    def gain_from_sharing(self, kinds: Sequence[Kind], *rooms: int | None) -> float | None:
         """The share of time that is saved if forwards of these kinds share a pass; None if their compute isn't known yet.
 
+        A forward is about to begin, so plans are made only if what they are made from has changed.
+
         Args:
-            room: Device memory for groups in a pass of one of these forwards, slots included; None without a budget.
-            room_of_all: The same in a pass of all of them.
+            rooms: Device memory for groups, slots included, in a pass of one of these forwards, and of all; None without a
+                budget.
         """
         timed = [each for kind, each in self._timed.items() if kind in kinds]
         if self.plan is None or sum(map(len, timed)) < 2:  # the module's first pass warms up
             return None
-        seconds = {name: median_low(each[name] for each in timed[-1] if name in each) for name in timed[-1][-1]}
-        step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-        problems = []
-        for space, times in ((room, 1), (room_of_all, len(kinds))):
-            problem = self._problem(None if space is None else space // step * step)
-            groups = [replace(each, compute_seconds=times * seconds.get(each.name, 0.0)) for each in problem.groups]
-            problems.append(replace(problem, groups=tuple(groups)))
-        if problems != self._weighed[0]:
-            apart, together = (make_plan(each).prediction.step_seconds for each in problems)
-            self._weighed = problems, 1 - together / (apart * len(kinds)) if apart else 0.0
+        asked = [*kinds], [self._asked(room) for room in rooms]
+        if asked != self._weighed[0]:
+            seconds = {name: median_low(each[name] for each in timed[-1] if name in each) for name in timed[-1][-1]}
+            took = []
+            for (room, _), times in zip(asked[1], (1, len(kinds)), strict=True):
+                problem = self._problem(room)
+                groups = [replace(each, compute_seconds=times * seconds.get(each.name, 0.0)) for each in problem.groups]
+                took.append(make_plan(replace(problem, groups=tuple(groups))).prediction.step_seconds)
+            self._weighed = asked, 1 - took[1] / (took[0] * len(kinds)) if took[0] else 0.0
         return self._weighed[1]
 
     # ---------------------------------------------------------------- measurements of passes

@@ -75,12 +75,11 @@ class Needs:
     libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes another algorithm
     if it finds no memory for the first one, takes the one that it takes on an empty card.
 
-    To evict less, in steps as memory is refused, would not do. A call is repeated only if one of the same gate has returned
-    before. And a library that tries algorithms out, as cuDNN does, leaves out those whose workspaces are larger than what is
-    free, without asking for it: nobody would see that the bits are others.
+    To evict less, in steps as memory is refused, would not do: cuDNN leaves out algorithms whose workspaces are larger than
+    what is free, without asking for it, and nobody would see that the bits are others.
 
-    Without a budget the need is what activations take, at leaf level (`Placer._window`). It is looked at as calls begin: slots
-    are taken and given back in between, and the peak that users may read is not set back.
+    Without a budget the need is what activations take, at leaf level (`Placer._window`). It is looked at as calls begin: the
+    peak that users may read is not set back.
 
     Inputs that are smaller than measured ones in every dimension count as those. A pass that was refused memory all the same
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
@@ -106,7 +105,7 @@ class Needs:
         if found is None:
             return None
         # Two kinds that take turns would else bring groups to the device and evict them again and again.
-        return max(found + self._more, self.kept_bytes) if kind in self._recent else found + self._more
+        return max(found + self._more, self.kept_bytes if kind in self._recent else 0)
 
     def measured(self, kind: Kind) -> int | None:
         """The need of a pass of this kind alone, as it was measured or as smaller and hardly larger inputs tell it."""
@@ -160,7 +159,7 @@ class Needs:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
         self._num_good += completed
         if self._num_good == _TRIED_AGAIN:
-            self._try_again()
+            self._more, self._num_good = self._more // 2, 0
         measuring, self._measuring = self._measuring, None
         if measuring is None or not completed:
             return None
@@ -177,12 +176,8 @@ class Needs:
     def begin_stint(self) -> None:
         """Another model ran since: what was refused may be there again. A call before the stint's first pass counts too."""
         if self._recent:
-            self._try_again()
+            self._more, self._num_good = self._more // 2, 0
         self._recent.clear()
-
-    def _try_again(self) -> None:
-        self._more //= 2
-        self._num_good = 0
 
     def clear(self) -> None:
         """Forget what was measured: the module has changed."""

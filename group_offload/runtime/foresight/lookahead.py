@@ -152,8 +152,7 @@ class LookAhead:
             self._send([group], resident, [], alone=alone)
             return
         ring = self._memory.rings.get(group.height)
-        is_first = not (self._use_stream or self._memory.holds_all)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=is_first)
+        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])), alone=alone)

@@ -117,16 +117,6 @@ class Succession:
         """Whether the pass in progress is the first one of its model in a row."""
         return self._stint.total() == 1
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether the pass in progress begins at a module that one of the passes before it in the same stint began at."""
-        return self._last is not None and self._stint[self._last] > 1
-
-    @property
-    def most_slot_bytes(self) -> int:
-        """The bytes that the model takes turns in that takes most."""
-        return max((model.memory.turn_bytes for each in self._models if (model := each()) is not None), default=0)
-
     def spared_by(self, model: Model) -> dict[Any, int]:
         """The memories of other models that `model` gains too little by displacing: it should run too few times before their
         next stint. Each with the bytes that are left free for it, because it would displace `model`."""

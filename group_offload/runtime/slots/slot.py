@@ -15,7 +15,7 @@ pass begins, and a group whose bytes nothing else needs is copied once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,20 +25,8 @@ from ...base.device import Event, Stream
 from ...base.layout import num_uses
 from ..copies.jobs import Job
 
-
-class Tenant(Protocol):
-    """A group, as the slot that it is in sees it."""
-
-    holds: int
-    """How many calls in progress need the group."""
-    slot: Slot[Any] | None
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the tensors are bound to views of a slot."""
-
-
-T = TypeVar("T", bound=Tenant)
+T = TypeVar("T", bound=Any)
+"""The groups in a slot, packed or not."""
 
 
 class Slot(Generic[T]):
@@ -118,10 +106,6 @@ class Slot(Generic[T]):
             self._is_recorded = True
         return self._last_use
 
-    def spare_event(self) -> Event:
-        """Hand the last-use event over for reuse. Only for a slot that is being given up."""
-        return self._last_use
-
     @property
     def is_aliased(self) -> bool:
         """Whether code outside keeps views of the slot beyond the call that they were made for. No group is bound here."""
@@ -143,9 +127,7 @@ class Slot(Generic[T]):
     def alias_once(self, start: int, num_bytes: int) -> torch.Tensor:
         """Like `alias`, for views that the engine itself drops after one call: any that is left is kept by other code."""
         alias = self.alias(start, num_bytes)
-        if (
-            len(self.aliases).bit_count() == 1
-        ):  # now and then, because nothing may ever ask whether a resident is aliased
+        if len(self.aliases).bit_count() == 1:  # now and then: nothing may ever ask whether a resident is aliased
             self._forget_expired()
         self.aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
         return alias
@@ -163,9 +145,7 @@ class Slot(Generic[T]):
             self.job.cancel()
             self.job = None
         for group in self.groups:
-            if (
-                group.slot is self
-            ):  # else an earlier call was interrupted here, and the group has got another slot since
+            if group.slot is self:  # else an earlier call was interrupted here, and the group has another slot since
                 group.slot = None
         self.groups.clear()
 

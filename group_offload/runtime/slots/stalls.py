@@ -50,7 +50,7 @@ class Stalls:
         """The slot is given up: nothing waits for it from now on."""
         if not self._close(slot):
             self._spare += slot.arrived, slot.ready
-        self._spare.append(slot.spare_event())
+        self._spare.append(slot._last_use)
 
     def _close(self, slot: Slot[Any]) -> bool:
         """Close the slot's wait. Whether it cannot be read yet, so that its events have to be kept as they are."""
