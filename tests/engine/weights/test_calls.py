@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +95,6 @@ def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None
         twin.norms_itself = True  # outside of the call whose weights it uses, inside of a forward
     for _ in range(2):
         assert_same(run_onloaded(model, x), run(reference, x))
-
-
-def test_a_call_of_a_shallow_copy_is_refused(offload_either: Offload) -> None:
-    """Its parts are those of the model, and a root's own weights are at rest in it."""
-    model, reference = pair(Encoder)
-    handle = offload_either(model)
-    twin = copy.copy(model)
-    for _ in range(2):
-        with pytest.raises(StateError, match=r"shallow copy .* of an offloaded module"):
-            run(twin, inputs())
-        assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
-    handle.remove()
-    assert_same(run(twin, inputs()), run(reference, inputs()))
 
 
 def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
