@@ -233,9 +233,10 @@ class Changes:
         if not watch.has_same_modules(top):
             return None
         if not watch.has_same_tensors():
-            if any(group.was_moved() for group in watch.scope):
+            if any(part.was_moved() for group in watch.scope for part in group.parts):
                 return None
-            if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
+            replaced = [group for group in watch.scope if not all(all(part.as_left()) for part in group.parts)]
+            if not self._commit_replacements(replaced):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)

@@ -335,9 +335,6 @@ class Group:
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
 
-    def is_as_left(self) -> bool:
-        return all(all(part.as_left()) for part in self.parts)
-
     def replaced(self) -> list[torch.Tensor] | None:
         """The tensors that are no longer bound to their memory at rest (`weight.data = ...`).
 
@@ -363,9 +360,6 @@ class Group:
                     return None
                 found.append(tensor)
         return found
-
-    def was_moved(self) -> bool:
-        return any(part.was_moved() for part in self.parts)
 
     def commit_replacements(self) -> None:
         """Copy the values of `replaced()` tensors to their memory at rest, and bind the tensors there again."""
