@@ -132,21 +132,27 @@ def test_memory_comes_back_at_once(options: str, use: str, end: str, tmp_path: P
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
-def test_a_component_that_a_pipeline_gives_up(name: str, is_called: bool) -> None:
-    """As users do with a text encoder once prompts are encoded (diffusers #10078)."""
+@pytest.mark.parametrize("what", ["text_encoder", "transformer", "vae", "all", "all, but for its handles"])
+def test_what_a_pipeline_gives_up(what: str, is_called: bool) -> None:
+    """As users do with a text encoder once prompts are encoded (diffusers #10078), or with all of it."""
     from ..support import tiny_models
 
     def given_up(offloads: bool) -> list[bool]:
-        pipe = tiny_models.flux_pipeline()
-        if offloads:
-            enable_group_offload(pipe, onload_device="cpu")
+        pipe: Any = tiny_models.flux_pipeline()
+        handles = enable_group_offload(pipe, onload_device="cpu") if offloads else {}
         if is_called:
             tiny_models.run(pipe)
-        model = getattr(pipe, name)
-        gone = [weakref.ref(each) for each in (model, next(model.parameters()))]
-        del model
-        setattr(pipe, name, None)
+        names = ["transformer", "vae", "text_encoder", "text_encoder_2"] if what.startswith("all") else [what]
+        models = [getattr(pipe, name) for name in names]
+        gone = [weakref.ref(each) for model in models for each in (model, next(model.parameters()))]
+        del models
+        if what == "all":
+            handles.clear()
+        if what.startswith("all"):
+            del pipe
+            assert not any(handle.is_active for handle in handles.values())
+        else:
+            setattr(pipe, what, None)
         return alive(*gone)
 
     with counted():
@@ -165,25 +171,6 @@ def test_a_component_that_is_given_up_on_the_meta_device(whole: bool) -> None:
         for target in [pipe] if whole else [getattr(pipe, name) for name in handles]:
             target.to("meta" if whole else torch.device("meta"))
         assert not any(alive(*old)) and not any(handle.stats().host_bytes for handle in handles.values())
-
-
-@pytest.mark.parametrize("keeps_handles", [False, True])
-def test_a_pipeline_that_is_dropped(keeps_handles: bool) -> None:
-    from ..support import tiny_models
-
-    def dropped(offloads: bool) -> list[bool]:
-        pipe = tiny_models.flux_pipeline()
-        handles = enable_group_offload(pipe, onload_device="cpu") if offloads else {}
-        tiny_models.run(pipe)
-        gone = [weakref.ref(each) for each in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)]
-        if not keeps_handles:
-            handles.clear()
-        del pipe
-        assert not any(handle.is_active for handle in handles.values())
-        return alive(*gone)
-
-    with counted():
-        assert all(map(operator.le, dropped(True), dropped(False)))
 
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
@@ -284,16 +271,8 @@ def test_weights_that_are_given_up_on_the_meta_device(options: str, use: str, tm
         assert not device.pinned_bytes and not device.memory.now
 
 
-def test_weights_that_come_back_from_the_meta_device() -> None:
-    model, reference = make(Model), make(Model)
-    handle = apply_group_offloading(model, "cpu")
-    run(model, inputs())
-    model.to("meta").to_empty(device="cpu").load_state_dict(reference.state_dict())
-    assert torch.equal(run(model, inputs()), run(reference, inputs()))
-    handle.remove()
-
-
-def test_weights_that_are_given_up_in_a_forward() -> None:
+def test_weights_that_are_given_up_in_a_forward_and_come_back() -> None:
+    reference = make(Model)
     with counted():
         model = make(Model)
         apply_group_offloading(model, "cpu")
@@ -306,6 +285,8 @@ def test_weights_that_are_given_up_in_a_forward() -> None:
         with pytest.raises(ModuleError, match="was moved to the meta device"):
             run(model, inputs())
         assert not any(alive(*old))
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    assert torch.equal(run(model, inputs()), run(reference, inputs()))
 
 
 @pytest.mark.parametrize("what", ["shapes", "threads and models"])
@@ -335,7 +316,7 @@ def test_memory_of_the_host_does_not_grow(what: str, monkeypatch: pytest.MonkeyP
             thread.join()
 
     monkeypatch.setattr(Recorder, "_new_trace", counting)
-    first, last = (2_000, 10_000) if what == "shapes" else (60, 180)
+    first, last, most = (2_000, 10_000, 100_000) if what == "shapes" else (60, 180, 10_000)
     tracemalloc.start()
     try:
         for number in range(1, last + 1):
@@ -345,6 +326,6 @@ def test_memory_of_the_host_does_not_grow(what: str, monkeypatch: pytest.MonkeyP
                 traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert traced[1] < traced[0] + 10 * (last - first), traced
+    assert traced[1] < traced[0] + most, traced
     assert timed[0] < 1_500  # to measure costs the host time
     handle.remove()
