@@ -37,7 +37,6 @@ from ..base.layout import span_of
 from ..base.saved import (
     Kept,
     Pack,
-    Passed,
     Unpack,
     check_version,
     first_of_two_runs,
@@ -67,20 +66,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 class SavedWeight:
     """A view of a weight, held by autograd without its memory."""
 
-    __slots__ = (
-        "_backward",
-        "_is_conj",
-        "_is_neg",
-        "_version",
-        "dtype",
-        "index",
-        "offset",
-        "part",
-        "pass_number",
-        "size",
-        "stride",
-    )
-
     def __init__(self, backward: Backward, tensor: torch.Tensor, part: Part, index: int, offset: int) -> None:
         """
         Args:
@@ -107,37 +92,22 @@ class SavedWeight:
         return self.part.refs[self.index].fqn
 
 
-class _SavedWrapper:
+class _Saved:
+    """What autograd holds in place of a tensor that is no view of a slot itself, but was made of weights."""
+
+    __slots__ = ("unpack",)
+
+    def __init__(self, unpack: Callable[[], torch.Tensor]) -> None:
+        self.unpack = unpack
+
+
+def _rewrapped(kind: type[Any], context: Any, size: Any, stride: Any, parts: dict[str, Any]) -> torch.Tensor:
     """A tensor subclass (a quantised weight) whose inner tensors are partly weights."""
-
-    __slots__ = ("_context", "_parts", "_size", "_stride", "_type")
-
-    def __init__(self, tensor: Any, context: Any, parts: dict[str, Any]) -> None:
-        self._type, self._context, self._parts = type(tensor), context, parts
-        self._size, self._stride = tensor.size(), tensor.stride()
-
-    def unpack(self) -> torch.Tensor:
-        parts = {
-            name: part.unpack() if isinstance(part, (SavedWeight, _SavedWrapper, Kept)) else part
-            for name, part in self._parts.items()
-        }
-        found: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
-        return found
-
-
-class _SavedRecast:
-    """A weight in memory of its own, which a hook has bound it to for one call."""
-
-    __slots__ = ("_index", "_packed", "_part", "_version")
-
-    def __init__(self, part: Part, index: int, packed: Kept | Passed) -> None:
-        self._part, self._index, self._packed = part, index, packed
-        self._version = part.version_of(index)
-
-    def unpack(self) -> torch.Tensor:
-        version = self._part.version_of(self._index)
-        check_version(version, self._version, f"the weight {self._part.refs[self._index].fqn!r}")
-        return self._packed.unpack()
+    inner = {
+        name: part.unpack() if isinstance(part, (SavedWeight, _Saved, Kept)) else part for name, part in parts.items()
+    }
+    found: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
+    return found
 
 
 class _Task:
@@ -303,7 +273,7 @@ class Backward:
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
         return hooks is not None and getattr(hooks[0], "backward", None) is self
 
-    def _packed(self, tensor: Any) -> SavedWeight | _SavedWrapper | None:
+    def _packed(self, tensor: Any) -> SavedWeight | _Saved | None:
         if type(tensor) in _PLAIN:
             return self._saved(tensor) if tensor.layout is torch.strided else None
         if not is_traceable_wrapper_subclass(tensor):
@@ -316,16 +286,25 @@ class Backward:
         for name, part in inner.items():
             if parts[name] is None:  # what is no tensor stays: the mesh of a DTensor
                 parts[name] = keep(part, None) if isinstance(part, torch.Tensor) else part
-        return _SavedWrapper(tensor, context, parts)
+        return _Saved(partial(_rewrapped, type(tensor), context, tensor.size(), tensor.stride(), parts))
 
-    def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _SavedRecast | None:
+    def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _Saved | None:
         """The object to hold for (a view of) a weight that a hook has bound to other memory (layerwise casting)."""
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
             return None
         found = self._passes.in_bound(Group.place_of, weight) or self._passes.in_bound(Group.place_of_alias, weight)
+        if found is None:
+            return None
+        part, index = found
         # An alias with a version counter of its own: the engine raises the weight's.
-        return None if found is None else _SavedRecast(*found, keep(tensor.data, below))
+        version, kept = part.version_of(index), keep(tensor.data, below)
+
+        def unpack() -> torch.Tensor:
+            check_version(part.version_of(index), version, f"the weight {part.refs[index].fqn!r}")
+            return kept.unpack()
+
+        return _Saved(unpack)
 
     # ---------------------------------------------------------------- bringing back
 

@@ -89,17 +89,15 @@ class Watch:
         """The values of all these tables, one after another."""
         self._of_fsdp: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
         """The tables in which FSDP2 exchanges parameters, what was in them, and the names of these parameters."""
-        lazy: list[Any] = []  # others in such tables
         for each in map(seen.__getitem__, inside):
             for table, values in zip(each.tables, each.members, strict=True):
                 if each.left and table is each.tables[1]:
                     self._of_fsdp.append((table, dict(zip(table, values, strict=True)), each.left))
-                    lazy += [value for name, value in self._of_fsdp[-1][1].items() if name not in each.left]
                 else:
                     self._tables.append(table)
                     self._members += values
         self._sizes = [*map(len, self._tables)]
-        self._lazy = [member for member in (*self._members, *lazy) if is_lazy(member)]
+        self._lazy = [member for member in self._members if is_lazy(member)]
         adapters = adapter_layers()
         self.adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
         """The layers of peft."""
@@ -235,9 +233,10 @@ class Changes:
         if not watch.has_same_modules(top):
             return None
         if not watch.has_same_tensors():
-            if any(group.was_moved() for group in watch.scope):
+            if any(part.was_moved() for group in watch.scope for part in group.parts):
                 return None
-            if not self._commit_replacements([group for group in watch.scope if not group.is_as_left()]):
+            replaced = [group for group in watch.scope if not all(all(part.as_left()) for part in group.parts)]
+            if not self._commit_replacements(replaced):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)

@@ -153,9 +153,7 @@ class Engine:
     def refresh(self) -> None:
         """Commit changes since the last pass now, and not at the next pass."""
         with self.lock:
-            self._backward.settle()
-            self._passes.forget_interrupted_calls()
-            if self._passes.is_running:
+            if self._is_running():
                 return
             self._passes.begin_clean()
             try:
@@ -167,12 +165,16 @@ class Engine:
                 raise
             self._passes.stay_clean()
 
+    def _is_running(self) -> bool:
+        """Whether a forward or backward is in progress. One of another thread is waited for."""
+        self._backward.settle()
+        self._passes.forget_interrupted_calls()
+        return self._passes.is_running
+
     def check_idle(self) -> None:
         """Raise StateError in a forward or backward of the module. One of another thread is waited for."""
         with self.lock:
-            self._backward.settle()
-            self._passes.forget_interrupted_calls()
-            if self._passes.is_running:
+            if self._is_running():
                 raise StateError(
                     f"{self._passes.name} is in the middle of a forward or backward. Call remove() or "
                     f"disable_group_offload() afterwards."

@@ -49,7 +49,6 @@ from ..base.torch_internals import (
 )
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
-from ..errors import StateError
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .calls import Call
@@ -77,6 +76,8 @@ class Gate(Around):
     """The method that is called; None for the module itself."""
     is_inner = False
     """Whether the gate is one inside of a group's module."""
+    name = COMPILED_CALL
+    """The attribute of the module in which the gate stands."""
 
     def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
         self.module = module
@@ -105,13 +106,13 @@ class Gate(Around):
         """Undo `install`, also one that was interrupted. Repeated calls do nothing."""
         module = self.module
         # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
-        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook)]:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook) and not self.is_inner]:
             del module._forward_pre_hooks[key]
-        if module.__dict__.get(COMPILED_CALL) is self:
+        if module.__dict__.get(self.name) is self:
             if self.compiled is None:
-                del module.__dict__[COMPILED_CALL]
+                del module.__dict__[self.name]
             else:
-                module.__dict__[COMPILED_CALL] = self.compiled
+                module.__dict__[self.name] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -177,7 +178,7 @@ class Gate(Around):
                 output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
-                kept = [group for group in self.groups if group.has_beside]
+                kept = [group for group in self.groups if group.beside]
                 if kept:
                     backward.keep_contexts(output, kept, first)
             output = gates.detach_from_slots(output, self.groups) if self.groups else output
@@ -248,7 +249,7 @@ class InnerGate(Gate):
     is_inner = True
 
     def install(self) -> None:
-        self.module.__dict__[COMPILED_CALL] = self
+        self.module.__dict__[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._enclosed
@@ -263,7 +264,8 @@ class InnerGate(Gate):
             is_inside = gates.passes.runs_here
         # A call between two others of a group must be learnt, and needs the group as long as it takes.
         is_between = gates.passes.lingering in self.groups
-        if is_inside and not is_between and all(group.is_ready for group in self.groups):
+        # Backward holds groups whose weights are not bound.
+        if is_inside and not is_between and all(group.holds and group.is_bound for group in self.groups):
             if gates.records_graphs:
                 gates.backward.keep_root()
             return call(*args, **kwargs)
@@ -282,16 +284,6 @@ class MethodGate(InnerGate):
         self.method = method
         self.name = method.name
         self.compiled = method.module.__dict__.get(method.name)
-
-    def install(self) -> None:
-        self.module.__dict__[self.name] = self
-
-    def uninstall(self) -> None:
-        if self.module.__dict__.get(self.name) is self:
-            if self.compiled is None:
-                del self.module.__dict__[self.name]
-            else:
-                self.module.__dict__[self.name] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -332,8 +324,8 @@ class MethodGate(InnerGate):
     # the copy alive.)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        copied = memo.get(id(self.module))  # None if a shallow copy, or the module's `__dict__`, is copied
-        return partial(_refuse_call, self.name) if copied is None else _let_through(copied, self.name)
+        copied = memo.get(id(self.module))
+        return None if copied is None else _let_through(copied, self.name)
 
     def __reduce__(self) -> tuple[Any, Any]:
         return _let_through, (self.module, self.name)
@@ -363,13 +355,6 @@ def _let_through(module: nn.Module, name: str) -> MethodGate:
     return gate
 
 
-def _refuse_call(name: str, *args: Any, **kwargs: Any) -> None:
-    raise StateError(
-        f"This module is a copy of what a shallow copy (copy.copy) or the __dict__ of an offloaded module held, so its method "
-        f"{name} has no module. Copy the offloaded module itself (copy.deepcopy), or call del copied.{name} for your copy."
-    )
-
-
 @not_compiled
 def _has_fake_tensors() -> bool:
     """Whether this thread runs an export.
@@ -392,16 +377,9 @@ def _allow_trace(module: nn.Module, *args: Any) -> None:
 
 
 def _refuse_trace(module: nn.Module, *args: Any) -> None:
-    call = module.__dict__.get(COMPILED_CALL)
-    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
-        if module.__dict__.get(HANDLE) is not None or call is not None:
-            torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
-    elif module.__dict__.get(HANDLE) is not None and not isinstance(call, Around):
-        raise StateError(
-            f"This {type(module).__name__} is a shallow copy (copy.copy) of an offloaded module, or its compiled call was "
-            f"replaced, so its weights aren't on the device. Call the offloaded module itself, or a copy.deepcopy() of it; "
-            f"after a replacement call remove_group_offloading() on it, and offload it again."
-        )
+    is_ours = module.__dict__.get(HANDLE) is not None or module.__dict__.get(COMPILED_CALL) is not None
+    if is_ours and (torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors())):
+        torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
 
 
 _OURS = (_allow_trace, _refuse_trace)
@@ -467,11 +445,6 @@ class Gates:
     @property
     def root(self) -> Gate:
         return self._gates[self._top]
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules with a gate, except the modules inside of groups."""
-        return tuple(self._gates)
 
     @property
     def groups_of(self) -> Mapping[nn.Module, tuple[Group, ...]]:

@@ -20,7 +20,6 @@ over the weights of a pass is a pass too: see [Note: Backward].
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -37,7 +36,6 @@ from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..errors import GroupFileError, StateError
-from ..partition import Method
 from .budget.need import Kind
 from .calls import EXPECTED, Call
 from .changes import Changes
@@ -45,7 +43,7 @@ from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.succession import Model, Succession
-from .groups.group import Group, Residence
+from .groups.group import Group
 from .groups.part import Part
 from .measure.counters import Counters
 from .measure.recorder import Recorder
@@ -71,6 +69,23 @@ class State(Enum):
     """Something was raised in the pass in progress. The engine is in order, and the pass ends with `recover`."""
     UNKNOWN = "unknown"
     """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
+
+
+class _Step:
+    """A step of the engine, whose state is UNKNOWN meanwhile. It is as before once the step, or an expected error, is over."""
+
+    __slots__ = ("_before", "_passes")
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._before = passes, passes._state
+
+    def __enter__(self) -> State:
+        self._passes._state = State.UNKNOWN
+        return self._before
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None or issubclass(kind, EXPECTED):
+            self._passes._state = self._before
 
 
 class Passes:
@@ -222,8 +237,7 @@ class Passes:
         self._acquire_groups_of(call)
 
     def _acquire_groups_of(self, call: Call) -> None:
-        state, self._state = self._state, State.UNKNOWN
-        try:
+        with _Step(self):
             for group in call.needs(call.entry):
                 if group.num_bytes:
                     self.acquire(group)
@@ -233,10 +247,6 @@ class Passes:
             self._lookahead.before_call()
             if self.succession is not None:
                 self.succession.look(self)
-        except EXPECTED:
-            self._state = state
-            raise
-        self._state = state
 
     def _interrupted(self) -> StateError:
         return StateError(f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again.")
@@ -247,12 +257,13 @@ class Passes:
             return
         while self._calls[-1] is not call:
             self._forget_last_call()
-        state, self._state = self._state, State.UNKNOWN
         # A checkpoint breaks off the calls that it repeats: an incomplete call in a backward is no failure.
-        if state is State.OPEN and not (call.is_complete or self.tasks):
-            state = State.FAILED
-        if state is not State.UNKNOWN:
-            try:
+        if self._state is State.OPEN and not (call.is_complete or self.tasks):
+            self._state = State.FAILED
+        if self._state is State.UNKNOWN:
+            self._calls.pop()
+        else:
+            with _Step(self) as state:
                 self._end_lingering()
                 if state is State.OPEN and self._may_linger(call):
                     self.lingering = call.groups[0]
@@ -262,12 +273,6 @@ class Passes:
                 self._calls.pop()
                 if self._calls or self.tasks:
                     self._lookahead.after_call()
-            except EXPECTED:
-                self._state = state
-                raise
-            self._state = state
-        else:
-            self._calls.pop()
         if not (self._calls or self.tasks):
             self._end()
 
@@ -312,18 +317,13 @@ class Passes:
             if self._state is State.OPEN:
                 self._state = State.FAILED
             raise
-        state, self._state = self._state, State.UNKNOWN
-        if state is not State.UNKNOWN:
-            try:
+        if self._state is not State.UNKNOWN:
+            with _Step(self):
                 self._end_lingering()  # what a call inside has left
                 self.lingering = group
                 if not schedule.expects(group):
                     self._end_lingering()
                     self._lookahead.after_call()
-            except EXPECTED:
-                self._state = state
-                raise
-        self._state = state
         return output
 
     def _captured(self) -> StateError:
@@ -360,15 +360,11 @@ class Passes:
         self._files.before_pass(self.name)
         self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
         self.memory.take()
-        is_timed = self._placer.begin_pass(kind)
-        name = type(call.module).__name__
-        self._begin_record("forward", name, kind if is_timed else None)
+        timed = kind if self._placer.begin_pass(kind) else None
+        stream, copies = self._backend.current_stream(), self._transfer.stream
+        self._recorder.begin("forward", self.number, type(top).__name__, stream, copies, kind=timed)
         self._teaches = True
         self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
-
-    def _begin_record(self, what: str, name: str, kind: Kind | None = None) -> None:
-        stream = self._backend.current_stream()
-        self._recorder.begin(what, self.number, name, stream, self._transfer.stream, kind=kind)
 
     def begin_clean(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
@@ -460,11 +456,10 @@ class Passes:
         self.begin_clean()
         try:
             step()
-        except Exception:
+        except BaseException as error:
             self.recover()
-        except BaseException:
-            self.recover()
-            raise
+            if not isinstance(error, Exception):
+                raise
         else:
             self.stay_clean()
 
@@ -515,12 +510,12 @@ class Passes:
         """
         if not group.holds or group is self.lingering:
             self._lookahead.schedule.observe(group)
-        if group.residence is Residence.AT_REST:
+        if not group.is_bound:
             self._changes.settle(group, binds=binds)
             if group.slot is not None and not group.is_current:
                 self.memory.drop(group)
         if group.is_in_place:
-            if binds and group.residence is Residence.AT_REST:
+            if binds and not group.is_bound:
                 group.onload()
             group.holds += 1
             self._recorder.begins(group.group_id, self._backend.current_stream())
@@ -541,7 +536,7 @@ class Passes:
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
-        if binds and group.residence is Residence.AT_REST:
+        if binds and not group.is_bound:
             group.onload(is_watched=torch.is_grad_enabled())
             self.memory.bound[group] = None
         group.holds += 1
@@ -629,7 +624,8 @@ class Passes:
         self._placer.make_room(kind, begins_stint=False)
         self.memory.take()
         self._placer.begin_pass(kind)
-        self._begin_record("backward", self.name)
+        stream, copies = self._backend.current_stream(), self._transfer.stream
+        self._recorder.begin(_BACKWARD, self.number, self.name, stream, copies)
         self._teaches = True
         self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
         self._state = State.OPEN
@@ -702,12 +698,9 @@ class Passes:
         before: FrameType | None = None
         try:
             while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
-                top = None if self.kind is None else self.kind.top
-                top = top.owner() if isinstance(top, Method) else top() if isinstance(top, weakref.ref) else top
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
-                parts = top.modules() if self.is_running and isinstance(top, nn.Module) and module is not top else ()
-                is_inside = any(module is part for part in parts)
-                now = where_it_waits(self._thread) if is_inside else None
+                may_be_inside = self.is_running and module is not self.root
+                now = where_it_waits(self._thread) if may_be_inside else None
                 if now is not None and now is before:
                     raise StateError(
                         f"{type(module).__name__}, of {self.name}, is called in another thread than a forward "

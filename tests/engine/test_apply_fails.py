@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import (
@@ -29,6 +28,7 @@ from group_offload.api import handle_of
 from ..interrupts import Strike, contained
 from ..support.asserts import assert_at_rest, assert_same, named_tensors
 from ..support.models import Model, inputs, make
+from ..support.on_device import lay_in_file
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -57,35 +57,33 @@ def assert_as_before(module: nn.Module, reference: nn.Module) -> None:
     assert_same(run(module, inputs()), run(reference, inputs()))
 
 
-def small() -> nn.Module:
-    model = make(Model, 2)
+def small(folder: Path | None = None) -> nn.Module:
+    """Two blocks that share a bias; with a folder, as views of a file there."""
+    model = make(Model, 2) if folder is None else lay_in_file(make(Model, 2), folder / "model.safetensors")
     model.blocks[1].up.bias = model.blocks[0].up.bias
     return model.requires_grad_(False)
 
 
+LEAVES = {"offload_type": "leaf_level"}
+KINDS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "ram, trained": LEAVES,
+    "file": {"offload_to_disk_path": "groups"},
+    "checkpoint": {},
+    "checkpoint, leaves": LEAVES,
+    "checkpoint, folder": {"offload_to_disk_path": "groups"},
+}
+
+
 class Case:
     def __init__(self, kind: str, folder: Path) -> None:
-        self.folder = folder
-        self.is_checkpoint = kind.startswith("checkpoint")
-        self.options: dict[str, Any] = {}
-        if kind == "file":
+        self.kind, self.folder, self.options = kind, folder, dict(KINDS[kind])
+        if "offload_to_disk_path" in self.options:
             self.options["offload_to_disk_path"] = folder / "groups"
-        if kind == "checkpoint, leaves":
-            self.options["offload_type"] = "leaf_level"
-        if kind == "ram, trained":
-            self.options["offload_type"] = "leaf_level"
-        self.is_trained = kind == "ram, trained"
 
     def make(self) -> nn.Module:
-        model = small()
-        if self.is_checkpoint:
-            path = self.folder / "model.safetensors"
-            if not path.exists():
-                save_file({name: value.clone() for name, value in model.state_dict().items()}, path)
-            model.load_state_dict(load_file(path), assign=True)
-            model.blocks[1].up.bias = model.blocks[0].up.bias
-            model.requires_grad_(False)
-        if self.is_trained:
+        model = small(self.folder if self.kind.startswith("checkpoint") else None)
+        if self.kind == "ram, trained":
             model.norm.requires_grad_(True)
         return model
 
@@ -107,7 +105,7 @@ def strike_everywhere(attempt: Callable[[int, Strike], object]) -> None:
     assert at > 500
 
 
-@pytest.mark.parametrize("kind", ["ram", "ram, trained", "file", "checkpoint", "checkpoint, leaves"])
+@pytest.mark.parametrize("kind", [*KINDS][:5])
 @pytest.mark.parametrize("is_simulated", [False, True])
 def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path) -> None:
     """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
@@ -138,12 +136,10 @@ def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path)
     strike_everywhere(attempt)
 
 
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_an_interrupt_while_weights_return_to_their_checkpoint(has_folder: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["checkpoint", "checkpoint, folder"])
+def test_an_interrupt_while_weights_return_to_their_checkpoint(kind: str, tmp_path: Path) -> None:
     """They were edited, and have its bytes again. What is edited after the interrupt is not lost."""
-    case = Case("checkpoint", tmp_path)
-    if has_folder:
-        case.options["offload_to_disk_path"] = tmp_path / "groups"
+    case = Case(kind, tmp_path)
 
     def attempt(at: int, strike: Strike) -> None:
         model, reference = case.make(), copy.deepcopy(small())
@@ -173,9 +169,9 @@ def test_an_interrupt_while_weights_return_to_their_checkpoint(has_folder: bool,
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("when", ["in the middle", "at the end", "while it is excluded"])
-def test_a_pipeline_of_which_one_model_fails(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would stay offloaded."""
+@pytest.mark.parametrize("when", ["in the middle", "at the end", "while it is excluded", "one is offloaded already"])
+def test_a_pipeline_of_which_one_model_fails(when: str) -> None:
+    """The others would stay offloaded. What was offloaded before stays so."""
 
     class Fails(Model):
         def to(self, *args: Any, **options: Any) -> Any:
@@ -184,31 +180,20 @@ def test_a_pipeline_of_which_one_model_fails(when: str, monkeypatch: pytest.Monk
 
     models = {"one": make(Model, 1), "two": make(Fails, 2), "three": make(Model, 3)}
     references = copy.deepcopy(models)
-    if when == "in the middle":
-        models["two"].empty = nn.Parameter(torch.empty(2, device="meta"))
-    elif when == "at the end":
-        models["three"].empty = nn.Parameter(torch.empty(2, device="meta"))
+    handle = apply_group_offloading(models["three"], "cpu") if when == "one is offloaded already" else None
+    if when != "while it is excluded":
+        failing = models["three" if when == "at the end" else "two"]
+        failing.empty = nn.Parameter(torch.empty(2, device="meta"))
     excluded = ["two"] if when == "while it is excluded" else []
-    pipeline = SimpleNamespace(components=models)
     with pytest.raises((ModuleError, MemoryError)):
-        enable_group_offload(pipeline, "cpu", exclude_modules=excluded)
+        enable_group_offload(SimpleNamespace(components=models), "cpu", exclude_modules=excluded)
     for name, model in models.items():
         if "empty" in model._parameters:
             del model.empty
-        assert_as_before(model, references[name])
-
-
-def test_a_pipeline_that_was_offloaded_in_part() -> None:
-    """What was offloaded before stays so, if the rest fails."""
-    models = {"one": make(Model, 1), "two": make(Model, 2)}
-    reference = copy.deepcopy(models["one"])
-    handle = apply_group_offloading(models["two"], "cpu")
-    models["one"].empty = nn.Parameter(torch.empty(2, device="meta"))
-    with pytest.raises(ModuleError):
-        enable_group_offload(SimpleNamespace(components=models), "cpu")
-    del models["one"].empty
-    assert handle.is_active and handle_of(models["two"]) is handle
-    assert_as_before(models["one"], reference)
+        if handle is not None and name == "three":
+            assert handle.is_active and handle_of(model) is handle
+        else:
+            assert_as_before(model, references[name])
 
 
 @pytest.mark.parametrize(

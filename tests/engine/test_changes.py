@@ -13,9 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from group_offload import OffloadHandle, StateError, apply_group_offloading
+from group_offload import StateError, apply_group_offloading
 from group_offload.runtime.groups import build
 
 from ..support import edits
@@ -105,19 +104,6 @@ def test_random_changes(seed: int, twins: Twins) -> None:
     change_and_check(twins, changes, refreshes=rng if seed % 2 else None)
 
 
-def test_edits_of_a_checkpoint_on_the_cpu_within_a_budget(tmp_path: Path) -> None:
-    """Edited weights rest in RAM: an edit does not make the budget too small."""
-    model, reference = from_file(make(Model), tmp_path / "model.safetensors"), make(Model)
-    handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="80%")
-    for change in (edits.edit_through_data, edits.edit_all, edits.lora, edits.load_state_dict, edits.edit_all):
-        for each in (model, reference):
-            change(each)
-        for _ in range(2):
-            assert_same(run(model, inputs()), run(reference, inputs()))
-            assert_at_rest(model, reference)
-    handle.remove()
-
-
 @pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_refreshed", [True, False], ids=["refreshed", "failed"])
@@ -174,52 +160,24 @@ def test_somebody_who_goes_on_changing_the_module() -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-# ---------------------------------------------------------------- models of libraries
-
-
-def llama(folder: Path, seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    if not (folder / "config.json").exists():
-        LlamaForCausalLM(config).save_pretrained(folder)
-    found: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder).eval()
-    return found
-
-
-def offload_as(tier: str, model: nn.Module, folder: Path, level: str) -> OffloadHandle:
-    """A model from `from_pretrained`: it stays in its checkpoint, or is read from a copy in RAM or in files."""
-    if tier != "checkpoint":
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.clone()
-    return offload_to(folder / "groups" if tier == "file" else None, model, level)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # between peft and transformers
 @pytest.mark.parametrize("tier", [*TIERS, "checkpoint"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("runs_before", [True, False])
 def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Path) -> None:
     """An adapter of peft: its modules go, and weights are edited."""
-    ids = torch.arange(1, 9)[None]
     found = []
     for is_offloaded in (True, False):
-        model = llama(tmp_path)
+        model: Any = make(Model)
         if is_offloaded:
-            offload_as(tier, model, tmp_path, level)
-        outputs = [run(model, ids).logits]
+            model = from_file(model, tmp_path / "model.safetensors") if tier == "checkpoint" else model
+            offload_to(tmp_path / "groups" if tier == "file" else None, model, level)
+        outputs = [run(model, inputs())]
         torch.manual_seed(1)
-        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        adapted = get_peft_model(model, LoraConfig(target_modules=["up"], init_lora_weights=False))
         if runs_before:
-            outputs.append(run(adapted, ids).logits)
+            outputs.append(run(adapted, inputs()))
         merged = adapted.merge_and_unload()
-        outputs += [run(merged, ids).logits for _ in range(2)]
+        outputs += [run(merged, inputs()) for _ in range(2)]
         found.append(outputs)
     assert_same(*found)
 

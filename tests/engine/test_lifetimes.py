@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
-import sys
 import threading
 import tracemalloc
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -134,21 +132,27 @@ def test_memory_comes_back_at_once(options: str, use: str, end: str, tmp_path: P
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
-def test_a_component_that_a_pipeline_gives_up(name: str, is_called: bool) -> None:
-    """As users do with a text encoder once prompts are encoded (diffusers #10078)."""
+@pytest.mark.parametrize("what", ["text_encoder", "transformer", "vae", "all", "all, but for its handles"])
+def test_what_a_pipeline_gives_up(what: str, is_called: bool) -> None:
+    """As users do with a text encoder once prompts are encoded (diffusers #10078), or with all of it."""
     from ..support import tiny_models
 
     def given_up(offloads: bool) -> list[bool]:
-        pipe = tiny_models.flux_pipeline()
-        if offloads:
-            enable_group_offload(pipe, onload_device="cpu")
+        pipe: Any = tiny_models.flux_pipeline()
+        handles = enable_group_offload(pipe, onload_device="cpu") if offloads else {}
         if is_called:
             tiny_models.run(pipe)
-        model = getattr(pipe, name)
-        gone = [weakref.ref(each) for each in (model, next(model.parameters()))]
-        del model
-        setattr(pipe, name, None)
+        names = ["transformer", "vae", "text_encoder", "text_encoder_2"] if what.startswith("all") else [what]
+        models = [getattr(pipe, name) for name in names]
+        gone = [weakref.ref(each) for model in models for each in (model, next(model.parameters()))]
+        del models
+        if what == "all":
+            handles.clear()
+        if what.startswith("all"):
+            del pipe
+            assert not any(handle.is_active for handle in handles.values())
+        else:
+            setattr(pipe, what, None)
         return alive(*gone)
 
     with counted():
@@ -167,25 +171,6 @@ def test_a_component_that_is_given_up_on_the_meta_device(whole: bool) -> None:
         for target in [pipe] if whole else [getattr(pipe, name) for name in handles]:
             target.to("meta" if whole else torch.device("meta"))
         assert not any(alive(*old)) and not any(handle.stats().host_bytes for handle in handles.values())
-
-
-@pytest.mark.parametrize("keeps_handles", [False, True])
-def test_a_pipeline_that_is_dropped(keeps_handles: bool) -> None:
-    from ..support import tiny_models
-
-    def dropped(offloads: bool) -> list[bool]:
-        pipe = tiny_models.flux_pipeline()
-        handles = enable_group_offload(pipe, onload_device="cpu") if offloads else {}
-        tiny_models.run(pipe)
-        gone = [weakref.ref(each) for each in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2)]
-        if not keeps_handles:
-            handles.clear()
-        del pipe
-        assert not any(handle.is_active for handle in handles.values())
-        return alive(*gone)
-
-    with counted():
-        assert all(map(operator.le, dropped(True), dropped(False)))
 
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
@@ -286,16 +271,8 @@ def test_weights_that_are_given_up_on_the_meta_device(options: str, use: str, tm
         assert not device.pinned_bytes and not device.memory.now
 
 
-def test_weights_that_come_back_from_the_meta_device() -> None:
-    model, reference = make(Model), make(Model)
-    handle = apply_group_offloading(model, "cpu")
-    run(model, inputs())
-    model.to("meta").to_empty(device="cpu").load_state_dict(reference.state_dict())
-    assert torch.equal(run(model, inputs()), run(reference, inputs()))
-    handle.remove()
-
-
-def test_weights_that_are_given_up_in_a_forward() -> None:
+def test_weights_that_are_given_up_in_a_forward_and_come_back() -> None:
+    reference = make(Model)
     with counted():
         model = make(Model)
         apply_group_offloading(model, "cpu")
@@ -308,73 +285,47 @@ def test_weights_that_are_given_up_in_a_forward() -> None:
         with pytest.raises(ModuleError, match="was moved to the meta device"):
             run(model, inputs())
         assert not any(alive(*old))
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    assert torch.equal(run(model, inputs()), run(reference, inputs()))
 
 
-def entries(value: Any, seen: set[int]) -> int:
-    """How much is in the tables of the package's objects that `value` leads to."""
-    if id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, type)):
-        return 0
-    seen.add(id(value))
-    if isinstance(value, (dict, weakref.WeakKeyDictionary)):
-        return len(value) + sum(entries(each, seen) for each in [*value.values(), *value])
-    if isinstance(value, (list, tuple, set, frozenset, deque, weakref.WeakSet)):
-        return len(value) + sum(entries(each, seen) for each in [*value])
-    if type(value).__module__.startswith("group_offload"):
-        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        own = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
-        return sum(entries(each, seen) for each in own)
-    return 0
+@pytest.mark.parametrize("what", ["shapes", "threads and models"])
+def test_memory_of_the_host_does_not_grow(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text encoder, or `generate()`, has a new shape in each call; a server has a new thread for each request."""
 
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
 
-def of_process() -> int:
-    """The same for the tables of the package's files."""
-    files = [module for name, module in [*sys.modules.items()] if name.startswith("group_offload")]
-    seen: set[int] = set()
-    return sum(
-        entries(each, seen) for module in files for each in [*vars(module).values()] if not isinstance(each, type(sys))
-    )
-
-
-def test_tables_do_not_grow_with_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text encoder, or `generate()`, has a new shape in each call."""
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
-    handle = apply_group_offloading(model, "cpu")
-    x, found, traced, timed = torch.ones(10_000, 1), [], [], [0]
+    model, x, traced, timed = small(), torch.ones(10_000, 1), [], [0]
+    handle = apply_group_offloading(model, "cpu", share_passes=what != "shapes")
     new_trace = Recorder._new_trace
 
     def counting(recorder: Recorder) -> Any:
         timed[0] += 1
         return new_trace(recorder)
 
+    def step(number: int) -> None:
+        if what == "shapes":
+            run(model, x[:number])
+            return
+        other = small()
+        apply_group_offloading(other, "cpu")
+        for each in (model, other):
+            thread = threading.Thread(target=run, args=(each, x[:1]))
+            thread.start()
+            thread.join()
+
     monkeypatch.setattr(Recorder, "_new_trace", counting)
+    first, last, most = (2_000, 10_000, 100_000) if what == "shapes" else (60, 180, 10_000)
     tracemalloc.start()
     try:
-        with torch.no_grad():
-            for number in range(1, 10_001):
-                model(x[:number])
-                if number in (2_000, 10_000):
-                    gc.collect()
-                    found.append(entries(engine_of(handle), set()) + of_process())
-                    traced.append(tracemalloc.get_traced_memory()[0])
+        for number in range(1, last + 1):
+            step(number)
+            if number in (first, last):
+                gc.collect()
+                traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert found[1] < found[0] * 1.1 and traced[1] < traced[0] + 100_000, (found, traced)
+    assert traced[1] < traced[0] + most, traced
     assert timed[0] < 1_500  # to measure costs the host time
-
-
-def test_tables_do_not_grow_with_threads_and_models() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
-    handle = apply_group_offloading(model, "cpu", share_passes=True)
-    found = []
-    for number in range(1, 121):
-        other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
-        apply_group_offloading(other, "cpu")
-        threads = [threading.Thread(target=run, args=(each, torch.ones(1, 1))) for each in (model, other)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        del other, threads, thread
-        if number in (40, 120):
-            found.append(entries(engine_of(handle), set()) + of_process())
-    assert found[1] < found[0] * 1.1, found
+    handle.remove()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import StateError, apply_group_offloading
+from group_offload import apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
@@ -235,18 +235,6 @@ def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
         assert_same(called(other, call, torch.ones(2, DIM)), called(reference, call, torch.ones(2, DIM)))
     offload_to(None, other, "leaf_level")
     check(other, reference, passes=1)
-
-
-def test_a_copy_around_a_method_says_so() -> None:
-    model, reference = made()
-    offload_to(None, model)
-    other = copy.deepcopy(copy.copy(model))
-    with pytest.raises(StateError, match=r"encode has no module.*del copied\.encode"):
-        other.encode(torch.ones(2, DIM))
-    del other.encode
-    assert_same(
-        called(other, CALLS["encode"], torch.ones(2, DIM)), called(reference, CALLS["encode"], torch.ones(2, DIM))
-    )
 
 
 @pytest.mark.parametrize("is_late", [False, True])

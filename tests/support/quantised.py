@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64
@@ -37,6 +38,60 @@ class Model(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         return self.out(x)
+
+
+class Quantised(torch.Tensor):
+    """An int8 weight with a scale for each row, as quantisation libraries wrap them."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type, qdata: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, strides=qdata.stride(), dtype=scale.dtype, device=qdata.device, requires_grad=False
+        )
+
+    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor) -> None:
+        self.qdata, self.scale = qdata, scale
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Quantised:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        return cls((weight.detach() / scale).round().to(torch.int8), scale)
+
+    def dequantised(self) -> torch.Tensor:
+        return self.qdata.to(self.scale.dtype) * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["qdata", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Quantised:
+        return cls(inner["qdata"], inner["scale"])
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Quantised({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            return return_and_correct_aliasing(
+                func, args, kwargs, cls(func(args[0].qdata, **kwargs), func(args[0].scale, **kwargs))
+            )
+        if func is aten._to_copy.default:
+            dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device")
+            return cls(args[0].qdata.to(device, copy=True), args[0].scale.to(device, dtype, copy=True))
+        if func is aten.copy_.default and isinstance(args[1], cls):
+            args[0].qdata.copy_(args[1].qdata)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        if func is aten.mul_.Tensor:
+            args[0].scale.mul_(args[1])
+            return args[0]
+        plain = torch.utils._pytree.tree_map_only(cls, cls.dequantised, (args, kwargs))
+        return func(*plain[0], **plain[1])
 
 
 class Dequantising(nn.Module):

@@ -17,6 +17,7 @@ from group_offload.runtime import backward as backward_module
 from ..support.asserts import same_bits
 from ..support.backward import LoraModel, check, make, offloaded
 from ..support.inside import engine_of
+from ..support.quantised import Quantised
 from ..support.training import DIM, Put, data, plain
 
 
@@ -88,60 +89,34 @@ def test_hooks_of_others_around_and_inside(tmp_path: Path) -> None:
         check(step, "cpu", tmp_path, lambda run_block=run_block: make(run_block=run_block))
 
 
-class Scaled(torch.Tensor):
-    """A tensor subclass around two plain tensors, as quantised weights are."""
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)  # type: ignore[attr-defined]
-
-    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
-        self.ints, self.scale = data, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["ints", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["ints"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].ints, args[0].scale)
-        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.ints * t.scale, args)
-        return function(*plain, **(kwargs or {}))
-
-
-class ScaledProduct(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """Saves the quantised weight itself, and restores it in backward, as the layers of such libraries do."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
         context.save_for_backward(weight)
-        return x @ (weight.ints * weight.scale)
+        return x @ weight.dequantised()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         (weight,) = context.saved_tensors
-        return gradient @ (weight.ints * weight.scale).t(), None
+        return gradient @ weight.dequantised().t(), None
 
 
-class Quantised(nn.Module):
+class QuantisedProduct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        ints = torch.randint(-8, 8, (DIM, DIM), dtype=torch.int8)
-        self.weight = nn.Parameter(Scaled(ints, torch.rand(1, DIM)), requires_grad=False)
+        self.weight = nn.Parameter(Quantised.of(torch.randn(DIM, DIM)), requires_grad=False)
 
     def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = ScaledProduct.apply(x, self.weight)
+        result: torch.Tensor = Product.apply(x, self.weight)
         return result.sin()
 
 
 def test_weights_that_are_tensor_subclasses(tmp_path: Path) -> None:
     def quantised() -> LoraModel:
         model = make(1)
-        model.blocks = nn.ModuleList(Quantised() for _ in range(5))
+        model.blocks = nn.ModuleList(QuantisedProduct() for _ in range(5))
         model.order = list(range(5))
         torch.manual_seed(0)
         return model

@@ -20,13 +20,21 @@ DENOISERS = ["flux", "wan", "unet"]
 LEVELS = ["block_level", "leaf_level"]
 
 
-def with_lora(name: str, *, checkpointing: bool = False) -> nn.Module:
-    model: Any = tiny.MODELS[name][0]().requires_grad_(False).train()
+TARGETS = ["to_q", "to_v", "to_out.0"]
+
+
+def adapted(model: Any, *, checkpointing: bool = False, use_dora: bool = False) -> Any:
+    """The model with a LoRA that is trained."""
+    model.requires_grad_(False).train()
     torch.manual_seed(0)
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=use_dora, use_dora=use_dora))
     if checkpointing:
         model.enable_gradient_checkpointing()
     return model
+
+
+def with_lora(name: str, **options: bool) -> Any:
+    return adapted(tiny.MODELS[name][0](), **options)
 
 
 def train(model: nn.Module, name: str, num_steps: int = 3) -> list[torch.Tensor]:
@@ -60,14 +68,17 @@ def assert_ahead(handle: OffloadHandle, run: Callable[[], object]) -> None:
     assert after.rebuilds == before.rebuilds
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "use_dora"),
+    [("flux", False, True), *((name, checkpointing, False) for name in DENOISERS for checkpointing in (False, True))],
+)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", DENOISERS)
-def test_lora_on_diffusers_models(name: str, level: str, checkpointing: bool) -> None:
-    """Hazard: streams and gradient checkpointing exclude each other (SimpleTuner #1984, #3150)."""
-    ours = with_lora(name, checkpointing=checkpointing)
+def test_lora_on_diffusers_models(name: str, level: str, checkpointing: bool, use_dora: bool) -> None:
+    """A DoRA takes the norm of a frozen weight, and saves that weight in ways no layer does. Hazard: streams and gradient
+    checkpointing exclude each other (SimpleTuner #1984, #3150)."""
+    ours = with_lora(name, checkpointing=checkpointing, use_dora=use_dora)
     handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
-    assert_same_training(ours, with_lora(name, checkpointing=checkpointing), name)
+    assert_same_training(ours, with_lora(name, checkpointing=checkpointing, use_dora=use_dora), name)
     stats = handle.stats()
     # On the CPU, where weights are used in place, backward needs nothing unless a checkpoint calls blocks in it.
     is_in_place = handle.config.onload_device.type == "cpu" and not checkpointing
@@ -82,9 +93,7 @@ def test_lora_that_comes_and_goes_after_offloading(tmp_path: Path) -> None:
     ours: Any = tiny.flux_transformer().requires_grad_(False).train()
     handle = apply_group_offloading(ours, tiny.device(), offload_to_disk_path=tmp_path)
     for _ in range(2):
-        torch.manual_seed(0)
-        ours.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
-        assert_same_training(ours, with_lora("flux"), "flux")
+        assert_same_training(adapted(ours), with_lora("flux"), "flux")
         ours.delete_adapters("default")
         with torch.no_grad():
             found = tiny.call(ours, tiny.flux_inputs())
@@ -95,11 +104,7 @@ def test_lora_that_comes_and_goes_after_offloading(tmp_path: Path) -> None:
 def test_lora_over_a_checkpoint_that_was_never_loaded(tmp_path: Path) -> None:
     tiny.flux_transformer().save_pretrained(tmp_path)
     ours: Any = from_pretrained(type(tiny.flux_transformer()), tmp_path, onload_device=tiny.device())
-    ours.requires_grad_(False).train()
-    torch.manual_seed(0)
-    ours.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
-    ours.enable_gradient_checkpointing()
-    assert_same_training(ours, with_lora("flux", checkpointing=True), "flux")
+    assert_same_training(adapted(ours, checkpointing=True), with_lora("flux", checkpointing=True), "flux")
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -121,22 +126,6 @@ def test_lora_on_transformers_models(name: str, level: str, use_reentrant: bool)
     assert_same_training(ours, model(), name)
     assert handle.stats().backward_passes == 3
     handle.remove()
-
-
-def test_dora_reads_the_weight_of_the_layer_it_wraps() -> None:
-    """It takes the norm of a frozen weight, and saves that weight in ways no layer does."""
-
-    def model() -> nn.Module:
-        found: Any = tiny.flux_transformer().requires_grad_(False).train()
-        torch.manual_seed(0)
-        found.add_adapter(LoraConfig(r=4, target_modules=["to_q"], use_dora=True))
-        return found
-
-    for level in LEVELS:
-        ours = model()
-        handle = apply_group_offloading(ours, tiny.device(), offload_type=level)
-        assert_same_training(ours, model(), "flux")
-        handle.remove()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,15 +23,6 @@ from .packed import PackedGroup
 from .part import Part, SharedCounter
 from .tensors import fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
 from .wrapped import wrapped_holders
-
-
-class Residence(Enum):
-    """The memory that the tensors of a group are bound to."""
-
-    AT_REST = 1
-    """Views of the blob on its tier."""
-    ONLOADED = 2
-    """Views of a slot, or in use where they rest (`Group.is_in_place`)."""
 
 
 class Group:
@@ -74,12 +64,14 @@ class Group:
         """The slot that the blobs are in, or on their way to. They stay good between calls, until the slot is taken."""
         self.offset = 0
         """The byte of the slot that the group begins at."""
-        self.residence = Residence.AT_REST
+        self.is_bound = False
+        """Whether the tensors are views of a slot, or in use at rest (`is_in_place`). Else they are views of the blobs."""
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
         self._index_of = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
-        self._beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
+        self.beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
+        """The tensors that objects keep which autograd functions may keep too, by part and index."""
         self._buffers = {i: ref.places[0] for i, ref in enumerate(refs) if ref.is_buffer}
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
@@ -89,8 +81,7 @@ class Group:
         self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
         self._rest_views = [view for part in self.parts for view in part.rest]
-        self.rest_addresses = [address for part in self.parts for address in part.addresses]
-        """The addresses of the tensors at rest."""
+        self._rest_addresses = [address for part in self.parts for address in part.addresses]
         self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
         self._versions: list[int] = []
         self._bound: list[torch.Tensor] = []
@@ -145,7 +136,7 @@ class Group:
             wrapped.put_back()
         for index, (_, at_rest) in self._recast.items():
             self._tensors[index].data = at_rest
-        self.residence = Residence.AT_REST
+        self.is_bound = False
         self._rest_version = self._version_sum()
 
     def onload(self, *, is_watched: bool = False) -> None:
@@ -164,7 +155,7 @@ class Group:
             self._forget_replaced_recasts()
             bound = [self._recast.get(index, (view,))[0] for index, view in enumerate(bound)]
         # Before the first tensor is bound: an interrupt may leave only some of them bound.
-        self.residence = Residence.ONLOADED
+        self.is_bound = True
         if bound is not self._rest_views:  # else they are bound to these
             for tensor, view in zip(self._tensors, bound, strict=True):
                 tensor.data = view
@@ -180,7 +171,7 @@ class Group:
             The number of tensors that the forward changed.
         """
         if self._is_left_in_place():
-            self._bound, self.residence = [], Residence.AT_REST
+            self._bound, self.is_bound = [], False
             return 0
         slot = self.slot
         num_changed = 0
@@ -214,7 +205,10 @@ class Group:
         if slot is not None and not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
             # With another version of the weights a backward over such a view raises, and is not silently wrong.
-            self.increment_versions()
+            torch.autograd.graph.increment_version(self._to_increment)
+            counted: list[Part | SharedCounter] = [*self.parts, *self._shared_counters]
+            for each in counted:
+                each.num_increments += 1
         self._bound = []
         self.rest()
         return num_changed
@@ -236,24 +230,16 @@ class Group:
         Values that a forward changed are copied back if the whole group was onloaded.
         """
         has_bytes = self.slot is not None or self.is_in_place
-        if self.residence is Residence.ONLOADED and has_bytes and len(self._bound) == len(self._tensors):
+        if self.is_bound and has_bytes and len(self._bound) == len(self._tensors):
             with suppress(Exception):
                 if self.slot is not None:
                     self.slot.note_use(transfer.compute_stream)
                 self.offload(transfer)
-        if self.residence is Residence.ONLOADED:
+        if self.is_bound:
             self._bound = []
             self.rest()
         self.holds = 0
         self.slot = None
-
-    def increment_versions(self) -> None:
-        """Raise each version counter once, and count that as done by the engine."""
-        torch.autograd.graph.increment_version(self._to_increment)
-        for part in self.parts:
-            part.num_increments += 1
-        for counter in self._shared_counters:
-            counter.num_increments += 1
 
     def note_shared_counters(self) -> None:
         """Take over from the parts which tensors share a version counter."""
@@ -294,7 +280,7 @@ class Group:
 
     def objects_beside(self) -> list[tuple[Any, Part]]:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
-        return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
+        return [(owner, part) for part, index in self.beside if (owner := part.refs[index].kept_by()) is not None]
 
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest, since it was bound there."""
@@ -302,9 +288,9 @@ class Group:
 
     def was_replaced(self) -> bool:
         """Whether a tensor was bound to other memory (`weight.data = ...`), since it was bound to its memory at rest."""
-        if self._recast and self.residence is Residence.AT_REST:
+        if self._recast and not self.is_bound:
             self._forget_replaced_recasts()
-        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self.rest_addresses
+        is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
         return not self._recast and (is_elsewhere or not self._rest_forms.are_of(self._tensors))
 
     def commit_edits(self, transfer: Transfer) -> None:
@@ -316,23 +302,6 @@ class Group:
                 part.sent_generation = -1  # the edit was made in the blob itself, which does not know of it
         self._needs_commit = False
         self._rest_version = self._version_sum()
-
-    @property
-    def has_beside(self) -> bool:
-        """Whether tensors of the group are kept by objects that autograd functions may keep too."""
-        return bool(self._beside)
-
-    @property
-    def is_bound(self) -> bool:
-        return self.residence is Residence.ONLOADED
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether modules can compute with the weights: they are bound to the slot, and a call holds the group.
-
-        Backward holds groups whose weights are not bound to their slots.
-        """
-        return self.holds > 0 and self.residence is Residence.ONLOADED
 
     @property
     def is_current(self) -> bool:
@@ -356,7 +325,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views, self.rest_addresses = [], []
+        self._rest_views, self._rest_addresses = [], []
 
     def forget_rest(self, tensor: torch.Tensor) -> None:
         """The tensor rests elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
@@ -365,9 +334,6 @@ class Group:
         for views, at in ((part.rest, index), (self._rest_views, place)):
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
-
-    def is_as_left(self) -> bool:
-        return all(all(part.as_left()) for part in self.parts)
 
     def replaced(self) -> list[torch.Tensor] | None:
         """The tensors that are no longer bound to their memory at rest (`weight.data = ...`).
@@ -394,9 +360,6 @@ class Group:
                     return None
                 found.append(tensor)
         return found
-
-    def was_moved(self) -> bool:
-        return any(part.was_moved() for part in self.parts)
 
     def commit_replacements(self) -> None:
         """Copy the values of `replaced()` tensors to their memory at rest, and bind the tensors there again."""

@@ -26,22 +26,6 @@ class SharedCounter:
 class Part:
     """One blob of a group, and the tensors it holds."""
 
-    __slots__ = (
-        "addresses",
-        "blob",
-        "devices",
-        "may_pack",
-        "num_increments",
-        "num_replaced",
-        "offset",
-        "packed",
-        "refs",
-        "rest",
-        "sent_generation",
-        "shared_counters",
-        "starts",
-    )
-
     def __init__(self, blob: Blob, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
         self.blob = blob
         self.packed: PackedImage | None = None

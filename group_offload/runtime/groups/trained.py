@@ -72,7 +72,7 @@ class Trained:
         known = {key: parameter for key, (parameter, _) in self._homes.items()}
         for parameter in known.values():
             if parameter.device != self._backend.device:
-                self._bring(parameter)  # the user has moved it
+                self._move(parameter)  # the user has moved it
         self._num_frozen = {
             key: 0 if parameter.requires_grad else self._num_frozen.get(key, 0) + 1 for key, parameter in known.items()
         }
@@ -93,7 +93,7 @@ class Trained:
         }
         for key, (parameter, _) in self._homes.items():
             if key not in homes:
-                self._bring(parameter)
+                self._move(parameter)
         if self._optimizers is None and self._homes:
             self._optimizers = register_optimizer_step_pre_hook(partial(_bring_state, weakref.ref(self)))
             weakref.finalize(self, self._optimizers.remove).atexit = False
@@ -131,24 +131,20 @@ class Trained:
             refuse = partial(_refuse, fqn, holder.grad is not None)
             self._guards.append(holder.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
 
-    def _bring(self, parameter: torch.Tensor) -> None:
+    def _move(self, parameter: torch.Tensor, home: torch.device | None = None) -> None:
+        """Move a parameter, and its gradient, to the device where it was before; None: to the onload device."""
+        backend = self._backend
         with torch.inference_mode(False), torch.no_grad():
             source = as_bytes(parameter)
             # Memory of the CPU's backend is aligned and so larger, and `torch.save` writes the whole storage.
-            take = self._arena.take if self._backend.has_streams else partial(plain_empty, device=self._backend.device)
+            in_arena = home is None and backend.has_streams
+            take = self._arena.take if in_arena else partial(plain_empty, device=torch.device("cpu"))
             memory = take(source.numel())
-            self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
-            parameter.data = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
+            backend.copy(memory, source, backend.current_stream(), blocking=True)
+            value = view_of(memory, 0, parameter.dtype, parameter.shape, parameter.stride())
+            parameter.data = value if home is None else moved(value, home)
             if parameter.grad is not None:
-                parameter.grad = moved(parameter.grad, memory.device)
-
-    def _move(self, parameter: torch.Tensor, home: torch.device) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            value = plain_empty(span_bytes(parameter), torch.device("cpu"))
-            self._backend.copy(value, as_bytes(parameter), self._backend.current_stream(), blocking=True)
-            parameter.data = moved(view_of(value, 0, parameter.dtype, parameter.shape, parameter.stride()), home)
-            if parameter.grad is not None:
-                parameter.grad = moved(parameter.grad, home)
+                parameter.grad = moved(parameter.grad, home or memory.device)
 
 
 def _bring_state(trained: weakref.ref[Trained], optimizer: Optimizer, args: Any, kwargs: Any) -> None:

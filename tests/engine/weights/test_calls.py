@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +97,6 @@ def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None
         assert_same(run_onloaded(model, x), run(reference, x))
 
 
-def test_a_call_of_a_shallow_copy_is_refused(offload_either: Offload) -> None:
-    """Its parts are those of the model, and a root's own weights are at rest in it."""
-    model, reference = pair(Encoder)
-    handle = offload_either(model)
-    twin = copy.copy(model)
-    for _ in range(2):
-        with pytest.raises(StateError, match=r"shallow copy .* of an offloaded module"):
-            run(twin, inputs())
-        assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
-    handle.remove()
-    assert_same(run(twin, inputs()), run(reference, inputs()))
-
-
 def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, tmp_path: Path) -> None:
     """It would belong to two offloaded models."""
     (model, reference), (other, other_reference) = pair(), pair()
@@ -146,34 +132,24 @@ class TakesAll(Model):
         return super().forward(x), kwargs
 
 
-def test_inputs_that_are_there_already_keep_identity(offload: Offload) -> None:
-    model, reference = pair(TakesAll)
-    offload(model)
-    values = {"a": [inputs(), 3], "b": {"c": (inputs(),)}, "d": inputs(), "e": None, "f": object()}
+class Skips(TakesAll):
+    _skip_keys = ["cache"]
+
+
+@pytest.mark.parametrize(("kind", "options"), [(TakesAll, {"exclude_kwargs": ["cache"]}), (Skips, {})])
+def test_inputs_stay_that_are_excluded_or_there_already(kind: Any, options: Any, offload_either: Offload) -> None:
+    """By an option, or by the model's class."""
+    model, reference = pair(kind)
+    handle = offload_either(model, **options)
+    elsewhere = [torch.empty(3, device="meta")]
+    values = {"a": [inputs(), 3], "b": {"c": (inputs(),)}, "d": inputs(), "e": None, "f": object(), "cache": elsewhere}
     output, received = run(model, inputs(), **values)
     assert_same(output, run(reference, inputs())[0])
     assert received.keys() == values.keys() and all(received[name] is values[name] for name in values)
-
-
-def test_excluded_inputs_are_not_moved(offload: Offload) -> None:
-    model, _ = pair(TakesAll)
-    offload(model, exclude_kwargs=["cache"])
-    elsewhere = [torch.empty(3, device="meta")]
-    assert run(model, inputs(), cache=elsewhere)[1]["cache"] is elsewhere
     with pytest.raises(NotImplementedError):
         run(model, inputs(), other=elsewhere)
-
-
-def test_skip_keys_of_the_class_are_not_moved(folder: Path | None) -> None:
-    class Skips(TakesAll):
-        _skip_keys = ["cache"]
-
-    elsewhere = {"k": torch.empty(3, device="meta")}
-    model, _ = pair(Skips)
-    offload_to(folder, model)
-    assert run(model, inputs(), cache=elsewhere)[1]["cache"] is elsewhere
-    model, _ = pair(Skips)
-    offload_to(folder, model, exclude_kwargs=[])
+    handle.remove()
+    offload_either(model, exclude_kwargs=[])
     with pytest.raises(NotImplementedError):
         run(model, inputs(), cache=elsewhere)
 

@@ -144,16 +144,6 @@ def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offloa
     assert_true()
 
 
-def test_channels_last_model(offload: Offload) -> None:
-    model, reference = pair(
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last).eval()
-    )
-    offload(model)
-    x = inputs(0, 1, 3, 8, 8).to(memory_format=torch.channels_last)
-    check(model, reference, x)
-    assert model[0].weight.stride() == reference[0].weight.stride()
-
-
 @pytest.mark.parametrize("make", [lambda x: x.conj(), lambda x: x.conj().imag], ids=["conjugated", "negated"])
 def test_lazy_views_are_refused(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = nn.Linear(2, 2)

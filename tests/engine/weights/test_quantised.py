@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -169,18 +168,3 @@ def test_an_edit_under_layerwise_casting(offload_either: Offload) -> None:
         KINDS["layerwise casting"][1](twin.requires_grad_(False))
     offload_either(model)
     check(model, reference, inputs())
-
-
-@pytest.mark.skipif(not is_there("bitsandbytes"), reason="needs bitsandbytes")
-def test_what_bitsandbytes_makes_of_fp16_weights_stays_where_it_is() -> None:
-    """It is made in the first forward, and belongs to no weight."""
-    from bitsandbytes import nn as bnb
-
-    torch.manual_seed(0)
-    model = nn.Sequential(bnb.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=True)).requires_grad_(False).eval()
-    handle = apply_group_offloading(model, "cpu")
-    for _ in range(2):
-        model(inputs(dtype=torch.float32))
-    made: Any = model[0].state.CB
-    assert made is not None and made.numel() == WIDTH * WIDTH
-    assert handle.stats().host_bytes < made.nbytes + 4 * WIDTH * (WIDTH + 2)  # the weight and the bias, in float32
