@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
-from .config import ModelOptions, OffloadConfig
+from .config import OffloadConfig
 from .errors import StateError
 from .handle import OffloadHandle
 from .plan.budgets import describe_bytes
@@ -61,7 +60,7 @@ def release(handle: OffloadHandle, owner: Any) -> list[Any]:
 
 def shared_handle(
     handle: OffloadHandle | None,
-    options: ModelOptions,
+    wanted: OffloadConfig,
     given: Collection[str],
     *,
     given_for_all: Collection[str] = (),
@@ -73,6 +72,7 @@ def shared_handle(
 
     Args:
         handle: The handle of the module, if it is offloaded.
+        wanted: The options of the call.
         given: The options that the call gave for this module.
         given_for_all: Those that it gave for all models of a pipeline.
         owner: The pipeline or module that the call is for.
@@ -89,9 +89,6 @@ def shared_handle(
     if is_own and owner is not handle.module:
         given_for_all, is_excluded = (), False
     config = handle.config
-    if options.exclude_kwargs is None:
-        options = replace(options, exclude_kwargs=getattr(handle.module, "_skip_keys", None))
-    wanted = OffloadConfig.from_options(options)
     names = {each: "rests_in_files" if each == "offload_device" else each for each in {*given, *given_for_all}}
     other = [each for each, field in sorted(names.items()) if getattr(wanted, field) != getattr(config, field)]
     if is_excluded:

@@ -14,7 +14,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
 from ..runtime.convoy.contract import shares_passes
+from .patching import around
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
@@ -154,20 +155,12 @@ def _hear(guidance: Any) -> None:
         return branch
 
     methods = {"set_state": begins, "_prepare_batch": prepares, "_prepare_batch_from_block_state": prepares}
-    for name, around in methods.items():
+    for name, instead in methods.items():
         before = guidance.__dict__.get(name)
         if before is not None:
             call = getattr(before, "__func__", before)
-            mine = _around(call, around)
+            mine = around(call, instead)
             setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
-
-
-def _around(call: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return around(call, *args, **kwargs)
-
-    return method
 
 
 LISTENERS: tuple[Listener, ...] = (_MakesRoom(), _HearsGuiders())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import api, apply_group_offloading
-from group_offload.config import ModelOptions
+from group_offload.config import ModelOptions, OffloadConfig
 
 from ..support.inside import engine_of
 from ..support.models import Model
@@ -96,7 +96,9 @@ def test_packed_files_are_read(
     read: dict[bool, float] = {}
     for pack in (False, True, True):  # the second time the packed files are there
         model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
-        handle = api.offload(model, ModelOptions(pack=pack, **budgets), ram_share=int(share * size))
+        handle = api.offload(
+            model, OffloadConfig.from_options(ModelOptions(pack=pack, **budgets), model, ram_share=int(share * size))
+        )
         check(model, x, expected, 4)
         engine_of(handle).transfer.reader.wait_until_enqueued()
         before = sum(handle.stats().bytes_read.values())
