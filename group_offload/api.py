@@ -117,11 +117,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
 def offload(
     module: nn.Module, config: OffloadConfig, casts: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> OffloadHandle:
-    """`apply_group_offloading` with checked options.
-
-    Args:
-        casts: dtypes that parameters and buffers get while they are offloaded, one group after another, by name.
-    """
+    """`apply_group_offloading` with checked options. Meanwhile, weights named in `casts` are cast, one group after another."""
     module = getattr(module, "_orig_mod", module)
     _refuse_offloaded(module)
     for listener in listeners:

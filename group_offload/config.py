@@ -171,6 +171,11 @@ class OffloadConfig:
         return backend_for(self.onload_device)
 
     @property
+    def offload_device(self) -> str:
+        """Where weights are stored: `"cpu"` or `"disk"`."""
+        return "disk" if self.rests_in_files else "cpu"
+
+    @property
     def is_leaf_level(self) -> bool:
         """Whether single layers move."""
         return self.offload_type is OffloadType.LEAF_LEVEL

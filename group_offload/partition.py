@@ -58,6 +58,9 @@ NEVER_CALLED = (
 )
 """Containers: the module around them reads or calls their contents."""
 
+_LISTS = (nn.ModuleList, nn.Sequential)
+"""What has blocks as its elements."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -167,39 +170,36 @@ def partition(
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
-    blocks = config.block_modules
+    blocks, found = config.block_modules, set[str]()
     if blocks is None:
-        blocks = getattr(root, "_group_offload_block_modules", None)
-    else:
-        known = {name for name, _ in root.named_children()}
-        for name in blocks:
-            if name not in known and not any(part == name for part, _ in _children_of(root, blocks)):
-                raise ConfigError(
-                    f"block_modules names {name!r}, which is no child of {type(root).__name__}. Its children: {sorted(known)}."
-                )
-    if isinstance(root, (nn.ModuleList, nn.Sequential)):
-        yield from _list_units(root, root, "", config.group_prefix, config.num_blocks_per_group)
-        yield _Unit(f"{config.group_prefix}{type(root).__name__}_unmatched_group", modules=[root], owners=[""])
-        return
-    yield from _block_units_of(root, "", config.group_prefix, frozenset(blocks or ()), config.num_blocks_per_group)
+        blocks = getattr(root, "_group_offload_block_modules", None) or ()
+    prefix, count = config.group_prefix, config.num_blocks_per_group
+    yield from _block_units_of(root, "", prefix, frozenset(blocks), count, found)
+    missing = [name for name in config.block_modules or () if name not in found]
+    if missing:
+        known = sorted(name for name, _ in root.named_children())
+        raise ConfigError(
+            f"block_modules names {missing[0]!r}, which is no child of {type(root).__name__}. Its children: {known}."
+        )
 
 
-def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The children of the children in `names`, at any depth. `block_modules` applies to them again."""
-    for name, child in module.named_children():
-        if name in names:
-            yield from child.named_children()
-            yield from _children_of(child, names)
-
-
-def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int) -> Iterator[_Unit]:
+def _block_units_of(
+    module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int, found: set[str]
+) -> Iterator[_Unit]:
+    """The groups of a module whose children in `blocks` are cut in the same way. `found` gets all names that it has seen."""
     rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], owners=[path])
-    descend = _lists_lie_deeper(module, path)
+    if isinstance(module, _LISTS):  # the root
+        found.update(module._modules)
+        yield from _list_units(module, module, path, prefix, count)
+        yield rest
+        return
+    descend = _lists_lie_deeper(module)
     for name, child in _children(module):
+        found.add(name)
         child_path = f"{path}.{name}" if path else name
-        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        is_list = isinstance(child, _LISTS)
         if name in blocks or (not blocks and _holds_lists(child) and (descend or (not is_list and _is_large(child)))):
-            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count)
+            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count, found)
         elif is_list:
             yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
         else:
@@ -579,19 +579,19 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
-def _lists_lie_deeper(module: nn.Module, path: str) -> bool:
+def _lists_lie_deeper(module: nn.Module) -> bool:
     """Whether the blocks of a module lie below its children, as those of text encoders do (`model.encoder.layers`).
 
     The blocks of a diffusers model are where diffusers' conventions say, and in large children (`_is_large`).
     """
     if hasattr(type(module), "_supports_group_offloading"):
         return False
-    return not any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in module.children())
+    return not any(isinstance(child, _LISTS) for child in module.children())
 
 
 def _holds_lists(module: nn.Module) -> bool:
     return not isinstance(module, READS_ITS_CHILDREN) and any(
-        isinstance(part, (nn.ModuleList, nn.Sequential)) for part in module.modules() if part is not module
+        isinstance(part, _LISTS) for part in module.modules() if part is not module
     )
 
 

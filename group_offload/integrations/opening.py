@@ -124,13 +124,7 @@ from_pretrained.__signature__ = _whole_signature()  # type: ignore[attr-defined]
 
 
 def _refuse_missing(model: nn.Module, name: str | os.PathLike[str]) -> None:
-    """
-    Args:
-        name: What the model was loaded from.
-
-    Raises:
-        GroupFileError: weights of the model were not there.
-    """
+    """Refuse a model whose weights were not all in `name`, from which it was loaded."""
     missing = [fqn for fqn, weight in model.named_parameters() if weight.device.type == "meta"]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from group_offload import OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload import apply_activation_offloading, apply_group_offloading
 from group_offload.activations.host_pool import HostPool
 from group_offload.activations.streams import CopyStreams
 
 from ..support.asserts import same_bits
+from ..support.inside import slow_down
 from ..support.training import CHECKPOINTS
 
 pytestmark = [
@@ -101,19 +102,6 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(same_bits(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-def slowed_down(handle: OffloadHandle) -> None:
-    """Each copy to the device begins 5 ms late."""
-    transfer = handle._live.transfer
-    send = transfer.send
-
-    def slow_send(*args: Any, **kwargs: Any) -> None:
-        with transfer.stream:  # type: ignore[attr-defined]
-            torch.cuda._sleep(10_000_000)
-        send(*args, **kwargs)
-
-    transfer.send = slow_send  # type: ignore[method-assign]
-
-
 MODES: dict[str, dict[str, Any]] = {
     "block": {},
     "leaf": {"offload_type": "leaf_level"},
@@ -147,7 +135,7 @@ def test_late_copies_change_nothing(options: dict[str, Any], device: torch.devic
     expected = train(make(CHECKPOINTS[1]).to(device), device, 3)
     model = make(CHECKPOINTS[1])
     handle = apply_group_offloading(model, device, **options)
-    slowed_down(handle)
+    slow_down(handle, 10_000_000)
     assert_same(train(model, device, 3), expected)
     handle.remove()
 
@@ -238,7 +226,7 @@ def test_weights_and_activations_together(device: torch.device) -> None:
         model = make(run_block)
         handle = apply_group_offloading(model, device)
         activations = apply_activation_offloading(model, min_bytes=1 << 16)
-        slowed_down(handle)
+        slow_down(handle, 10_000_000)
         assert_same(train(model, device, 4), expected)
         assert activations.stats().offloads > 0
         activations.remove()
