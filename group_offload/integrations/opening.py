@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import os
 import threading
@@ -111,18 +110,6 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     return loaded
 
 
-def _whole_signature() -> inspect.Signature:
-    """The signature of `from_pretrained` for people: its options one by one, then those of the library's loader."""
-    own = inspect.signature(from_pretrained)
-    *first, rest = own.parameters.values()
-    ours = {**inspect.signature(ModelOptions).parameters, **inspect.signature(PipelineOptions).parameters}
-    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ours.values()]
-    return own.replace(parameters=[*first, *by_name, rest.replace(name="loader_options")])
-
-
-from_pretrained.__signature__ = _whole_signature()  # type: ignore[attr-defined]
-
-
 def _refuse_missing(model: nn.Module, name: str | os.PathLike[str]) -> None:
     """Refuse a model whose weights were not all in `name`, from which it was loaded."""
     missing = [fqn for fqn, weight in model.named_parameters() if weight.device.type == "meta"]
@@ -166,12 +153,6 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         remedy = "Save the model there again (save_pretrained), or download it again."
         if isinstance(error, ImportError):
             remedy = "Install the package that is missing."
-        elif isinstance(error, MemoryError):
-            remedy = (
-                "A file that is larger than RAM can't be mapped: save the model in more files (max_shard_size='5GB')."
-            )
-        elif any("\ud800" <= letter <= "\udfff" for letter in str(path)):
-            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
         raise GroupFileError(
             f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error

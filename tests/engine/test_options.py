@@ -24,7 +24,6 @@ from group_offload import (
     OffloadType,
     apply_group_offloading,
     enable_group_offload,
-    from_pretrained,
     remove_group_offloading,
 )
 from group_offload.base.device import say_that_the_cpu_computes
@@ -141,8 +140,11 @@ def test_a_cpu_that_nobody_asked_for_is_said_once(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("module", [None, "model", [nn.Linear(2, 2)], nn.Linear])
 def test_not_a_module(module: Any) -> None:
-    with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
-        apply_group_offloading(module, "cpu")
+    for call in (apply_group_offloading, remove_group_offloading):
+        with pytest.raises(
+            ConfigError, match=r"torch\.nn\.Module, got .* For a pipeline, use .*, disable_group_offload\(\)"
+        ):
+            call(module)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -216,16 +218,7 @@ def test_signatures_of_one_definition() -> None:
     """Every call takes the options of the others, with the same types and defaults."""
     model = inspect.signature(apply_group_offloading).parameters
     pipeline = inspect.signature(enable_group_offload).parameters
-    opened = inspect.signature(from_pretrained).parameters
     assert [*pipeline][1:] == [*[*model][1:10], "exclude_modules", "model_options", *[*model][-8:]]
-    assert {*opened} == {*model, *pipeline, "model_class", "pretrained_model_name_or_path", "loader_options"} - {
-        "module",
-        "pipeline",
-    }
-    for name, parameter in {**model, **pipeline}.items():
-        if name not in ("module", "pipeline"):
-            assert parameter.annotation and opened[name].annotation == parameter.annotation, name
-            assert opened[name].default == parameter.default, name
     for name in pipeline.keys() & model.keys():
         # A pipeline fills the device by itself, and shares passes where that pays.
         default = "auto" if name in ("vram_budget", "share_passes") else model[name].default
@@ -264,11 +257,6 @@ def test_positional_arguments() -> None:
     assert config.num_blocks_per_group == 2 and config.non_blocking and not config.use_stream
     assert config.low_cpu_mem_usage and config.block_modules == ("blocks",) and config.exclude_kwargs == ("mask",)
     check(model, make(Model), inputs())
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-def test_default_device_is_the_cpu() -> None:
-    assert apply_group_offloading(make(Model)).config.onload_device == torch.device("cpu")
 
 
 class Spelling(Enum):

@@ -25,6 +25,7 @@ from group_offload.handle import report_of
 
 from ..support.inside import engine_of, slow_down
 from ..support.pages import Page
+from ..support.rigs import run
 from ..support.tuning import tune
 
 pytestmark = [
@@ -70,12 +71,6 @@ def model() -> Model:
 @pytest.fixture
 def x(device: torch.device) -> torch.Tensor:
     return torch.randn(256, DIM, dtype=torch.bfloat16, device=device, generator=torch.Generator(device).manual_seed(1))
-
-
-def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        result: torch.Tensor = model(x)
-    return result
 
 
 MODES: list[dict[str, Any]] = [
@@ -254,23 +249,6 @@ def _raise(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_two_models_share_one_arena(model: Model, x: torch.Tensor, device: torch.device) -> None:
-    torch.manual_seed(2)
-    other = Model(4).to(torch.bfloat16).eval()
-    expected = run(copy.deepcopy(model).to(device), x), run(copy.deepcopy(other).to(device), x)
-    handles: list[OffloadHandle] = [apply_group_offloading(model), apply_group_offloading(other)]
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    for _ in range(3):
-        assert torch.equal(run(model, x), expected[0])
-        assert torch.equal(run(other, x), expected[1])
-    held = torch.cuda.memory_allocated(device) - before
-    assert held <= max(handle.stats().peak_device_bytes for handle in handles) + (1 << 20)
-    for handle in handles:
-        handle.remove()
-
-
 @pytest.mark.parametrize("share", [None, 0.5, 2.0])
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 def test_models_of_a_pipeline(
@@ -405,67 +383,11 @@ def test_weights_that_cannot_be_page_locked_in_place(
     monkeypatch.undo()
     assert "inned" in caplog.text or "pin " in caplog.text
     assert (handle.stats().pinned_bytes > 0) == has_own_memory
-    check_and_zero(model, x, expected)
-    handle.remove()
-
-
-def check_and_zero(model: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> None:
-    """Weights that go another way to the device are right, and edits of them are noticed."""
     for _ in range(2):
         assert torch.equal(run(model, x), expected)
     for parameter in model.parameters():
         parameter.data.zero_()
     assert not run(model, x).any()
-
-
-def test_a_driver_that_locks_memory_and_fails_to_copy_from_it(
-    model: Model,
-    x: torch.Tensor,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The first copy from locked memory is a trial. What fails there is unlocked, and weights go another way. Hazard: a
-    driver pins memory, and fails at the first copy from it."""
-    expected = run(copy.deepcopy(model).to(device), x)
-    copy_bytes = AcceleratorBackend.copy
-
-    def fails(self: Any, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
-        if blocking and not self.holds(source):
-            raise RuntimeError("CUDA error: invalid argument")
-        copy_bytes(self, target, source, stream, blocking=blocking)
-
-    monkeypatch.setattr(AcceleratorBackend, "copy", fails)
-    handle = apply_group_offloading(model)
-    monkeypatch.undo()
-    assert "a copy from there failed" in caplog.text
-    check_and_zero(model, x, expected)
-    handle.remove()
-
-
-@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-def test_little_can_be_page_locked(
-    level: str, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads bring what is not locked through the ring, which is locked, while other weights are edited."""
-    resident = copy.deepcopy(model).to(device)
-    pin, locked = AcceleratorBackend.pin, []
-
-    def with_a_cap(self: Any, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
-        locked.append(memory.numel())
-        return sum(locked) <= 3 * BLOCK_BYTES and pin(self, memory, undo, read_only=read_only)
-
-    monkeypatch.setattr(AcceleratorBackend, "pin", with_a_cap)
-    monkeypatch.setattr(AcceleratorBackend, "empty_pinned", lambda *_: None)
-    tune(monkeypatch, segment_bytes=BLOCK_BYTES, chunk_bytes=1 << 20, num_frames=4, leaf_chunk_bytes=1 << 20)
-    handle = apply_group_offloading(model, offload_type=level)
-    monkeypatch.setattr(AcceleratorBackend, "pin", pin)
-    for number in range(8):
-        assert torch.equal(run(model, x), run(resident, x))
-        for each in (model, resident):
-            each.get_parameter(f"blocks.{number}.up.weight").data.mul_(2)
-    stats = handle.stats()
-    assert stats.bytes_onloaded["pageable ram"] > 4 * BLOCK_BYTES and stats.staging_bytes > 0
     handle.remove()
 
 
