@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,35 +108,22 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
         >>> print(handle)
     """
     known = handle_of(module)
-    handle = shared_handle(known, options, given, owner=known and known.module) or offload(module, options)
+    config = OffloadConfig.from_options(options, module)
+    handle = shared_handle(known, config, given, owner=known and known.module) or offload(module, config)
     add_owner(handle, handle.module)
     return handle
 
 
 def offload(
-    module: nn.Module,
-    options: ModelOptions,
-    *,
-    group_prefix: str = "",
-    ram_share: int | None = None,
-    casts: Mapping[str, torch.dtype] | None = None,
+    module: nn.Module, config: OffloadConfig, casts: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> OffloadHandle:
-    """`apply_group_offloading`, also for a model of a pipeline.
-
-    Args:
-        group_prefix: prefix of the group ids, which tells the models of a pipeline apart in one folder.
-        ram_share: bytes of RAM for the module's weights that rest in files.
-        casts: dtypes that parameters and buffers get while they are offloaded, one group after another, by name.
-    """
+    """`apply_group_offloading` with checked options. Meanwhile, weights named in `casts` are cast, one group after another."""
     module = getattr(module, "_orig_mod", module)
-    if options.exclude_kwargs is None:
-        options = replace(options, exclude_kwargs=getattr(module, "_skip_keys", None))
-    config = OffloadConfig.from_options(options, group_prefix=group_prefix, ram_share=ram_share)
     _refuse_offloaded(module)
     for listener in listeners:
         listener.applying(module)
     tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
-    by_id = {id(tensors[name]): dtype for name, dtype in (casts or {}).items() if tensors[name].dtype != dtype}
+    by_id = {id(tensors[name]): dtype for name, dtype in casts.items() if tensors[name].dtype != dtype}
     engine = Engine(module, config)
     handle = OffloadHandle(module, engine)
     try:

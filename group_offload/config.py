@@ -171,6 +171,11 @@ class OffloadConfig:
         return backend_for(self.onload_device)
 
     @property
+    def offload_device(self) -> str:
+        """Where weights are stored: `"cpu"` or `"disk"`."""
+        return "disk" if self.rests_in_files else "cpu"
+
+    @property
     def is_leaf_level(self) -> bool:
         """Whether single layers move."""
         return self.offload_type is OffloadType.LEAF_LEVEL
@@ -192,9 +197,9 @@ class OffloadConfig:
 
     @classmethod
     def from_options(
-        cls, options: ModelOptions, *, group_prefix: str = "", ram_share: int | None = None
+        cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "", ram_share: int | None = None
     ) -> OffloadConfig:
-        """Check `options` and fill in their defaults."""
+        """Check `options` and fill in their defaults, some of which the class of `module` gives."""
         device = default_device() if options.onload_device is None else _as_device(options.onload_device)
         backend = backend_for(device)
         is_disk = options.offload_device == "disk"
@@ -231,7 +236,8 @@ class OffloadConfig:
         vram, share, share_passes = _vram_of(options, backend), *_sharing_of(options, backend)
         if options.onload_device is None and not backend.has_streams:
             say_that_the_cpu_computes()
-        path, blocks = options.offload_to_disk_path, options.block_modules
+        path, blocks, kwargs = options.offload_to_disk_path, options.block_modules, options.exclude_kwargs
+        kwargs = getattr(module, "_skip_keys", None) if kwargs is None else kwargs
         return cls(
             onload_device=backend.device,
             offload_type=kind,
@@ -243,7 +249,7 @@ class OffloadConfig:
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
             ram_share=ram_share,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
-            exclude_kwargs=_as_names(options.exclude_kwargs or (), "exclude_kwargs"),
+            exclude_kwargs=_as_names(kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
             pack=_pack_of(options, backend),
             process_group=None if options.process_group is None else _as_group(options.process_group),

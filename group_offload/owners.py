@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 from torch import nn
 
-from .config import ModelOptions, OffloadConfig
+from .config import OffloadConfig
 from .errors import StateError
 from .handle import OffloadHandle
 from .plan.budgets import describe_bytes
@@ -61,7 +59,7 @@ def release(handle: OffloadHandle, owner: Any) -> list[Any]:
 
 def shared_handle(
     handle: OffloadHandle | None,
-    options: ModelOptions,
+    wanted: OffloadConfig,
     given: Collection[str],
     *,
     given_for_all: Collection[str] = (),
@@ -72,15 +70,10 @@ def shared_handle(
     """The handle that a call shares; None if it has to offload the module itself. See [Note: Owners].
 
     Args:
-        handle: The handle of the module, if it is offloaded.
-        given: The options that the call gave for this module.
+        given: The names of the `wanted` options that the call gave for this module.
         given_for_all: Those that it gave for all models of a pipeline.
-        owner: The pipeline or module that the call is for.
-        name: The name of the module in the pipeline.
+        owner: The pipeline or module that the call is for; `name` is that of the module in the pipeline.
         is_excluded: Whether the call asks for the module as a whole on the device.
-
-    Raises:
-        StateError: the module is offloaded with other options.
     """
     if handle is None:
         return None
@@ -89,21 +82,18 @@ def shared_handle(
     if is_own and owner is not handle.module:
         given_for_all, is_excluded = (), False
     config = handle.config
-    if options.exclude_kwargs is None:
-        options = replace(options, exclude_kwargs=getattr(handle.module, "_skip_keys", None))
-    wanted = OffloadConfig.from_options(options)
-    names = {each: "rests_in_files" if each == "offload_device" else each for each in {*given, *given_for_all}}
-    other = [each for each, field in sorted(names.items()) if getattr(wanted, field) != getattr(config, field)]
-    if is_excluded:
-        other = ["exclude_modules"]
-    if not other:
+    names = sorted({*given, *given_for_all})
+    other = [each for each in names if getattr(wanted, each) != getattr(config, each)]
+    if not other and not is_excluded:
         return handle
     what = f"{name} ({type(handle.module).__name__})" if name else type(handle.module).__name__
-    now = ", ".join(f"{each}={_shown(config, each)}" for each in other if each != "exclude_modules")
+    now, leave = "", "it out of exclude_modules"
+    if not is_excluded:
+        now = f", with {', '.join(f'{each}={_shown(config, each)}' for each in other)}"
+        leave = f"{', '.join(other)} out"
     raise StateError(
-        f"{what} is already offloaded{now and f', with {now}'}. To keep it that way, leave "
-        f"{'it' if is_excluded else ', '.join(other)} out{' of exclude_modules' if is_excluded else ''}. To change it, "
-        f"call {how_to_undo(owners, owner, handle.module, name)} first."
+        f"{what} is already offloaded{now}. To keep it that way, leave {leave}. To change it, call "
+        f"{how_to_undo(owners, owner, handle.module, name)} first."
     )
 
 
@@ -120,12 +110,8 @@ def how_to_undo(owners: Collection[Any], owner: Any, module: nn.Module, name: st
 
 
 def _shown(config: OffloadConfig, option: str) -> str:
-    if option == "offload_device":
-        return repr("disk" if config.rests_in_files else "cpu")
     value = getattr(config, option)
-    if isinstance(value, Enum):
-        value = value.value
-    elif option in ("vram_budget", "ram_budget") and value is not None:
+    if option in ("vram_budget", "ram_budget") and value is not None:
         value = describe_bytes(value)
     return repr(value if value is None or isinstance(value, int) else str(value))
 

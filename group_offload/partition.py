@@ -58,6 +58,9 @@ NEVER_CALLED = (
 )
 """Containers: the module around them reads or calls their contents."""
 
+_LISTS = (nn.ModuleList, nn.Sequential)
+"""What has blocks as its elements."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -104,12 +107,11 @@ class Partition:
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """A group that is being made, with the FQNs of the subtrees and of the single owners whose tensors it takes."""
+    """A group that is being made. It takes the tensors below its `paths`, but those below longer paths of other units."""
 
     group_id: str
     modules: list[nn.Module]
-    subtrees: list[str] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     methods: dict[Method, None] = field(default_factory=dict)
     table: int = 0
     """The id of the one parameter that the unit takes, if it is an embedding's table."""
@@ -142,11 +144,12 @@ def partition(
         units = list(_block_units(root, config))
     else:
         units = list(_leaf_units(root, config, modules, is_compiled))
-    _open_for_parts_used(modules, units)
+    homes = {path: unit for unit in units for path in unit.paths}
+    _open_for_parts_used(modules, units, homes)
     for weight, holders in _tables(config, modules, is_compiled, without):
         first = next(path for path, module in modules.items() if module is holders[0])
         units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
-    refs, users = _assign(modules, units, without)
+    refs, users = _assign(modules, units, homes, without)
     if not refs and any(map(is_lazy, root.parameters())):
         raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
     if not refs and next(root.parameters(), None) is not None:
@@ -167,46 +170,43 @@ def partition(
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
-    blocks = config.block_modules
+    blocks, found = config.block_modules, set[str]()
     if blocks is None:
-        blocks = getattr(root, "_group_offload_block_modules", None)
-    else:
-        known = {name for name, _ in root.named_children()}
-        for name in blocks:
-            if name not in known and not any(part == name for part, _ in _children_of(root, blocks)):
-                raise ConfigError(
-                    f"block_modules names {name!r}, which is no child of {type(root).__name__}. Its children: {sorted(known)}."
-                )
-    if isinstance(root, (nn.ModuleList, nn.Sequential)):
-        yield from _list_units(root, root, "", config.group_prefix, config.num_blocks_per_group)
-        yield _Unit(f"{config.group_prefix}{type(root).__name__}_unmatched_group", modules=[root], owners=[""])
+        blocks = getattr(root, "_group_offload_block_modules", None) or ()
+    prefix, count = config.group_prefix, config.num_blocks_per_group
+    yield from _block_units_of(root, "", prefix, frozenset(blocks), count, found)
+    missing = [name for name in config.block_modules or () if name not in found]
+    if missing:
+        known = sorted(name for name, _ in root.named_children())
+        raise ConfigError(
+            f"block_modules names {missing[0]!r}, which is no child of {type(root).__name__}. Its children: {known}."
+        )
+
+
+def _block_units_of(
+    module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int, found: set[str]
+) -> Iterator[_Unit]:
+    """The groups of a module whose children in `blocks` are cut in the same way. `found` gets all names that it has seen."""
+    rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], paths=[path])
+    if isinstance(module, _LISTS):  # the root
+        found.update(module._modules)
+        yield from _list_units(module, module, path, prefix, count)
+        yield rest
         return
-    yield from _block_units_of(root, "", config.group_prefix, frozenset(blocks or ()), config.num_blocks_per_group)
-
-
-def _children_of(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The children of the children in `names`, at any depth. `block_modules` applies to them again."""
-    for name, child in module.named_children():
-        if name in names:
-            yield from child.named_children()
-            yield from _children_of(child, names)
-
-
-def _block_units_of(module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int) -> Iterator[_Unit]:
-    rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], owners=[path])
-    descend = _lists_lie_deeper(module, path)
+    descend = _lists_lie_deeper(module)
     for name, child in _children(module):
+        found.add(name)
         child_path = f"{path}.{name}" if path else name
-        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        is_list = isinstance(child, _LISTS)
         if name in blocks or (not blocks and _holds_lists(child) and (descend or (not is_list and _is_large(child)))):
-            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count)
+            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count, found)
         elif is_list:
             yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
         else:
-            rest.subtrees.append(child_path)
+            rest.paths.append(child_path)
             # The child can be called without the root (vae.decode), and then has to onload the rest itself.
             rest.modules.extend(_callable_parts(child))
-    if rest.subtrees or holds_tensors(module):
+    if len(rest.paths) > 1 or holds_tensors(module):
         yield rest
 
 
@@ -223,7 +223,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
                 modules=[called for _, _, module in part for called in _called_for(module, reader)],
-                subtrees=[part_path for _, part_path, _ in part],
+                paths=[part_path for _, part_path, _ in part],
             )
         run.clear()
 
@@ -243,54 +243,54 @@ def _leaf_units(
     whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     leaves: dict[nn.Module, _Unit] = {}
-    owners: dict[nn.Module, _Unit] = {}
+    others: dict[nn.Module, _Unit] = {}
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
         is_script = isinstance(module, torch.jit.ScriptModule)
         if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
-            leaf = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
-            leaf.subtrees.append(path)
+            unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
+            unit.paths.append(path)
         elif holds_tensors(module):
-            holder = _nearest_called(path, modules)
-            owner = owners.setdefault(
-                modules[holder], _Unit(f"{config.group_prefix}{holder}", modules=[modules[holder]])
+            called = _nearest_called(path, modules)
+            unit = others.setdefault(
+                modules[called], _Unit(f"{config.group_prefix}{called}", modules=[modules[called]])
             )
-            owner.owners.append(path)
+            unit.paths.append(path)
     yield from leaves.values()
-    yield from owners.values()
+    yield from others.values()
 
 
-def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> None:
+def _home(path: str, homes: Mapping[str, _Unit]) -> _Unit | None:
+    """The unit that takes the tensors of the module at `path`."""
+    return next((homes[part] for part in (path, *_ancestors(path)) if part in homes), None)
+
+
+def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], homes: Mapping[str, _Unit]) -> None:
     """Let gates open for weights of units that no call of the units' own modules leads to.
 
     A forward that reads in a loop what is most of the module is left alone: all of that would be on the device for the length
     of its call. It mostly looks at weights, or edits them, where they rest. (Where it computes with them, torch raises.)
     """
-    by_path = {path: unit for unit in units for path in (*unit.owners, *unit.subtrees)}
     lists = [each for each in modules.values() if isinstance(each, NEVER_CALLED)]
     blocks = {block for each in lists for block in each.children() if not isinstance(block, NEVER_CALLED)}
     # The methods of what is inside of a block are called in the block's call.
     outside = {*modules.values()} - {part for block in blocks for part in block.modules() if part is not block}
-    paths = {module: path for path, module in modules.items()}
+    home_of = {module: home for path, module in modules.items() if (home := _home(path, homes)) is not None}
     opening = {unit: frozenset(unit.modules) for unit in units}
 
-    def unit_of(module: nn.Module) -> _Unit | None:
-        path = paths.get(module)
-        return (
-            None
-            if path is None
-            else next((by_path[part] for part in (path, *_ancestors(path)) if part in by_path), None)
-        )
+    @cache
+    def size_of(unit: _Unit) -> int:
+        weights = [each for part, home in home_of.items() if home is unit for each in part.parameters(recurse=False)]
+        return sum(weight.nbytes for weight in weights if not is_lazy(weight))
 
-    sizes = cache(lambda: {unit: _bytes_in(unit, modules) for unit in units})
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
         for name in ("forward", *(methods_of(module) if module in outside else ())):
             used = parts_used(module, name, () if name == "forward" else outside)
             read, called = (
-                {part: unit for part in parts if (unit := unit_of(part)) is not None}
+                {part: unit for part in parts if (unit := home_of.get(part)) is not None}
                 for parts in (used.read, used.called)
             )
             # Nobody calls a module whose method is called. Around the parts of a block there are no gates, either.
@@ -299,7 +299,7 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
             if name == "forward":
                 read = {part: unit for part, unit in read.items() if above.isdisjoint(opening[unit])}
             in_loops = {unit for part, unit in read.items() if used.read[part]}
-            if len(in_loops) > 1 and sum(sizes()[unit] for unit in in_loops) * 2 > sum(sizes().values()):
+            if len(in_loops) > 1 and sum(map(size_of, in_loops)) * 2 > sum(map(size_of, units)):
                 read = {part: unit for part, unit in read.items() if not used.read[part]}
             if name == "forward":
                 gated = [(unit, module) for unit in read.values()]
@@ -310,12 +310,6 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit]) -> N
             for unit, opener in (*gated, *((unit, part) for part, unit in called.items())):
                 if opener not in unit.modules:
                     unit.modules.append(opener)
-
-
-def _bytes_in(unit: _Unit, modules: Mapping[str, nn.Module]) -> int:
-    weights = [weight for path in unit.subtrees for weight in modules[path].parameters()]
-    weights += [weight for path in unit.owners for weight in modules[path].parameters(recurse=False)]
-    return sum(weight.nbytes for weight in weights if not is_lazy(weight))
 
 
 def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:
@@ -372,18 +366,14 @@ def _tables(
 
 
 def _assign(
-    modules: dict[str, nn.Module], units: list[_Unit], without: frozenset[int]
+    modules: dict[str, nn.Module], units: list[_Unit], homes: Mapping[str, _Unit], without: frozenset[int]
 ) -> tuple[list[TensorRef], list[set[int]]]:
     """Every tensor under `modules` once, and for each the indices of the units that need it."""
-    by_subtree = {path: i for i, unit in enumerate(units) for path in unit.subtrees}
-    by_owner = {path: i for i, unit in enumerate(units) for path in unit.owners}
+    indices = {unit: i for i, unit in enumerate(units)}
     by_table = {unit.table: i for i, unit in enumerate(units) if unit.table}
     found: dict[int, tuple[str, torch.Tensor, dict[tuple[int, str], ParamSlot], set[int]]] = {}
     for path, owner in modules.items():
-        home = by_owner.get(path)
-        for part in (path, *_ancestors(path)):
-            if home is None:
-                home = by_subtree.get(part, by_owner.get(part))
+        home = _home(path, homes)
         for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in table.items():
                 if tensor is None or id(tensor) in without or is_lazy(tensor):
@@ -392,7 +382,7 @@ def _assign(
                 fqn = f"{path}.{name}" if path else name
                 _, _, places, used_by = found.setdefault(id(tensor), (fqn, tensor, {}, set()))
                 places[id(owner), name] = ParamSlot(owner, name, is_buffer)
-                used_by.add(by_table.get(id(tensor), home))
+                used_by.add(by_table.get(id(tensor), indices[home]))
     refs: list[TensorRef] = []
     users: list[set[int]] = []
     for fqn, holder, places, used_by in found.values():
@@ -511,21 +501,18 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
 
 
 def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[int, ...]:
-    needs: dict[int, list[int]] = {}
+    needs: dict[nn.Module, list[int]] = {}
     for index, group in enumerate(groups):
         for module in dict.fromkeys((*group.modules, *(method.module for method in group.methods))):
-            needs.setdefault(id(module), []).append(index)
+            needs.setdefault(module, []).append(index)
     inside: list[set[int]] = [set() for _ in groups]
     for path, module in modules.items():
-        here = needs.get(id(module), ())
-        if not here:
-            continue
-        for (
-            outer
-        ) in here:  # of the groups of one module, the later one (a shared group) is acquired first and kept longest
+        here = needs.get(module, ())
+        # Of the groups of one module, the later one (a shared group) is acquired first and kept longest.
+        for outer in here:
             inside[outer].update(index for index in here if index < outer)
-        for part in _ancestors(path):
-            for outer in needs.get(id(modules[part]), ()):
+        for part in _ancestors(path) if here else ():
+            for outer in needs.get(modules[part], ()):
                 inside[outer].update(index for index in here if index != outer)
     heights: dict[int, int] = {}
 
@@ -579,19 +566,19 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
-def _lists_lie_deeper(module: nn.Module, path: str) -> bool:
+def _lists_lie_deeper(module: nn.Module) -> bool:
     """Whether the blocks of a module lie below its children, as those of text encoders do (`model.encoder.layers`).
 
     The blocks of a diffusers model are where diffusers' conventions say, and in large children (`_is_large`).
     """
     if hasattr(type(module), "_supports_group_offloading"):
         return False
-    return not any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in module.children())
+    return not any(isinstance(child, _LISTS) for child in module.children())
 
 
 def _holds_lists(module: nn.Module) -> bool:
     return not isinstance(module, READS_ITS_CHILDREN) and any(
-        isinstance(part, (nn.ModuleList, nn.Sequential)) for part in module.modules() if part is not module
+        isinstance(part, _LISTS) for part in module.modules() if part is not module
     )
 
 

@@ -49,35 +49,27 @@ _VIEWS = frozenset(
         "transpose",
         "permute",
         "t",
-        "narrow",
         "chunk",
         "split",
-        "unbind",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "unflatten",
         "requires_grad_",
         "__get__",
     }
 )
-"""Functions of tensors and of torch that only move elements: it is the same to cast their argument or their result."""
+"""Functions of tensors and of torch that only move elements: it is the same to cast their argument or their result.
+
+Loaders call these. Any other function is right too, and costs RAM.
+"""
 _QUESTIONS = frozenset(
     {
         "size",
         "dim",
         "numel",
-        "nelement",
-        "ndimension",
         "stride",
         "storage_offset",
         "data_ptr",
         "untyped_storage",
         "is_contiguous",
         "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "get_device",
         "__len__",
         "__hash__",
         has_compatible_shallow_copy_type.__name__,
@@ -121,12 +113,8 @@ class PostponedCasts(TorchFunctionMode):
 
         Call this before a loaded weight is placed or dropped: weights are recognised by their address.
         """
-        found = {}
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            dtype = self._asked_at(tensor)
-            if dtype is not None:
-                found[name] = dtype
-        return found
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        return {name: dtype for name, tensor in tensors if (dtype := self._asked_at(tensor)) is not None}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,9 +225,7 @@ class PostponedCasts(TorchFunctionMode):
         return value
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
-        if not self._of_files_only:
-            return True
-        if self._files.find(tensor.detach()) is None:
+        if self._of_files_only and self._files.find(tensor.detach()) is None:
             self._files = FileMap()  # it may have been mapped since
             return self._files.find(tensor.detach()) is not None
         return True

@@ -12,6 +12,7 @@ and everything else where it went before.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import logging
 import os
@@ -21,7 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from heapq import nlargest
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,7 +43,7 @@ from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import HANDLE, is_offloaded, root_of
 from .casts import cast_now
 from .modular import LISTENERS
-from .patching import swap
+from .patching import around, swap
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -51,7 +53,7 @@ _TEXT_KV_CACHE = "text_kv_cache_transformer"
 FILL = Default("auto")
 """What a pipeline takes of the device by itself."""
 _ASKED = "_group_offload_asked"
-"""The attribute of a pipeline that says how it was offloaded: an `_Asked`."""
+"""The attribute of a pipeline that says how it was offloaded: its `PipelineOptions`."""
 
 
 # ------------------------------------------------------------------------------------------------ pipelines
@@ -59,12 +61,39 @@ _ASKED = "_group_offload_asked"
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions(OffloadOptions):
-    """The options of `enable_group_offload`."""
+    """The options of `enable_group_offload`. A pipeline has them; its copies, which are not offloaded, have None.
+
+    Raises:
+        ConfigError: `exclude_modules` are no names, or `model_options` no options by the names of models.
+    """
 
     vram_budget: int | str | None = field(default=FILL, kw_only=True)
     share_passes: bool | str = field(default="auto", kw_only=True)
     exclude_modules: str | Iterable[str] | None = None
     model_options: Mapping[str, Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        names, special = self.exclude_modules, {} if self.model_options is None else self.model_options
+        if names is None or isinstance(names, str):
+            names = () if names is None else (names,)
+        names = tuple(names) if isinstance(names, Iterable) else (None,)  # an iterator gives its names once
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"exclude_modules={short(self.exclude_modules)}: expected names of models, such as ['vae']."
+            )
+        if not isinstance(special, Mapping) or not all(isinstance(options, Mapping) for options in special.values()):
+            raise ConfigError(
+                f"model_options={short(special)}: expected options by the names of models, such as "
+                f"{{'vae': {{'offload_type': 'leaf_level'}}}}."
+            )
+        object.__setattr__(self, "exclude_modules", names)
+        object.__setattr__(self, "model_options", {name: dict(options) for name, options in special.items()})
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +102,6 @@ class LeastOptions(PipelineOptions):
 
     vram_budget: int | str | None = field(default=None, kw_only=True)
     share_passes: bool | str = field(default=False, kw_only=True)
-
-
-class _Asked:
-    """What was asked for a pipeline. A copy of the pipeline, or one read back from a pickle, is not offloaded."""
-
-    def __init__(self, options: PipelineOptions) -> None:
-        self.options = options
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 @takes_options(PipelineOptions)
@@ -121,56 +137,52 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
     Example:
         >>> handles = enable_group_offload(pipe, offload_to_disk_path="/nvme/offload", exclude_modules="vae")
     """
-    return _enable(pipeline, options, given)
+    return offload_pipeline(pipeline, options, given)
 
 
-def _enable(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
-    asked: _Asked | None = getattr(pipeline, "__dict__", {}).get(_ASKED)
-    if asked is not None:
-        options = replace(asked.options, **{name: getattr(options, name) for name in given})
-    options = replace(options, exclude_modules=as_excluded(options.exclude_modules))  # an iterator gives its names once
-    return carry_out(pipeline, plan_pipeline(pipeline, options, given))
-
-
-def carry_out(
+def offload_pipeline(
     pipeline: Any,
-    plan: PipelinePlan,
-    casts_of: Mapping[nn.Module, Mapping[str, torch.dtype]] | None = None,
+    options: PipelineOptions,
+    given: Collection[str],
+    casts_of: Mapping[nn.Module, Mapping[str, torch.dtype]] = MappingProxyType({}),
     dropped: Collection[nn.Module] = (),
 ) -> dict[str, OffloadHandle]:
-    """Offload the models of a pipeline, and make it an owner of them. If that fails, they are what they were.
+    """`enable_group_offload`, also for a pipeline that was just opened. If it fails, all models are what they were.
 
     Args:
+        given: The names of the options that the caller gave.
         casts_of: Casts that are left to make, by model.
         dropped: Models that nobody else has. If this fails, they are not brought to RAM, but go with the pipeline.
 
     Returns:
         The handles of the models that are offloaded, by their names in the pipeline.
     """
+    asked: PipelineOptions | None = getattr(pipeline, "__dict__", {}).get(_ASKED)
+    if asked is not None:
+        options = replace(asked, **{name: getattr(options, name) for name in given})
+    offloaded, excluded, device = _plan(pipeline, options, given)
     with ExitStack() as undo:
-        for planned in plan.offloaded:
-            model, casts = planned.model, (casts_of or {}).get(planned.model, {})
+        for planned in offloaded:
+            model, casts = planned.model, casts_of.get(planned.model, {})
             if planned.shared is not None:  # it came offloaded; the pipeline may have cast it
                 cast_now(model, casts)
                 continue
             if model not in dropped:
                 undo.callback(remove_group_offloading, model)
-            planned.offload(casts)
-        for model in plan.excluded:
+            offload(model, planned.config, casts)
+        for model in excluded:
             if model not in dropped:
                 undo.callback(_move_back, {each: each.device for each in (*model.parameters(), *model.buffers())})
-            cast_now(model, (casts_of or {}).get(model, {}), plan.device)
-        models = models_of(pipeline)
+            cast_now(model, casts_of.get(model, {}), device)
+        models, mine = models_of(pipeline), {planned.model for planned in offloaded}
         put_in_order(pipeline, models)
-        for planned in plan.offloaded:
-            handle = handle_of(planned.model)
-            assert handle is not None
+        handles = {name: handle for name, handle in handles_of(pipeline).items() if models[name] in mine}
+        for handle in handles.values():
             add_owner(handle, pipeline)
         undo.pop_all()
     if hasattr(pipeline, "__dict__"):
-        vars(pipeline)[_ASKED] = _Asked(plan.options)
-    mine = {planned.model for planned in plan.offloaded}
-    return {name: handle for name, handle in handles_of(pipeline).items() if models[name] in mine}
+        vars(pipeline)[_ASKED] = options
+    return handles
 
 
 def _move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
@@ -179,92 +191,43 @@ def _move_back(devices: Mapping[torch.Tensor, torch.device]) -> None:
             tensor.data = moved(tensor.data, device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedModel:
-    """A model of a pipeline and its arguments of `offload`."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A model of a pipeline that is offloaded, or is to be."""
 
-    name: str
+    names: list[str]
     model: nn.Module
-    options: ModelOptions
-    ram_share: int | None = None
-    shared: OffloadHandle | None = None
+    own: Mapping[str, Any]
+    """The options that `model_options` give for it."""
+    config: OffloadConfig
+    shared: OffloadHandle | None
     """Its handle, if it is offloaded already."""
 
-    def offload(self, casts: Mapping[str, torch.dtype]) -> OffloadHandle:
-        # The name is in the prefix, so two models of one class have different files in one folder.
-        return offload(self.model, self.options, group_prefix=f"{self.name}.", ram_share=self.ram_share, casts=casts)
-
-    @property
-    def tables(self) -> set[int]:
-        """The ids of embedding tables that will stay where they rest."""
-        try:
-            return tables_of(self.model, OffloadConfig.from_options(self.options), is_compiled)
-        except GroupOffloadError:
-            return set()  # offloaded, the model raises this error
-
-    @property
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
-            config = OffloadConfig.from_options(self.options)
-            groups = partition(self.model, config, is_compiled).groups
+            groups = partition(self.model, self.config, is_compiled).groups
         except GroupOffloadError:
             return sys.maxsize  # offloaded first, the model raises this error first
         sizes = [sum(span_bytes(ref.tensor) for ref in group.tensors) for group in groups if not group.is_table]
-        return sum(nlargest(config.num_slots, sizes))
-
-    def within(self, room: int) -> PlannedModel:
-        """The same model. It takes turns in single layers where blocks would leave activations too little of `room`."""
-        if self.shared is not None or self.bytes_in_turn <= room * _MOST_IN_TURN:
-            return self
-        logger.info(
-            "%s: streaming single layers (offload_type='leaf_level'), since two blocks take %s of %s of VRAM.",
-            self.name,
-            describe_bytes(self.bytes_in_turn),
-            describe_bytes(room),
-        )
-        return replace(self, options=replace(self.options, offload_type="leaf_level"))
-
-
-def _room(config: OffloadConfig, whole: Iterable[nn.Module]) -> int:
-    """The VRAM that weights may have, beside the models that go to the device as a whole."""
-    backend, budget = config.backend, config.vram_budget
-    if not backend.has_streams:
-        return sys.maxsize  # the device is RAM, and weights there are used in place
-    room = backend.free_bytes() + backend.reserved_bytes()
-    tensors = [tensor for model in whole for tensor in (*model.parameters(), *model.buffers())]
-    coming = sum(tensor.nbytes for tensor in tensors if tensor.device != config.onload_device)
-    return max(0, (min(room, budget) if isinstance(budget, int) else room) - coming)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePlan:
-    """The decision for each model of a pipeline."""
-
-    options: PipelineOptions
-    offloaded: tuple[PlannedModel, ...]
-    """The models to offload, each once, in this order."""
-    excluded: tuple[nn.Module, ...]
-    """The models that go to `device` as a whole, as nobody has offloaded them."""
-    device: torch.device
+        return sum(nlargest(self.config.num_slots, sizes))
 
 
 _MOST_IN_TURN = 0.5
 """Blocks take turns in at most this share of the VRAM that weights may have. Single layers take less."""
-_OF_BLOCKS = ("num_blocks_per_group", "block_modules")
 
 
-def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str]) -> PipelinePlan:
-    """Decide what `enable_group_offload` does. Nothing is touched.
+def _plan(
+    pipeline: Any, options: PipelineOptions, given: Collection[str]
+) -> tuple[list[_Planned], list[nn.Module], torch.device]:
+    """Decide what to do with each model of a pipeline. Nothing is touched.
 
-    Args:
-        given: The names of the options that the caller gave.
+    Returns:
+        The models to offload, each once, in this order; those that go to the device as a whole; and that device.
     """
-    models = models_of(pipeline)
-    excluded = as_excluded(options.exclude_modules)
-    special = as_options_by_model(options.model_options)
+    excluded, special = cast(tuple[str, ...], options.exclude_modules), options.model_options or {}
     names: dict[nn.Module, list[str]] = {}
-    for name, model in models.items():
+    for name, model in models_of(pipeline).items():
         names.setdefault(model, []).append(name)
     # Options of the last call may be for a model that is gone by now.
     special_now = special if "model_options" in given else {}
@@ -283,51 +246,71 @@ def plan_pipeline(pipeline: Any, options: PipelineOptions, given: Collection[str
         away = [name for name in mine if name in excluded]
         # Options of the last call are for models that are not offloaded yet.
         is_excluded = bool(away) and (handle is None or "exclude_modules" in given)
-        planned = PlannedModel(name=(away if is_excluded else mine)[0], model=model, options=_options_for(options, own))
-        if not is_excluded:
-            _check_options(planned, own)
+        config = _config_of(model, mine[0], options, {} if is_excluded else own)
         shared = shared_handle(
             handle,
-            planned.options,
+            config,
             own.keys() if "model_options" in given else (),
             given_for_all=set(given) - {"exclude_modules", "model_options"},
             owner=pipeline,
-            name=planned.name,
+            name=(away if is_excluded else mine)[0],
             is_excluded=is_excluded,
         )
         if not is_excluded:
             refuse_unsupported(model)
-            offloaded.append(replace(planned, shared=shared))
+            offloaded.append(_Planned(mine, model, own, config, shared))
         elif shared is None:
             whole.append(model)
     common = OffloadConfig.from_options(
         ModelOptions(onload_device=options.onload_device, vram_budget=options.vram_budget)
     )
     if options.ram_budget is not None:
+        sharing = [each for each in offloaded if "ram_budget" not in each.own]
         shares = shares_of(
-            {
-                each.name: each.model
-                for each in offloaded
-                if "ram_budget" not in _own_options(names[each.model], special)
-            },
+            {each.names[0]: each.model for each in sharing},
             options.ram_budget,
             options.vram_budget,
             has_folder=options.offload_to_disk_path is not None,
             has_device=common.backend.has_streams,
-            tables=set[int]().union(*(planned.tables for planned in offloaded)),
+            tables=set[int]().union(*(tables_of(each.model, each.config, is_compiled) for each in offloaded)),
         )
-        offloaded = [replace(each, ram_share=shares.get(each.name)) for each in offloaded]
-    if common.vram_budget is not None:
-        room = _room(common, whole)
         offloaded = [
-            each
-            if {"offload_type", *_OF_BLOCKS} & {*given, *_own_options(names[each.model], special)}
-            else each.within(room)
-            for each in offloaded
+            replace(each, config=replace(each.config, ram_share=shares.get(each.names[0]))) for each in offloaded
         ]
-        # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
-        offloaded.sort(key=lambda planned: planned.bytes_in_turn, reverse=True)
-    return PipelinePlan(options=options, offloaded=tuple(offloaded), excluded=tuple(whole), device=common.onload_device)
+    if common.vram_budget is not None:
+        offloaded = _within(_room(common, whole), offloaded, given)
+    return offloaded, whole, common.onload_device
+
+
+def _within(room: int, offloaded: Iterable[_Planned], given: Collection[str]) -> list[_Planned]:
+    """The same models. One takes turns in single layers where its blocks would leave activations too little of `room`."""
+    found = []
+    for planned in offloaded:
+        in_turn = planned.bytes_in_turn()
+        asked = {"offload_type", "num_blocks_per_group", "block_modules"} & {*given, *planned.own}
+        if in_turn > room * _MOST_IN_TURN and planned.shared is None and not asked:
+            logger.info(
+                "%s: streaming single layers (offload_type='leaf_level'), since two blocks take %s of %s of VRAM.",
+                planned.names[0],
+                describe_bytes(in_turn),
+                describe_bytes(room),
+            )
+            planned = replace(planned, config=replace(planned.config, offload_type=OffloadType.LEAF_LEVEL))
+            in_turn = planned.bytes_in_turn()
+        found.append((in_turn, planned))
+    # If the budget is too small, the error is about the model that needs most of it, and names enough for all models.
+    return [planned for _, planned in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def _room(config: OffloadConfig, whole: Iterable[nn.Module]) -> int:
+    """The VRAM that weights may have, beside the models that go to the device as a whole."""
+    backend, budget = config.backend, config.vram_budget
+    if not backend.has_streams:
+        return sys.maxsize  # the device is RAM, and weights there are used in place
+    room = backend.free_bytes() + backend.reserved_bytes()
+    tensors = [tensor for model in whole for tensor in (*model.parameters(), *model.buffers())]
+    coming = sum(tensor.nbytes for tensor in tensors if tensor.device != config.onload_device)
+    return max(0, (min(room, budget) if isinstance(budget, int) else room) - coming)
 
 
 def _is_given_up(model: nn.Module) -> bool:
@@ -382,35 +365,6 @@ def models_of(pipeline: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-def as_excluded(value: Any) -> tuple[str, ...]:
-    """The names in `exclude_modules`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if value is None:
-        return ()
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"exclude_modules={short(value)}: expected names of models, such as ['vae'].")
-    return names
-
-
-def as_options_by_model(value: Any) -> dict[str, dict[str, Any]]:
-    """The options in `model_options`, by the names of models.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    given = {} if value is None else value
-    if not isinstance(given, Mapping) or not all(isinstance(options, Mapping) for options in given.values()):
-        raise ConfigError(
-            f"model_options={short(value)}: expected options by the names of models, such as "
-            f"{{'vae': {{'offload_type': 'leaf_level'}}}}."
-        )
-    return {name: dict(options) for name, options in given.items()}
-
-
 def _check_names(
     pipeline: Any, names: Mapping[nn.Module, Sequence[str]], excluded: Sequence[str], special: Mapping[str, Any]
 ) -> None:
@@ -427,10 +381,9 @@ def _check_names(
                 f"model_options: the pipeline has no model {name!r}.{did_you_mean(name, known_names)} Models: "
                 f"{', '.join(sorted(known_names))}."
             )
-        unknown = sorted(set(options) - known, key=str)
-        if unknown:
+        for unknown in sorted(set(options) - known, key=str):
             raise ConfigError(
-                f"model_options[{name!r}]: no such option: {unknown[0]!r}.{did_you_mean(unknown[0], known)} Options: "
+                f"model_options[{name!r}]: no such option: {unknown!r}.{did_you_mean(unknown, known)} Options: "
                 f"{', '.join(sorted(known))}."
             )
     both = sorted(name for mine in names.values() if {*mine} & {*excluded} and {*mine} & {*special} for name in mine)
@@ -439,11 +392,7 @@ def _check_names(
 
 
 def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `model_options` say of one model, by all of its names.
-
-    Raises:
-        ConfigError: two names disagree.
-    """
+    """What `model_options` say of one model, by all of its names."""
     own: dict[str, Any] = {}
     for name in names:
         for option, value in special.get(name, {}).items():
@@ -455,51 +404,28 @@ def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]])
     return own
 
 
-def _options_for(common: PipelineOptions, own: Mapping[str, Any]) -> ModelOptions:
-    """The options of one model. A count of blocks for all models has no meaning for a model that is cut into layers."""
+def _config_of(model: nn.Module, name: str, common: PipelineOptions, own: Mapping[str, Any]) -> OffloadConfig:
+    """The checked options of one model. An error names it if it is about one of its `own`."""
     options = {field.name: getattr(common, field.name) for field in fields(OffloadOptions)}
     if own.get("offload_type") in ("leaf_level", OffloadType.LEAF_LEVEL):
-        options["num_blocks_per_group"] = None
-    return ModelOptions(**{**options, **own})
-
-
-def _check_options(planned: PlannedModel, own: Collection[str]) -> None:
-    """Refuse options before any model is touched, and name the model that they are for.
-
-    Args:
-        own: The options that `model_options` give for this model.
-    """
+        options["num_blocks_per_group"] = None  # a count of blocks for all models has no meaning for single layers
     try:
-        OffloadConfig.from_options(planned.options)
+        # The name is in the prefix, so two models of one class have different files in one folder.
+        return OffloadConfig.from_options(ModelOptions(**{**options, **own}), model, group_prefix=f"{name}.")
     except (ConfigError, DeviceError) as error:
         if not any(option in str(error) for option in own):
             raise
-        raise type(error)(f"model_options[{planned.name!r}]: {error}") from error
-
-
-_RUN_HERE = frozenset(
-    [
-        "AutoencoderKLKVAEAudio",
-        "AutoencoderKLMiniMaxH3Audio",
-        "AutoencoderOobleck",
-        "AutoencoderSAME",
-        "ConsistencyDecoderVAE",
-        "Cosmos3AVAEAudioTokenizer",
-        "DiTTransformer2DModel",
-        "HunyuanDiT2DModel",
-        "LongCatAudioDiTVae",
-        "VQModel",
-    ]
-)
-"""Classes that say they do not support group offloading, and run bit-equal at both levels: docs/compatibility.md."""
+        raise type(error)(f"model_options[{name!r}]: {error}") from error
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    name = type(model).__name__
-    if getattr(model, "_supports_group_offloading", True) is False and name not in _RUN_HERE:
+    """Refuse a class that says so, unless it is diffusers' own: those run bit-equal, as docs/compatibility.md shows."""
+    kind = type(model)
+    is_of_diffusers = kind.__module__.startswith("diffusers.")
+    if getattr(model, "_supports_group_offloading", True) is False and not is_of_diffusers:
         raise ModuleError(
-            f"{name} doesn't support group offloading (_supports_group_offloading is False). Pass its component name in "
-            f"exclude_modules."
+            f"{kind.__name__} doesn't support group offloading (_supports_group_offloading is False). Pass its component "
+            f"name in exclude_modules."
         )
 
 
@@ -579,14 +505,9 @@ def _weak_registry_class() -> type:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "_weak__module_ref"}
-            return _new_registry, (), {**state, "_module_ref": self._module_ref}
+            return copyreg._reconstructor, (base, object, None), {**state, "_module_ref": self._module_ref}  # type: ignore[attr-defined]
 
     return WeakHookRegistry
-
-
-def _new_registry() -> Any:
-    base = importlib.import_module("diffusers.hooks.hooks").HookRegistry
-    return base.__new__(base)
 
 
 # ------------------------------------------------------------------------------------------------ diffusers' own calls
@@ -622,20 +543,15 @@ def patch_diffusers() -> None:
         swap(_patches, pipelines, "enable_group_offload", _enable_on_pipeline)
         swap(_patches, pipelines, "disable_group_offload", disable_group_offload)
     for name in ("load_components", "update_components") if modular is not None else ():
-        swap(_patches, modular, name, _also_offloads(getattr(modular, name)))
+        swap(_patches, modular, name, around(getattr(modular, name), _offload_what_came))
 
 
-def _also_offloads(load: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of modular pipelines after which components that came are offloaded as the others were."""
-
-    @wraps(load)
-    def loads(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(pipeline, *args, **kwargs)
-        if pipeline.__dict__.get(_ASKED) is not None:
-            enable_group_offload(pipeline)
-        return result
-
-    return loads
+def _offload_what_came(load: Callable[..., Any], pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a method of modular pipelines: components that come are offloaded as the others were."""
+    result = load(pipeline, *args, **kwargs)
+    if pipeline.__dict__.get(_ASKED) is not None:
+        enable_group_offload(pipeline)
+    return result
 
 
 def unpatch_diffusers() -> None:
@@ -658,7 +574,7 @@ def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 @takes_options(LeastOptions)
 def _enable_on_pipeline(pipeline: Any, options: PipelineOptions, given: frozenset[str]) -> dict[str, OffloadHandle]:
-    return _enable(pipeline, options, given)
+    return offload_pipeline(pipeline, options, given)
 
 
 @wraps(apply_group_offloading)
@@ -672,7 +588,9 @@ def _install_seams() -> None:
     for module_name, class_name in _WITH_TO:
         kind = getattr(sys.modules.get(module_name), class_name, None)
         if kind is not None and not hasattr(kind.to, "group_offload_before"):
-            kind.to = _seen_by_offloading(kind.to)
+            before = kind.to
+            kind.to = around(before, _move)
+            kind.to.group_offload_before = before
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
     find, before = offloading._get_top_level_group_offload_hook, offloading._apply_group_offloading
     if hasattr(find, "group_offload_before"):
@@ -711,31 +629,25 @@ _WITH_TO = (
 """Classes of diffusers whose `to` leaves what is offloaded where it is."""
 
 
-def _seen_by_offloading(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` of a pipeline or model: on the meta device offloaded models are given up, and a cast says which ones it left."""
-
-    @wraps(to)
-    def moves(target: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        is_model = isinstance(target, nn.Module)
-        models = {"": target} if is_model else {name: handle.module for name, handle in handles_of(target).items()}
-        if any(str(each).startswith("meta") for each in given if isinstance(each, (str, torch.device))):
-            for model in models.values():
-                if handle_of(model) is not None:
-                    nn.Module.to(model, "meta")
-        result = to(target, *args, **kwargs)
-        dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
-        kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
-        if kept and dtype is not None and not is_model:
-            logger.warning(
-                "to(), which from_pipe() calls with torch.float32 by default, casts no offloaded model: the dtype of %s "
-                "stays. To cast one, call pipe.%s.to(%s).",
-                *(", ".join(kept), kept[0], dtype),
-            )
-        return result
-
-    moves.group_offload_before = to  # type: ignore[attr-defined]
-    return moves
+def _move(to: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `to`: on the meta device offloaded models are given up, and a cast of a pipeline says which it left."""
+    given = (*args, *kwargs.values())
+    is_model = isinstance(target, nn.Module)
+    models = {"": target} if is_model else {name: handle.module for name, handle in handles_of(target).items()}
+    if any(str(each).startswith("meta") for each in given if isinstance(each, (str, torch.device))):
+        for model in models.values():
+            if handle_of(model) is not None:
+                nn.Module.to(model, "meta")
+    result = to(target, *args, **kwargs)
+    dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
+    kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
+    if kept and dtype is not None and not is_model:
+        logger.warning(
+            "to(), which from_pipe() calls with torch.float32 by default, casts no offloaded model: the dtype of %s "
+            "stays. To cast one, call pipe.%s.to(%s).",
+            *(", ".join(kept), kept[0], dtype),
+        )
+    return result
 
 
 def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: Any) -> None:

@@ -14,7 +14,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..handle import Listener, OffloadHandle
 from ..runtime.convoy.announced import announce, begin_step
 from ..runtime.convoy.contract import shares_passes
+from .patching import around
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
@@ -95,7 +96,8 @@ class _MakesRoom(Listener):
         hook, handle = _hook_of(module), handle_of(module)
         if hook is None or handle is None:
             return
-        hook.pre_forward = _keep_inputs
+        # The hook's own step has nothing to do: the module's gate has moved the inputs, and room is made here.
+        hook.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
         others = [
             other
             for other in hook.other_hooks or ()
@@ -127,11 +129,6 @@ def _hook_of(module: nn.Module) -> Any:
     return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
 
 
-def _keep_inputs(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """In place of the hook's own step: the module's gate has moved the inputs, and room was made before."""
-    return args, kwargs
-
-
 class _HearsGuiders(Listener):
     """Notes the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
 
@@ -154,20 +151,12 @@ def _hear(guidance: Any) -> None:
         return branch
 
     methods = {"set_state": begins, "_prepare_batch": prepares, "_prepare_batch_from_block_state": prepares}
-    for name, around in methods.items():
+    for name, instead in methods.items():
         before = guidance.__dict__.get(name)
         if before is not None:
             call = getattr(before, "__func__", before)
-            mine = _around(call, around)
+            mine = around(call, instead)
             setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
-
-
-def _around(call: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return around(call, *args, **kwargs)
-
-    return method
 
 
 LISTENERS: tuple[Listener, ...] = (_MakesRoom(), _HearsGuiders())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
@@ -20,20 +19,11 @@ from torch import nn
 from ..api import handle_of, offload
 from ..base.system import forked_free
 from ..base.text import short
-from ..config import ModelOptions, OffloadConfig, OffloadOptions
+from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError, GroupOffloadError
 from ..owners import add_owner
 from .casts import PostponedCasts
-from .diffusers import (
-    FILL,
-    PipelineOptions,
-    as_excluded,
-    as_options_by_model,
-    carry_out,
-    models_of,
-    plan_pipeline,
-    refuse_unsupported,
-)
+from .diffusers import FILL, PipelineOptions, models_of, offload_pipeline, refuse_unsupported
 from .quantising import Quantising, take_off_meta
 
 logger = logging.getLogger("group_offload")
@@ -44,10 +34,7 @@ _SIMILAR = 0.8
 _TAKES_DTYPE = (0, 40)
 """The first version of diffusers whose loaders take `dtype`."""
 
-_COMMON = tuple(field.name for field in fields(OffloadOptions))
-_FOR_MODELS = tuple(field.name for field in fields(ModelOptions) if field.name not in _COMMON)
-_FOR_PIPELINES = tuple(field.name for field in fields(PipelineOptions) if field.name not in _COMMON)
-_IS_A_MODEL = "is a model: options for the parts of a pipeline have no meaning for it"
+_OF_MODELS, _OF_PIPELINES = ({field.name for field in fields(kind)} for kind in (ModelOptions, PipelineOptions))
 
 
 def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Any:
@@ -89,38 +76,32 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         ...                        offload_to_disk_path="/nvme/offload")
         >>> image = pipe("a lighthouse in the fog").images[0]
     """
-    common = {name: options.pop(name) for name in _COMMON if name in options}
-    for_models = {name: options.pop(name) for name in _FOR_MODELS if name in options}
-    for_pipelines = {name: options.pop(name) for name in _FOR_PIPELINES if name in options}
-    given = {*common, *for_pipelines}
-    common = {"vram_budget": FILL, "share_passes": "auto", **common}
-    _check_class(model_class)
-    _check_loader_options(options)
+    given = {name: options.pop(name) for name in (_OF_MODELS | _OF_PIPELINES) & options.keys()}
+    _check(model_class, options)
     _name_dtype(model_class, options)
-    model_options = ModelOptions(**common, **for_models)
-    OffloadConfig.from_options(model_options)  # before anything is downloaded
-    if for_pipelines.get("exclude_modules") is not None:
-        for_pipelines["exclude_modules"] = as_excluded(for_pipelines["exclude_modules"])
-    as_options_by_model(for_pipelines.get("model_options"))
+    ours = {"vram_budget": FILL, "share_passes": "auto", **given}
+    for_model = ModelOptions(**{name: value for name, value in ours.items() if name in _OF_MODELS})
+    for_pipeline = PipelineOptions(**{name: value for name, value in ours.items() if name in _OF_PIPELINES})
+    device = OffloadConfig.from_options(for_model).onload_device  # before anything is downloaded
     if issubclass(model_class, nn.Module):
-        _refuse(for_pipelines, model_class, _IS_A_MODEL)
-    loaded, casts = _open(model_class, pretrained_model_name_or_path, options, model_options)
+        _refuse(given, _OF_PIPELINES - _OF_MODELS, model_class)
+    loaded, casts = _open(model_class, pretrained_model_name_or_path, options, device)
     # With output_loading_info=True there is a dict beside the model.
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(found, nn.Module):
-        _refuse(for_pipelines, model_class, _IS_A_MODEL)
+        _refuse(given, _OF_PIPELINES - _OF_MODELS, model_class)
         refuse_unsupported(found)
         _refuse_missing(found, pretrained_model_name_or_path)
-        add_owner(offload(found, model_options, casts=casts.casts_of(found)), found)
+        add_owner(offload(found, OffloadConfig.from_options(for_model, found), casts.casts_of(found)), found)
     elif isinstance(getattr(found, "components", None), Mapping):
-        _refuse(for_models, model_class, "is a pipeline: give options of one model in model_options")
-        plan = plan_pipeline(found, PipelineOptions(**common, **for_pipelines), given)
+        _refuse(given, _OF_MODELS - _OF_PIPELINES, model_class)
         models = {*models_of(found).values()}
         loaded_here = models.difference(each for each in options.values() if isinstance(each, nn.Module))
         for model in loaded_here:
             _refuse_missing(model, pretrained_model_name_or_path)
         # Weights are known by their addresses, so ask for all casts before the first weight is placed.
-        carry_out(found, plan, {model: casts.casts_of(model) for model in models}, loaded_here)
+        casts_of = {model: casts.casts_of(model) for model in models}
+        offload_pipeline(found, for_pipeline, given.keys(), casts_of, loaded_here)
     else:
         raise ConfigError(
             f"{model_class.__name__}.from_pretrained made a {type(found).__name__}, which has no weights to offload. Call "
@@ -129,26 +110,8 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     return loaded
 
 
-def _whole_signature() -> inspect.Signature:
-    """The signature of `from_pretrained` for people: its options one by one, then those of the library's loader."""
-    own = inspect.signature(from_pretrained)
-    *first, rest = own.parameters.values()
-    ours = {**inspect.signature(ModelOptions).parameters, **inspect.signature(PipelineOptions).parameters}
-    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in ours.values()]
-    return own.replace(parameters=[*first, *by_name, rest.replace(name="loader_options")])
-
-
-from_pretrained.__signature__ = _whole_signature()  # type: ignore[attr-defined]
-
-
 def _refuse_missing(model: nn.Module, name: str | os.PathLike[str]) -> None:
-    """
-    Args:
-        name: What the model was loaded from.
-
-    Raises:
-        GroupFileError: weights of the model were not there.
-    """
+    """Refuse a model whose weights were not all in `name`, from which it was loaded."""
     missing = [fqn for fqn, weight in model.named_parameters() if weight.device.type == "meta"]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -190,33 +153,23 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         remedy = "Save the model there again (save_pretrained), or download it again."
         if isinstance(error, ImportError):
             remedy = "Install the package that is missing."
-        elif isinstance(error, MemoryError):
-            remedy = (
-                "A file that is larger than RAM can't be mapped: save the model in more files (max_shard_size='5GB')."
-            )
-        elif any("\ud800" <= letter <= "\udfff" for letter in str(path)):
-            remedy = "The path is not in UTF-8, and safetensors opens no such path: rename it."
         raise GroupFileError(
             f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
         ) from error
 
 
 def _open(
-    model_class: Any,
-    name: str | os.PathLike[str],
-    options: dict[str, Any],
-    model_options: ModelOptions,
+    model_class: Any, name: str | os.PathLike[str], options: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, PostponedCasts]:
     """The result of the library's loader, and the casts that were postponed in it."""
-    device = OffloadConfig.from_options(model_options).onload_device
     casts = PostponedCasts()
     loaded = _load(model_class, name, options, device, casts, casts)
-    if casts.refusal is None:
-        return loaded, casts
-    del loaded
-    logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
-    casts = PostponedCasts()
-    return _load(model_class, name, options, device, casts, nullcontext()), casts
+    if casts.refusal is not None:
+        del loaded
+        logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
+        casts = PostponedCasts()
+        loaded = _load(model_class, name, options, device, casts, nullcontext())
+    return loaded, casts
 
 
 def _load(
@@ -259,7 +212,8 @@ def _one_thread() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ checks of options
 
 
-def _check_class(model_class: Any) -> None:
+def _check(model_class: Any, options: Mapping[str, Any]) -> None:
+    """Refuse a class that loads nothing, and options that its loader must not get."""
     if not isinstance(model_class, type):
         hint = " Pass its class, or call apply_group_offloading." if isinstance(model_class, nn.Module) else ""
         raise ConfigError(f"Expected a class with from_pretrained, got {short(model_class)}.{hint}")
@@ -268,23 +222,19 @@ def _check_class(model_class: Any) -> None:
             f"{model_class.__name__} has no from_pretrained. Pass a model or pipeline class of diffusers or transformers; for "
             f"another module call apply_group_offloading."
         )
-
-
-def _check_loader_options(options: Mapping[str, Any]) -> None:
-    for name in _PLACEMENT:
-        if options.get(name) is not None:
-            raise ConfigError(
-                f"{name}={options[name]!r} places weights by accelerate, and here group offloading places them. Drop it; "
-                f"onload_device is the device that computes, offload_to_disk_path the folder for files."
-            )
     if options.get("dtype") is not None and options.get("torch_dtype") not in (None, options["dtype"]):
         raise ConfigError(
             f"dtype={options['dtype']} contradicts torch_dtype={options['torch_dtype']}: they are two names of one option. "
             f"Pass one of them."
         )
-    for name in options:
-        close = difflib.get_close_matches(name, (*_COMMON, *_FOR_MODELS, *_FOR_PIPELINES), n=1, cutoff=_SIMILAR)
-        if close:
+    for name, value in options.items():
+        if name in _PLACEMENT and value is not None:
+            raise ConfigError(
+                f"{name}={value!r} places weights by accelerate, and here group offloading places them. Drop it; "
+                f"onload_device is the device that computes, offload_to_disk_path the folder for files."
+            )
+        close = difflib.get_close_matches(name, _OF_MODELS | _OF_PIPELINES, n=1, cutoff=_SIMILAR)
+        if close and name not in _PLACEMENT:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
 
 
@@ -297,7 +247,11 @@ def _name_dtype(model_class: type, options: dict[str, Any]) -> None:
         options["torch_dtype"] = options.pop("dtype")
 
 
-def _refuse(options: Mapping[str, Any], model_class: type, why: str) -> None:
-    given = sorted(name for name, value in options.items() if value is not None)
-    if given:
-        raise ConfigError(f"{', '.join(given)}: {model_class.__name__} {why}.")
+def _refuse(given: Mapping[str, Any], names: Iterable[str], model_class: type) -> None:
+    """Refuse the options of pipelines for a model, and those of models for a pipeline."""
+    wrong = sorted(name for name in names if given.get(name) is not None)
+    why = "is a model: options for the parts of a pipeline have no meaning for it"
+    if "block_modules" in names:
+        why = "is a pipeline: give options of one model in model_options"
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: {model_class.__name__} {why}.")

@@ -50,15 +50,9 @@ def pack_model(
     """Write the packed group files of a model into a folder. Those that are there are found again.
 
     Args:
-        path: the folder that `model_class.from_pretrained` loads.
-        dtype: the dtype that weights are cast to.
-        variant: the variant of the files that is loaded.
+        path: the folder that `model_class.from_pretrained` loads, its weights in `variant` and cast to `dtype`.
         device: packs. None: the CPU.
         on_start: A function that is told how many bytes there are to pack, and returns one that is told of the progress.
-
-    Raises:
-        GroupFileError: files cannot be read or written, or the checkpoint changed meanwhile.
-        ConfigError, ModuleError: the model cannot be opened offloaded.
     """
     options: dict[str, Any] = {} if variant is None else {"variant": variant}
     with errors_of_loading(model_class, path):

@@ -39,12 +39,9 @@ class Quantising:
     """A context in which weights that this thread's loaders quantise come to RAM one by one. See [Note: Quantisers]."""
 
     def __init__(self, casts: PostponedCasts, onload_device: torch.device) -> None:
-        """
-        Args:
-            onload_device: The device that a quantiser gets if it wants one of the same kind.
-        """
         self._casts = casts
         self._onload_device = onload_device
+        """What a quantiser gets if it wants a device of the same kind."""
         self._thread = threading.get_ident()
         self._device = torch.device("cpu")
         """Where the quantiser of the model that is being loaded wants its weights."""

@@ -24,7 +24,7 @@ from group_offload import (
     enable_group_offload,
 )
 from group_offload.base.tuning import tuning
-from group_offload.config import ModelOptions
+from group_offload.config import ModelOptions, OffloadConfig
 from group_offload.plan import speeds
 from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.sharing.crew import Trial
@@ -69,7 +69,9 @@ def check(device: SimulatedDevice, model: Any, resident: RoutedModel, *, batch: 
 
 
 def offload(model: Any, *, ram_share: int | None = None, **options: Any) -> OffloadHandle:
-    return api.offload(model, ModelOptions(onload_device="cpu", **options), ram_share=ram_share)
+    return api.offload(
+        model, OffloadConfig.from_options(ModelOptions(onload_device="cpu", **options), model, ram_share=ram_share)
+    )
 
 
 def offloaded(resident: RoutedModel, **options: Any) -> tuple[RoutedModel, OffloadHandle]:

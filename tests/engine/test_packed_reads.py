@@ -16,7 +16,7 @@ import torch
 from group_offload import GroupFileError, OffloadHandle, api
 from group_offload.base.release import wait_for_releases
 from group_offload.base.tuning import tuning
-from group_offload.config import ModelOptions
+from group_offload.config import ModelOptions, OffloadConfig
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.stores import packed_files
@@ -133,7 +133,7 @@ def test_a_budget_of_ram_leaves_packed_bytes_in_their_files(
     budget = int(0.8 * size)
     options = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
     options["offload_to_disk_path"] = tmp_path / "groups"
-    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.2 * size))
+    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.2 * size)))
     for _ in range(5):
         check(device, model, resident)
     before = settled(handle)
@@ -170,7 +170,7 @@ def test_what_a_budget_of_ram_plans_is_packed(
     options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
     options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
     options |= {"vram_budget": int(vram * size)} if vram else {}
-    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.5 * size))
+    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.5 * size)))
     least = 0 if vram else 0.25 * size  # berths may find no room in the half of the budget that weights have at first
     assert least <= handle.stats().packed_bytes == _planned_bytes(handle) <= 0.5 * size
     for number in range(5):
@@ -193,7 +193,7 @@ def test_what_leaves_ram_makes_room_for_what_comes(
     resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
     options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
     options["offload_to_disk_path"] = tmp_path / "groups"
-    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.35 * size))
+    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.35 * size)))
     check(device, model, resident)
     model.alive.clear()
     resident.alive.clear()
@@ -238,7 +238,7 @@ def test_a_plan_learns_what_ram_could_not_be_had(
         monkeypatch.setattr(device, "pin", refusing)
     options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
     options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
-    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.6 * size))
+    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.6 * size)))
     for _ in range(3):
         check(device, model, resident)
     assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) < 0.35 * size
@@ -259,7 +259,7 @@ def test_what_does_not_shrink_is_no_ram_that_could_not_be_had(
     size = sum(parameter.nbytes for parameter in model.parameters())
     options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
     options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
-    handle = api.offload(model, ModelOptions(**options), ram_share=int(0.6 * size))
+    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.6 * size)))
     check(device, model, resident, 3)
     assert not handle.stats().packed_bytes and handle.plan.details.ram_bytes > 0.4 * size
     end(device, model, resident, handle)

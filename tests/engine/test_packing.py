@@ -21,7 +21,7 @@ from group_offload import (
     from_pretrained,
 )
 from group_offload.base.tuning import tuning
-from group_offload.config import ModelOptions
+from group_offload.config import ModelOptions, OffloadConfig
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.runtime.budget import budgeter
@@ -157,7 +157,9 @@ def test_budgets_of_ram_and_of_the_device(
     options: dict[str, Any] = {"pack": True, "vram_budget": budget, "ram_budget": "auto", "onload_device": "cpu"}
     options |= {"process_group": group, "share": group is not None}
     with watch_file_reads(device), phantom_rank():
-        handle = api.offload(model, ModelOptions(**options), ram_share=int(share * size))
+        handle = api.offload(
+            model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(share * size))
+        )
         for _ in range(5):
             check(device, model, resident)
         stats, plan = handle.stats(), handle.plan.details

@@ -23,8 +23,9 @@ from group_offload.base.device import AcceleratorBackend
 from group_offload.base.timeline import COMPUTE, COPIES, READS
 from group_offload.handle import report_of
 
-from ..support.inside import engine_of
+from ..support.inside import engine_of, slow_down
 from ..support.pages import Page
+from ..support.rigs import run
 from ..support.tuning import tune
 
 pytestmark = [
@@ -72,12 +73,6 @@ def x(device: torch.device) -> torch.Tensor:
     return torch.randn(256, DIM, dtype=torch.bfloat16, device=device, generator=torch.Generator(device).manual_seed(1))
 
 
-def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        result: torch.Tensor = model(x)
-    return result
-
-
 MODES: list[dict[str, Any]] = [
     {},
     {"num_blocks_per_group": 3},
@@ -119,34 +114,13 @@ def test_slow_streams_change_nothing(
 ) -> None:
     expected = run(copy.deepcopy(model).to(device), x)
     handle = apply_group_offloading(model, **options)
-    transfer = handle._live.transfer
-    send, sleep = transfer.send, 20_000_000  # about 10 ms
-
-    def slow_send(*args: Any, **kwargs: Any) -> Any:
-        with transfer.stream:  # type: ignore[attr-defined]
-            torch.cuda._sleep(sleep)
-        return send(*args, **kwargs)
-
     if slow == "copies":
-        transfer.send = slow_send  # type: ignore[method-assign]
+        slow_down(handle, 20_000_000)
     else:
         for block in model.blocks:
-            block.register_forward_hook(lambda *_: torch.cuda._sleep(sleep))
+            block.register_forward_hook(lambda *_: torch.cuda._sleep(20_000_000))
     for _ in range(2):
         assert torch.equal(run(model, x), expected)
-
-
-def test_an_edit_right_after_a_forward_does_not_reach_back(model: Model, x: torch.Tensor, device: torch.device) -> None:
-    expected = run(copy.deepcopy(model).to(device), x)
-    apply_group_offloading(model)
-    run(model, x)
-    for block in model.blocks:
-        block.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))
-    output = run(model, x)
-    for parameter in model.parameters():
-        parameter.data.zero_()  # copies of this pass may still be waiting for their turn
-    assert torch.equal(output, expected)
-    assert not run(model, x).any()
 
 
 def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
@@ -275,34 +249,6 @@ def _raise(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_module_on_the_device_goes_back_to_it(model: Model, x: torch.Tensor, device: torch.device) -> None:
-    model.to(device)
-    expected = run(model, x)
-    handle = apply_group_offloading(model)
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    assert torch.equal(run(model, x), expected)
-    handle.remove()
-    assert {parameter.device for parameter in model.parameters()} == {device}
-    assert torch.equal(run(model, x), expected)
-
-
-def test_two_models_share_one_arena(model: Model, x: torch.Tensor, device: torch.device) -> None:
-    torch.manual_seed(2)
-    other = Model(4).to(torch.bfloat16).eval()
-    expected = run(copy.deepcopy(model).to(device), x), run(copy.deepcopy(other).to(device), x)
-    handles: list[OffloadHandle] = [apply_group_offloading(model), apply_group_offloading(other)]
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    for _ in range(3):
-        assert torch.equal(run(model, x), expected[0])
-        assert torch.equal(run(other, x), expected[1])
-    held = torch.cuda.memory_allocated(device) - before
-    assert held <= max(handle.stats().peak_device_bytes for handle in handles) + (1 << 20)
-    for handle in handles:
-        handle.remove()
-
-
 @pytest.mark.parametrize("share", [None, 0.5, 2.0])
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 def test_models_of_a_pipeline(
@@ -385,12 +331,6 @@ def test_an_unknown_device_index_is_refused(model: Model, device: torch.device) 
         apply_group_offloading(model, f"{device.type}:99")
 
 
-def test_a_failing_driver_is_refused(model: Model, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(getattr(torch, device.type), "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device is available to torch"):
-        apply_group_offloading(model, device, use_stream=True)
-
-
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
 @pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
 @pytest.mark.parametrize("options", MODES, ids=str)
@@ -448,61 +388,6 @@ def test_weights_that_cannot_be_page_locked_in_place(
     for parameter in model.parameters():
         parameter.data.zero_()
     assert not run(model, x).any()
-    handle.remove()
-
-
-def test_a_driver_that_locks_memory_and_fails_to_copy_from_it(
-    model: Model,
-    x: torch.Tensor,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The first copy from locked memory is a trial. What fails there is unlocked, and weights go another way. Hazard: a
-    driver pins memory, and fails at the first copy from it."""
-    expected = run(copy.deepcopy(model).to(device), x)
-    copy_bytes = AcceleratorBackend.copy
-
-    def fails(self: Any, target: torch.Tensor, source: torch.Tensor, stream: Any, *, blocking: bool = False) -> None:
-        if blocking and not self.holds(source):
-            raise RuntimeError("CUDA error: invalid argument")
-        copy_bytes(self, target, source, stream, blocking=blocking)
-
-    monkeypatch.setattr(AcceleratorBackend, "copy", fails)
-    handle = apply_group_offloading(model)
-    monkeypatch.undo()
-    assert "a copy from there failed" in caplog.text
-    for _ in range(2):
-        assert torch.equal(run(model, x), expected)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    assert not run(model, x).any()
-    handle.remove()
-
-
-@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-def test_little_can_be_page_locked(
-    level: str, model: Model, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads bring what is not locked through the ring, which is locked, while other weights are edited."""
-    resident = copy.deepcopy(model).to(device)
-    pin, locked = AcceleratorBackend.pin, []
-
-    def with_a_cap(self: Any, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
-        locked.append(memory.numel())
-        return sum(locked) <= 3 * BLOCK_BYTES and pin(self, memory, undo, read_only=read_only)
-
-    monkeypatch.setattr(AcceleratorBackend, "pin", with_a_cap)
-    monkeypatch.setattr(AcceleratorBackend, "empty_pinned", lambda *_: None)
-    tune(monkeypatch, segment_bytes=BLOCK_BYTES, chunk_bytes=1 << 20, num_frames=4, leaf_chunk_bytes=1 << 20)
-    handle = apply_group_offloading(model, offload_type=level)
-    monkeypatch.setattr(AcceleratorBackend, "pin", pin)
-    for number in range(8):
-        assert torch.equal(run(model, x), run(resident, x))
-        for each in (model, resident):
-            each.get_parameter(f"blocks.{number}.up.weight").data.mul_(2)
-    stats = handle.stats()
-    assert stats.bytes_onloaded["pageable ram"] > 4 * BLOCK_BYTES and stats.staging_bytes > 0
     handle.remove()
 
 
@@ -564,15 +449,7 @@ def test_stalls_and_trace(model: Model, x: torch.Tensor, device: torch.device, t
     run(model, x)
     torch.accelerator.synchronize()
     before = handle.stats().stalled_seconds
-    transfer = handle._live.transfer
-    send = transfer.send
-
-    def slow_send(*args: Any, **kwargs: Any) -> None:
-        with transfer.stream:  # type: ignore[attr-defined]
-            torch.cuda._sleep(20_000_000)  # about 10 ms
-        send(*args, **kwargs)
-
-    transfer.send = slow_send  # type: ignore[method-assign]
+    slow_down(handle, 20_000_000)
     with handle.trace(tmp_path / "trace.json"):
         run(model, x)
     slices = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
@@ -618,10 +495,12 @@ def test_the_next_pass_is_on_its_way_before_it_begins(
     expected = run(copy.deepcopy(model).to(device), x)
     apply_group_offloading(model, **options)
     run(model, x)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))
     for _ in range(3):
         output = run(model, x)
         for parameter in model.parameters():
-            parameter.data.mul_(2)  # what was prefetched is out of date
+            parameter.data.mul_(2)  # what was prefetched is out of date, and copies of this pass may still wait
         assert torch.equal(output, expected)
         resident = copy.deepcopy(model).to(device)
         expected = run(resident, x)
@@ -820,25 +699,6 @@ def no_more_than(num_bytes: int, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def test_two_models_share_a_budget(x: torch.Tensor, device: torch.device) -> None:
-    """As two transformers of one pipeline: the device goes to whoever runs."""
-    torch.manual_seed(0)
-    models = [Model(24).to(torch.bfloat16).eval() for _ in range(2)]
-    expected = []
-    for model in models:
-        expected.append(run(copy.deepcopy(model).to(device), x).cpu())
-    forget_peak(device)
-    budget = torch.cuda.memory_allocated(device) + 16 * BLOCK_BYTES + (64 << 20)
-    handles = [apply_group_offloading(model, vram_budget=budget) for model in models]
-    for number in range(16):
-        which = number // 4 % 2
-        assert torch.equal(run(models[which], x).cpu(), expected[which])
-        assert torch.cuda.max_memory_allocated(device) <= budget
-    assert handles[1].stats().resident_bytes > 0
-    for handle in handles:
-        handle.remove()
-
-
 # ---------------------------------------------------------------- inputs
 
 
@@ -928,26 +788,6 @@ def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.devic
     assert torch.equal(run(graphed, x), expected)
     with pytest.raises(ModuleError, match="make_graphed_callables"):
         apply_group_offloading(model)
-
-
-@pytest.mark.filterwarnings("ignore:The following device_map keys")  # a weight of the root itself
-def test_a_dispatch_of_accelerate_is_undone(model: Model, x: torch.Tensor, device: torch.device) -> None:
-    """Some weights are on the device then, and others came back from where accelerate kept them."""
-    accelerate = pytest.importorskip("accelerate")
-    resident = copy.deepcopy(model).to(device)
-    where: dict[str, Any] = {"embed": device, "out": "cpu", "scale": device}
-    where |= {f"blocks.{number}": device if number % 3 else "cpu" for number in range(len(model.blocks))}
-    accelerate.dispatch_model(model, where, main_device=device, force_hooks=True)
-    assert torch.equal(run(model, x), run(resident, x))
-    with pytest.raises(ModuleError, match="accelerate"):
-        apply_group_offloading(model)
-    accelerate.hooks.remove_hook_from_submodules(model)
-    handle = apply_group_offloading(model)
-    for _ in range(2):
-        assert torch.equal(run(model, x), run(resident, x))
-    handle.remove()
-    for actual, expected in zip(model.parameters(), resident.parameters(), strict=True):
-        assert torch.equal(actual.to(device), expected)
 
 
 def test_to_the_device_before_and_after(model: Model, x: torch.Tensor, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from group_offload import apply_group_offloading
 from ..matrix.arms import run_on_cpu
 from ..matrix.case import Case
 from ..matrix.cases import CASES
-from ..support.rigs import LEVELS, check, pair, run_onloaded
+from ..support.rigs import LEVELS
 
 NAMES = (
     "VQModel",
@@ -45,36 +45,4 @@ def test_bits(case: Case, level: str, tier: str, tmp_path: Path, patched: None) 
     )
     handle = enable("cpu", offload_type=level, offload_to_disk_path=tmp_path if tier == "file" else None)
     run_on_cpu(case, model, expected, passes=3)
-    handle.remove()
-
-
-class Holder(nn.Module):
-    """A block without a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-
-class OfHolders(nn.Module):
-    """Calls parts of its blocks, and of one block in the middle of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Holder() for _ in range(3))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block, layer in zip(self.blocks, self.layers, strict=True):
-            x = layer[1](block.mlp(block.attn(x)))
-        return self.layers[0](x)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_parts_of_blocks_that_are_called_from_outside(level: str) -> None:
-    """Hazard: a model calls parts of a block from outside: `DiTTransformer2DModel`, `MotionAdapter`."""
-    model, reference = pair(OfHolders)
-    handle = apply_group_offloading(model, "cpu", offload_type=level)
-    check(model, reference, torch.randn(2, 4))
-    run_onloaded(model, torch.randn(2, 4), call=model.blocks[1].mlp)
     handle.remove()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
@@ -162,9 +161,12 @@ class Twins:
         return found
 
     def check(self, passes: int = 2) -> None:
-        """The same outputs, twice: the first forward may change what the second one computes with."""
+        """The same outputs, twice: the first forward may change what the second one computes with.
+
+        Hazard: weights that a LoRA's file lacks stay on the meta device, and a CPU computes with garbage.
+        """
         if self.lacks_weights:
-            with pytest.raises(ModuleError, match="delete_adapters"):
+            with pytest.raises(ModuleError, match=r"\.lora_A\..* is on the meta device.*delete_adapters"):
                 forward(self.offloaded)
             return
         outputs: list[list[torch.Tensor]] = []
@@ -477,25 +479,3 @@ def layers_with_adapters(model: nn.Module) -> list[Any]:
 
 def plain(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if "lora_" not in name}
-
-
-@pytest.mark.parametrize(("with_words", "is_patched"), [(False, True), (True, False)])
-def test_a_lora_that_lacks_weights(
-    with_words: bool, is_patched: bool, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """It loads, as it does elsewhere. The forward names the weight, and is right once the LoRA is gone. Hazard: weights
-    that its file lacks stay on the meta device, and a CPU computes with garbage."""
-    if is_patched:
-        request.getfixturevalue("patched")
-    twins = Twins("files", "block_level", tmp_path)
-    twins.check()
-    whole = lora(1, words=with_words)
-    twins.do(load(dict([*whole.items()][1:]), "one"))
-    with pytest.raises(ModuleError, match=r"attn\.to_q\.lora_A\.one\.weight is on the meta device.*delete_adapters"):
-        forward(twins.offloaded)
-    for name in MODELS:
-        assert _is_group_offload_enabled(getattr(twins.offloaded, name))
-    twins.do(lambda pipe: pipe.delete_adapters("one"))
-    twins.check()
-    twins.do(load(lora(2, words=with_words), "one"))
-    twins.check()

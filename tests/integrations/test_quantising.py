@@ -5,7 +5,6 @@ The reference is always the model that the library itself quantises.
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from group_offload.integrations.patching import swap
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same, named_tensors, same_bits
 from ..support.pipelines import assert_same_model
-from ..support.processes import in_new_process, ram_peak_of
 from ..support.quantiser import RowsConfig, RowsQuantiser
 from ..support.rigs import run
 from ..support.travellers import in_threads
@@ -134,35 +132,3 @@ def test_a_quantised_checkpoint_is_opened_in_place(flux: Path, tmp_path: Path) -
 
 
 # ------------------------------------------------------------------------------------------------ memory
-
-
-def measure(folder: str) -> None:
-    root = Path(folder)
-    torch.set_num_threads(1)
-
-    def ours(where: Path | None, name: str = "model") -> Any:
-        options = {"torch_dtype": BF16, "quantization_config": RowsConfig(), "offload_to_disk_path": where}
-        return from_pretrained(FluxTransformer2DModel, root / name, onload_device="cpu", **options)
-
-    ours(root / "first", "tiny")  # what is made once
-    found = {"first": ram_peak_of(lambda: ours(root / "files"))}
-    model = ours(root / "files")
-    found["size"] = sum(weight.nbytes for weight in model.parameters())
-    found["group"] = max(sum(weight.nbytes for weight in block.parameters()) for block in model.transformer_blocks)
-    del model
-    print(json.dumps({**found, "RAM": ram_peak_of(lambda: ours(None))}))
-
-
-def test_ram_is_the_quantised_size_and_two_groups(tmp_path: Path) -> None:
-    options = {"attention_head_dim": 64, "num_attention_heads": 8, "joint_attention_dim": 512}
-    options |= {"pooled_projection_dim": 64, "axes_dims_rope": [16, 24, 24]}
-    model = FluxTransformer2DModel(num_layers=1, num_single_layers=8, **options)
-    loaded = sum(weight.nbytes for weight in model.parameters())
-    model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
-    FluxTransformer2DModel(num_layers=1, num_single_layers=1, **options).save_pretrained(tmp_path / "tiny")
-    del model
-    said = in_new_process(measure, tmp_path)
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    assert loaded > 140 << 20 and found["size"] < loaded // 3
-    most = found["size"] + 2 * found["group"] + (30 << 20)  # the bytes that the process and the hash take
-    assert found["first"] < most and found["RAM"] < most, found
