@@ -186,13 +186,11 @@ class Folder:
         data: Callable[[], Iterable[torch.Tensor]],
         on_written: Callable[[int], None],
         replaced: Path | None = None,
-        written_at: int | None = None,
     ) -> ProvenFile:
         """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
 
         Args:
             replaced: The file that it takes the place of, if it shall.
-            written_at: The time of change that it gets if it is written, in seconds.
 
         Raises:
             GroupFileError: the file cannot be written.
@@ -215,7 +213,7 @@ class Folder:
                 return ProvenFile(path, fd, stamp, content)
             try:
                 self._make()  # it may have been deleted: files in use stay open
-                written = publish(path, pieces(), replaces=replaced is not None, written_at=written_at)
+                written = publish(path, pieces(), replaces=replaced is not None)
             except OSError as error:
                 remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
                 raise GroupFileError(
