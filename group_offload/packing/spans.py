@@ -6,11 +6,32 @@ from collections.abc import Callable
 
 import torch
 
-from ..base.layout import ALIGNMENT, BlobLayout
-from .layout import ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, packed_size, record_bytes
+from ..base.layout import BlobLayout
+from .layout import ENTRY_BYTES, ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, packed_size, record_bytes
 
-_SPAN_COST = 2 * (ROW_BYTES + ALIGNMENT)
-"""What a packed span takes besides, at most: rows for it and for what follows it, and bytes to where these may begin."""
+_MAX_GAP = 256
+"""Between two tensors of one span. Padding is smaller."""
+
+
+class _Run:
+    """Bytes of the strip that are bf16 weights, but for padding."""
+
+    def __init__(self, start: int, end: int, counts: torch.Tensor) -> None:
+        """
+        Args:
+            counts: How often each exponent is there: int64 [256], on the CPU.
+        """
+        self.start, self.end, self.counts = start, end, counts
+        self.num_tiles = (end - start) // TILE_BYTES
+        others = {bits: int(counts.sum() - counts.topk((1 << bits) - 1).values.sum()) for bits in (3, 4)}
+        costs = {0: end - start} | {
+            bits: self.num_tiles * record_bytes(bits) + (end - start) % TILE_BYTES + others[bits] for bits in others
+        }
+        self.bits = min(costs, key=costs.__getitem__) if self.num_tiles else 0
+        self.cost = costs[self.bits] + ROW_BYTES + self.num_tiles * ENTRY_BYTES
+        """About how many bytes the run takes."""
+        self.num_escapes = others.get(self.bits, 0)
+        """At most: what is behind the last tile counts too."""
 
 
 def choose_spans(
@@ -22,25 +43,28 @@ def choose_spans(
         count: how often each exponent is there in the bf16 weights between two bytes of the strip (int64 [256], on the CPU).
 
     Returns:
-        The spans, and how many escapes they have at most: what is behind the last tile of a span counts too.
+        The spans, and how many escapes they have at most.
     """
-    spans, end, most_escapes = list[Span](), 0, 0
+    runs: list[_Run] = []
     for start, stop in _weights_within(layout, first, last):
-        num_tiles = (stop - start) // TILE_BYTES
-        counts = count(start, stop)
-        escapes = {bits: int(counts.sum() - counts.topk((1 << bits) - 1).values.sum()) for bits in (3, 4)}
-        costs = {bits: num_tiles * record_bytes(bits) + escapes[bits] + _SPAN_COST for bits in escapes}
-        bits = min(costs, key=costs.__getitem__)
-        if costs[bits] >= num_tiles * TILE_BYTES:
-            continue
-        if start > end:
-            spans.append(Span(end, start - end))
-        end = start + num_tiles * TILE_BYTES
-        spans.append(Span(start, end - start, bits, _most_frequent(counts, (1 << bits) - 1)))
-        most_escapes += escapes[bits]
+        run = _Run(start, stop, count(start, stop))
+        # Exponents of neighbours mostly agree. One table for both then saves a part of a tile, and a span.
+        if runs and start - runs[-1].end < _MAX_GAP:
+            before = runs[-1]
+            both = _Run(before.start, stop, before.counts + count(before.end, start) + run.counts)
+            if both.cost <= before.cost + run.cost:
+                runs[-1] = both
+                continue
+        runs.append(run)
+    spans, end, packed = list[Span](), 0, [run for run in runs if run.bits]
+    for run in packed:
+        if run.start > end:
+            spans.append(Span(end, run.start - end))
+        end = run.start + run.num_tiles * TILE_BYTES
+        spans.append(Span(run.start, end - run.start, run.bits, _most_frequent(run.counts, (1 << run.bits) - 1)))
     if last - first > end:
         spans.append(Span(end, last - first - end))
-    plain = (Span(0, last - first),)
+    plain, most_escapes = (Span(0, last - first),), sum(run.num_escapes for run in packed)
     if packed_size(spans, most_escapes) > packed_size(plain, 0):
         return plain, 0
     return tuple(spans), most_escapes

@@ -29,7 +29,7 @@ from ..base.publish import folder_lock, publish, temporary_name
 from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
-from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
+from .safetensors_file import content_of, data_pieces, encode_header, file_holds
 
 _MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def file_name(group_id: str) -> str:
     """The name of the file of a group. It is the name that diffusers gives it."""
-    return f"group_{hashlib.sha256(printable_id(group_id).encode()).hexdigest()[:16]}.safetensors"
+    return f"group_{hashlib.sha256(group_id.encode(errors='backslashreplace')).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import done
@@ -43,14 +42,11 @@ from .safetensors_file import (
     content_of_file,
     data_pieces,
     encode_header,
-    printable_id,
     read_packed_header,
 )
 from .source import Piece, SourceFile
 
 logger = logging.getLogger("group_offload")
-
-_CHUNK_BYTES = 16 << 20
 
 
 def facts_of(found: os.stat_result) -> str:
@@ -74,7 +70,7 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
     found = source.named_stat()
     if found is None:
         return None
-    specs = [[printable_id(spec.fqn), str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
+    specs = [[spec.fqn, str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
     place = json.dumps([[[piece.offset, piece.position, piece.num_bytes] for piece in pieces], specs])
     return PackedFrom(str(source.path), facts_of(found), hashlib.sha256(place.encode()).hexdigest()[:32])
 
@@ -94,7 +90,7 @@ class PackedFile(ProvenFile):
         return self.stamp.st_size - self.packed.packed_bytes
 
     def read(self, memory: torch.Tensor) -> None:
-        """Read the packed image, piece by piece, and check it. It stays packed.
+        """Read the packed image, and check it. It stays packed.
 
         Args:
             memory: uint8 [packed.packed_bytes], on the CPU.
@@ -102,12 +98,9 @@ class PackedFile(ProvenFile):
         Raises:
             GroupFileError: the file cannot be read, or its data is not what was written.
         """
-        digest = xxhash.xxh3_128()
         try:
-            for begin in range(0, memory.numel(), _CHUNK_BYTES):
-                part = memory_of(memory[begin : begin + _CHUNK_BYTES])
-                digest.update(part[: read_into(self.fd, part, self.start + begin)])
-            if digest.hexdigest() != self.content:
+            num_bytes = read_into(self.fd, memory_of(memory), self.start)
+            if num_bytes < memory.numel() or content_of([memory]) != self.content:
                 raise GroupFileError("its data is not what was written")
         except OSError as error:
             raise GroupFileError(

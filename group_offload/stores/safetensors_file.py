@@ -6,15 +6,13 @@ reader opens these files.
 The writer is our own because the safetensors package cannot write these files. Direct reads need a blob that lies in the file
 as it lies in memory: from a page on, with gaps between tensors. The package neither aligns the data to a page nor allows a gap.
 The format allows both: the header is padded with spaces so that the data begins on a page, and `__padding_N` entries cover the
-gaps. A tensor whose name the format cannot have, or has for something else, is the entry `__tensor_N`, and the metadata has its
-name. A header is not interpreted: it is compared with the one that would be written now.
+gaps. A header is not interpreted: it is compared with the one that would be written now.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -37,8 +35,6 @@ _HASH_KEY = "group_offload.header"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
 _CHUNK_BYTES = 16 << 20
-_RESERVED = re.compile(r"__metadata__|__(?:padding|tensor)_.*|.*[\ud800-\udfff].*", re.DOTALL)
-"""The names that the entry of a tensor cannot have."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -75,7 +71,7 @@ def encode_header(
         "format": "pt",
         "group_offload.version": _VERSION if packed is None else _PACKED_VERSION,
         "group_offload.model_class": model_class,
-        "group_offload.group": printable_id(group_id),
+        "group_offload.group": group_id,
         "group_offload.codec": "none" if packed is None else "exponents",
         _CONTENT_KEY: content,
         "group_offload.tensors": json.dumps(
@@ -109,18 +105,12 @@ def _entries_of(layout: BlobLayout) -> dict[str, object]:
         spec = layout.specs[extent.tensors[0]]
         end = extent.offset + extent.num_bytes
         is_plain = len(extent.tensors) == 1 and spec.dtype in _DTYPE_NAMES and _is_contiguous(spec.shape, spec.stride)
-        name = f"__tensor_{extent.tensors[0]}" if _RESERVED.fullmatch(spec.fqn) else spec.fqn
-        entries[name] = (
+        entries[spec.fqn] = (
             _entry(_DTYPE_NAMES[spec.dtype], list(spec.shape), start, end)
             if is_plain
             else _entry("U8", [extent.num_bytes], start, end)  # strides, or tensors that overlap: see the metadata
         )
     return entries
-
-
-def printable_id(group_id: str) -> str:
-    """The id of a group as it stands in files. The name of a module may have half of a surrogate pair, which no file may."""
-    return group_id.encode(errors="backslashreplace").decode()
 
 
 def data_pieces(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
