@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import json
 import os
 import struct
@@ -25,7 +23,7 @@ from group_offload.stores.files import Checkpoint, FileBlob
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
-from ..support.models import DIM, Model, RoutedModel, aligned, inputs
+from ..support.models import DIM, Model, RoutedModel, aligned
 from ..support.on_device import from_file
 from ..support.rigs import LEVELS, run
 
@@ -218,38 +216,6 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, tmp_p
     handle.remove()
     assert_at_rest(model, resident)
     assert path.read_bytes() == content
-
-
-# ---------------------------------------------------------------- several models, copies
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
-def test_copies(how: str, tmp_path: Path) -> None:
-    """A copy is a resident model of its own: it neither needs the file nor shares memory with the first."""
-    torch.manual_seed(0)
-    resident = Model(3).eval()
-    model: Any = from_file(resident, path := tmp_path / "model.safetensors")
-    handle = offload(model)
-    x = inputs()
-    assert torch.equal(run(model, x), run(resident, x))
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        assert len(file.getvalue()) < 3 * path.stat().st_size  # its own bytes, and no others
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    with torch.no_grad():
-        twin.gain.mul_(2)
-    assert_at_rest(model, resident)
-    handle.remove()
-    path.unlink()
-    del model, handle
-    gc.collect()
-    edited = aligned(copy.deepcopy(resident))
-    edited.gain.data.mul_(2)
-    assert torch.equal(run(aligned(twin), x), run(edited, x))
 
 
 def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> None:
