@@ -34,14 +34,11 @@ _CHUNK_BYTES = 16 << 20
 _POLL_SECONDS = 0.05
 
 
-def publish(
-    path: Path, content: Iterable[memoryview | bytes], *, replaces: bool = True, written_at: int | None = None
-) -> os.stat_result | None:
+def publish(path: Path, content: Iterable[memoryview | bytes], *, replaces: bool = True) -> os.stat_result | None:
     """Write a file and give it its name once it is durable. See [Note: Write protocol].
 
     Args:
         replaces: Whether the file may take the place of another one.
-        written_at: The time of change that the file gets, in seconds. None: now.
 
     Returns:
         What `fstat` said of the file before it got its name. None if another file has the name, and may not be replaced, or
@@ -58,8 +55,6 @@ def publish(
             left = memoryview(piece)
             while left:
                 left = left[os.write(opened.fileno(), left[:_CHUNK_BYTES]) :]
-        if written_at is not None:
-            os.utime(temporary, (written_at, written_at))
         os.fsync(opened.fileno())
         written = os.fstat(opened.fileno())
         if system.IS_WINDOWS:  # gives no name to an open file

@@ -1,4 +1,4 @@
-"""`pack` an image, `check` what somebody packed, `unpack` it where it lies."""
+"""`pack` an image, `unpack` it where it lies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..base.arena import retried
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import Task, on_pool
 from ..base.tuning import tuning
+from ..errors import GroupFileError
 from . import operators
-from .layout import SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, PackedError, PackedLayout, Span, Strip, packed_size
-from .spans import choose_spans, weights_within
+from .layout import SPAN_ALIGNMENT, TILE_BYTES, PackedLayout, Span, Strip, packed_size
+from .spans import choose_spans
 
 MIN_SAVING = 1 / 16
 """Of the image: what saves less stays plain. Unpacking takes time too."""
@@ -77,9 +78,7 @@ def _pack(
     num_bytes, drafts = layout.num_bytes, list[tuple[torch.Tensor, tuple[Span, ...], int]]()
     for first, last in _strips_of(num_bytes):
         part = there[first:last]
-        spans, most_escapes = choose_spans(
-            weights_within(layout, first, last), last - first, partial(operators.count_exponents, part)
-        )
+        spans, most_escapes = choose_spans(layout, first, last, partial(operators.count_exponents, part))
         drafts.append((part, spans, packed_size(spans, most_escapes)))
     largest = sum(size for *_, size in drafts)
     if largest > num_bytes - int(num_bytes * MIN_SAVING) or not drafts:
@@ -118,8 +117,8 @@ def _pack_strip(image: torch.Tensor, spans: tuple[Span, ...], most_bytes: int) -
     else:
         operators.decode(data, strip, again)
     if not torch.equal(again, image):
-        raise PackedError(
-            f"Weights packed on {image.device} do not unpack to what they were: it is broken, or its compiler is"
+        raise GroupFileError(
+            f"Weights packed on {image.device} do not unpack to what they were: it is broken, or its compiler is."
         )
     return strip, data
 
@@ -143,15 +142,13 @@ def unpack(data: torch.Tensor, layout: PackedLayout, out: torch.Tensor) -> None:
     """Write the image to `out`: enqueued on the current stream of a device, done at return on the CPU.
 
     Args:
-        data: uint8 [layout.packed_bytes], that `check` has passed.
+        data: uint8 [layout.packed_bytes].
         out: uint8 [layout.plain_bytes] on the same device.
 
     Raises:
-        PackedError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
+        GroupFileError: on the CPU, the codes do not fit the escapes. A device writes something, and nothing outside of `out`.
     """
-    _check_sizes(data, layout)
-    if out.numel() != layout.plain_bytes:
-        raise ValueError(f"out has {out.numel():,} bytes, and the image has {layout.plain_bytes:,}")
+    assert out.numel() == layout.plain_bytes
     for part, (strip, start, _) in zip(layout.cut(data), layout.placed, strict=True):
         unpack_strip(part, strip, out[start : start + strip.plain_bytes])
 
@@ -164,43 +161,11 @@ def unpack_strip(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int
         out: uint8 [at most strip.plain_bytes] on the same device.
         start: The byte of the strip that `out` begins at, a multiple of 16.
     """
-    _check_sizes(data, strip)
-    if not 0 < out.numel() <= strip.plain_bytes - start or start < 0:
-        raise ValueError(f"out has {out.numel():,} bytes from {start:,} on, and the strip has {strip.plain_bytes:,}")
-    if (data.data_ptr() | out.data_ptr() | start | out.numel()) % SPAN_ALIGNMENT:
-        raise ValueError(f"data and out have to begin, and out has to end, at multiples of {SPAN_ALIGNMENT} bytes")
+    assert data.numel() == strip.packed_bytes and 0 <= start < start + out.numel() <= strip.plain_bytes
+    assert (data.data_ptr() | out.data_ptr() | start | out.numel()) % SPAN_ALIGNMENT == 0
     if out.device.type == "cpu":
         operators.decode(data, strip, out, start)
         return
     from .kernels import decode  # here, as there is no Triton on many machines
 
     decode(data, strip, out, start)
-
-
-def check(data: torch.Tensor, layout: PackedLayout) -> None:
-    """Compare the tables of packed bytes on the CPU with their layout. What they hold is proven by a hash, not here.
-
-    Raises:
-        PackedError: one is damaged. The message does not name the file.
-    """
-    _check_sizes(data, layout)
-    for part, strip in zip(layout.cut(data), layout.strips, strict=True):
-        _check_tables(part, strip)
-
-
-def _check_tables(data: torch.Tensor, strip: Strip) -> None:
-    rows = strip.rows().view(torch.uint8).flatten()
-    if not torch.equal(data[: rows.numel()], rows):
-        raise PackedError("its table of spans is damaged")
-    found, spans = operators.tile_table(data, strip), strip.spans_of_tiles(data.device)
-    starts, halves = found & 0xFFFFFFFF, found >> 52 & 0xFFF
-    is_packed = torch.tensor([span.bits > 0 for span in strip.spans], device="cpu")[spans]
-    ends = torch.cat([starts[1:], torch.tensor([strip.num_escapes], device="cpu")])
-    is_right = (halves <= TILE_WEIGHTS // 2) & (halves <= ends - starts) & (ends - starts <= TILE_WEIGHTS * is_packed)
-    if not torch.equal(found, strip.entries(starts, halves)) or not bool(is_right.all()) or bool(starts[:1].any()):
-        raise PackedError("its table of tiles is damaged")
-
-
-def _check_sizes(data: torch.Tensor, layout: PackedLayout | Strip) -> None:
-    if data.numel() != layout.packed_bytes:
-        raise PackedError(f"it has {data.numel():,} packed bytes, and {layout.packed_bytes:,} were written")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, PackedError, Span, Strip, record_bytes
+from ..errors import GroupFileError
+from .layout import ENTRY_BYTES, TILE_BYTES, TILE_WEIGHTS, Span, Strip, record_bytes
 
 _TILES_AT_ONCE = 256
 """On the CPU. With fewer, the time goes into calls."""
@@ -48,8 +49,9 @@ def encode(image: torch.Tensor, strip: Strip, data: torch.Tensor) -> list[torch.
     def encode_part(part: _Part) -> torch.Tensor:
         span, record = part.span, part.record
         split = TILE_WEIGHTS * span.bits // 8
-        words = part.weights.view(torch.int16)
-        exponents = _exponents(part.weights)
+        weights = image[part.start : part.start + len(record) * TILE_BYTES]
+        words = weights.view(torch.int16)
+        exponents = _exponents(weights)
         codes = _codes_of(exponents, span.exponents)
         is_escape = codes == len(span.exponents)
         halves[:, part.tile : part.tile + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
@@ -63,7 +65,7 @@ def encode(image: torch.Tensor, strip: Strip, data: torch.Tensor) -> list[torch.
 
     for span, place in _plain_spans(strip):
         data[place : place + span.num_bytes] = image[span.offset : span.offset + span.num_bytes]
-    escapes = [encode_part(part) for part in _parts(strip, image, data)]
+    escapes = [encode_part(part) for part in _parts(strip, data)]
     num_each = halves.sum(0)
     tile_table(data, strip).copy_(strip.entries(num_each.cumsum(0) - num_each, halves[0]))
     return escapes
@@ -73,14 +75,21 @@ def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) 
     """Write the strip from byte `start` on to `out`, as much as finds room there.
 
     Raises:
-        PackedError: the codes do not fit the escapes.
+        GroupFileError: the codes do not fit the escapes.
     """
     escapes = data[strip.escapes_at : strip.escapes_at + strip.num_escapes]
     end = start + out.numel()
     first, last = strip.tiles_of(start, end)
     starts = [*((tile_table(data, strip)[first : last + 1] & 0xFFFFFFFF).tolist()), strip.num_escapes]
 
-    def decode_part(part: _Part) -> None:
+    def put(found: torch.Tensor, at: int) -> None:
+        low, high = max(at, start), min(at + found.numel(), end)
+        if low < high:
+            out[low - start : high - start] = found[low - at : high - at]
+
+    for span, place in _plain_spans(strip):
+        put(data[place : place + span.num_bytes], span.offset)
+    for part in _parts(strip, data, first, last):
         span, record = part.span, part.record
         split = TILE_WEIGHTS * span.bits // 8
         by_byte = torch.zeros(len(record), TILE_WEIGHTS // 8, 8, dtype=torch.uint8, device=out.device)
@@ -93,28 +102,14 @@ def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) 
         begin, behind = starts[part.tile - first], starts[part.tile - first + len(record)]
         mine = escapes[begin : max(behind, begin)]
         if int(is_escape.sum()) != mine.numel():
-            raise PackedError(
-                f"its codes of the span at byte {span.offset:,} do not ask for the escapes that there are"
+            raise GroupFileError(
+                f"Packed weights are damaged: codes of the span at byte {span.offset:,} ask for other escapes than it has."
             )
         exponents = _exponents_of(codes, span.exponents).masked_scatter_(is_escape, mine)
         rest = record[:, split:].to(torch.int16).flatten()
         words = (rest & 0x80) << 8
         words.bitwise_or_(rest.bitwise_and_(0x7F)).bitwise_or_(exponents.to(torch.int16) << 7)
-        part.weights.view(torch.int16).copy_(words)
-
-    for span, place in _plain_spans(strip):
-        low, high = max(span.offset, start), min(span.offset + span.num_bytes, end)
-        if low < high:
-            out[low - start : high - start] = data[place + low - span.offset : place + high - span.offset]
-    if out.numel() == strip.plain_bytes:
-        for part in _parts(strip, out, data):
-            decode_part(part)
-        return
-    for part in _parts(strip, None, data, first, last):
-        decode_part(part)
-        begin = part.start
-        low, high = max(begin, start), min(begin + part.weights.numel(), end)
-        out[low - start : high - start] = part.weights[low - begin : high - begin]
+        put(words.view(torch.uint8), part.start)
 
 
 def tile_table(data: torch.Tensor, strip: Strip) -> torch.Tensor:
@@ -135,32 +130,20 @@ class _Part(NamedTuple):
     """The number of the first one in the table."""
     start: int
     """The byte of the strip that they begin at."""
-    weights: torch.Tensor
-    """Their bytes of the strip."""
     record: torch.Tensor
     """Their records: uint8 [tiles, record_bytes]."""
 
 
-def _parts(
-    strip: Strip, image: torch.Tensor | None, data: torch.Tensor, begin: int = 0, end: int | None = None
-) -> Iterator[_Part]:
-    """The packed tiles from number `begin` to `end`, some at a time.
-
-    Args:
-        image: None: their bytes are in memory of their own.
-    """
+def _parts(strip: Strip, data: torch.Tensor, begin: int = 0, end: int | None = None) -> Iterator[_Part]:
+    """The packed tiles from number `begin` to `end`, some at a time."""
     end, at_once = strip.num_tiles if end is None else end, _num_at_once(data.device)
     for span, place, tile in zip(strip.spans, strip.places, strip.first_tiles, strict=False):
         size = record_bytes(span.bits)
         last = min(span.num_tiles, end - tile) if span.bits else 0
         for first in range(max(0, begin - tile), last, at_once):
-            num = min(at_once, last - first)
-            start, there = span.offset + first * TILE_BYTES, place + first * size
-            if image is None:
-                weights = torch.empty(num * TILE_BYTES, dtype=torch.uint8, device=data.device)
-            else:
-                weights = image[start : start + num * TILE_BYTES]
-            yield _Part(span, tile + first, start, weights, data[there : there + num * size].view(num, size))
+            num, there = min(at_once, last - first), place + first * size
+            record = data[there : there + num * size].view(num, size)
+            yield _Part(span, tile + first, span.offset + first * TILE_BYTES, record)
 
 
 def _plain_spans(strip: Strip) -> list[tuple[Span, int]]:

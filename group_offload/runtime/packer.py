@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -347,14 +348,17 @@ class Packer:
         found = next(files)
         if found is None:
             return None
-        if part in self._to_read:
-            return open_image(found, blob.generation, is_verified=self._is_verified)
-        locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
-        self._may_lock = locked is not None  # the device is asked no more
-        if locked is not None:
-            in_place, proofs[part] = locked
-            return in_place
-        return self._noted(read_image(found, blob.generation, memory), part, limit)
+        try:
+            if part in self._to_read:
+                return open_image(found, blob.generation, is_verified=self._is_verified)
+            locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
+            self._may_lock = locked is not None  # the device is asked no more
+            if locked is not None:
+                in_place, proofs[part] = locked
+                return in_place
+            return self._noted(read_image(found, blob.generation, memory), part, limit)
+        finally:
+            os.close(found.fd)
 
     def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
         """Note what could not be page-locked."""

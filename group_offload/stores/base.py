@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -51,8 +52,11 @@ class Store(Protocol):
             GroupFileError: another program changed a file. No edit is lost.
         """
 
+    def remove(self, blob: Any) -> None:
+        """Forget a blob. With the last one the memory or the file is given up."""
 
-class Blob(Protocol):
+
+class Blob(ABC):
     """The bytes of some tensors at rest. Used by one thread at a time.
 
     Order of calls: a blob is made from live tensors, which are then rebound to `rest`; any number of `moves`, `write` and
@@ -60,20 +64,22 @@ class Blob(Protocol):
     """
 
     layout: BlobLayout
+    store: Store
     tier: Tier
+    where: str
+    """The file's name, or the kind of RAM, for messages."""
     rest: list[torch.Tensor]
     """The tensors at rest, on the CPU and with their values, in the order of `layout.specs`."""
-    generation: int
+    generation = 0
     """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
-    is_outdated: bool
+    is_outdated = False
     """Whether `rest` has edits that the blob cannot take, or belongs elsewhere: the blob has to be made again."""
-    origin: Origin | None
+    origin: Origin | None = None
     """The bytes of checkpoints that tensors of the blob came from."""
+    _is_open = True
 
     @property
-    def store(self) -> Store: ...
-
-    @property
+    @abstractmethod
     def detects_edits(self) -> bool:
         """Whether `commit_edits` finds edits of `rest`, and edits leave copies alone that are on their way.
 
@@ -81,39 +87,50 @@ class Blob(Protocol):
         """
 
     @property
+    @abstractmethod
     def pinned_bytes(self) -> int:
         """Bytes of page-locked RAM that the blob takes."""
 
     @property
-    def where(self) -> str:
-        """The file's name, or the kind of RAM, for messages."""
-
-    @property
+    @abstractmethod
     def same_as(self) -> str:
         """A text that blobs of other processes of this host have only if they have the same bytes; empty if there is none."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """
         Raises:
             GroupFileError: another program changed the file, so that `rest` may not have the weights any more.
         """
 
-    def write(self, index: int, value: torch.Tensor) -> bool:
-        """Keep the bytes that a forward left in tensor `index`, in `rest` and in the bytes that are sent from now on.
-
-        Returns:
-            Whether `commit_edits` has to be called before the next `moves`.
-        """
+    @abstractmethod
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Keep the bytes that a forward left in tensor `index`, in `rest` and in the bytes that are sent from now on."""
 
     def moves(self, at: int, label: str) -> list[Move]:
         """How the blob, as it is now, gets to byte `at` of a slot.
 
+        Where it is outdated in the middle of a pass, the weights at rest are sent. As the next pass begins it is made again.
+
         Args:
             label: The name of the group that needs the blob, for errors and traces.
         """
+        if not self.is_outdated:
+            return self._moves(at, label)
+        values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(self.layout.specs, self.rest, strict=True)]
+        return [
+            Read(at + offset, value.numel(), PageableMemory(value), 0, False, label)
+            for offset, value in values
+            if value.numel()
+        ]
+
+    @abstractmethod
+    def _moves(self, at: int, label: str) -> list[Move]: ...
 
     def close(self) -> None:
         """Give up the memory or the file."""
+        if self._is_open:
+            self._is_open = False
+            self.store.remove(self)
 
 
 class PlacedBlob(NamedTuple):
@@ -167,16 +184,3 @@ class PlacedImage(NamedTuple):
     @property
     def sent_bytes(self) -> int:
         return self.image.num_bytes
-
-
-def moves_of_rest(layout: BlobLayout, rest: Sequence[torch.Tensor], at: int, label: str) -> list[Move]:
-    """How the weights at rest get to byte `at` of a slot: for a blob that does not hold their edits.
-
-    This happens where a blob is outdated in the middle of a pass. When the next pass begins the blob is made again.
-    """
-    values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(layout.specs, rest, strict=True)]
-    return [
-        Read(at + offset, value.numel(), PageableMemory(value), 0, False, label)
-        for offset, value in values
-        if value.numel()
-    ]

@@ -25,11 +25,10 @@ from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from .base import Tier, moves_of_rest
+from .base import Blob, Tier
 from .checkpoint import FileSpan
 from .folder import Folder
 from .moves import Copy, Move, Read
-from .origin import Origin
 from .source import Contents, Piece, Proof, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
@@ -148,16 +147,15 @@ class _Pages:
                 forget_writes(low, high - low)
 
 
-class FileBlob(Contents):
+class FileBlob(Contents, Blob):
     """A blob whose bytes are pieces of a file. At rest its tensors are views of a private mapping of that file.
 
     They take no RAM until they are read, and the kernel copies the pages that are edited.
     """
 
     detects_edits = True
-    generation = 0
-    origin: Origin | None = None
     source: Checkpoint
+    store: Checkpoint
 
     def __init__(
         self,
@@ -183,7 +181,6 @@ class FileBlob(Contents):
         ranges = [(start, start + num_bytes) for start, _, num_bytes in self.mapped if num_bytes]
         self._first = min((start for start, _ in ranges), default=0)
         self._last = max((end for _, end in ranges), default=0)
-        self.is_outdated = False
         self.is_verified = False
         """Whether each read is compared, by its hash, with what was written, or with what was read the first time."""
         self.tier = Tier.FILE
@@ -196,7 +193,7 @@ class FileBlob(Contents):
         self._is_locked = False
         self._num_lockings = -1
         """The file's, when `_is_locked` was found out."""
-        self._is_open = True
+        self.store = source
         source.add(self)
 
     @classmethod
@@ -209,11 +206,7 @@ class FileBlob(Contents):
         return cls(layout, pieces, tensors, [span.position for span in spans], source)
 
     @property
-    def store(self) -> Checkpoint:
-        return self.source
-
-    @property
-    def where(self) -> str:
+    def where(self) -> str:  # type: ignore[override]
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
     @property
@@ -247,9 +240,7 @@ class FileBlob(Contents):
     def check(self) -> None:
         self.source.check()
 
-    def moves(self, at: int, label: str) -> list[Move]:
-        if self.is_outdated:
-            return moves_of_rest(self.layout, self.rest, at, label)
+    def _moves(self, at: int, label: str) -> list[Move]:
         source = self.source
         if self.is_locked:
             return [
@@ -283,16 +274,10 @@ class FileBlob(Contents):
     def _differs(self, tensor: torch.Tensor, low: int, high: int, position: int) -> bool:
         return low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high])
 
-    def write(self, index: int, value: torch.Tensor) -> bool:
+    def write(self, index: int, value: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             as_bytes(self.rest[index]).copy_(value)
         self.is_outdated = True
-        return False
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.source.remove(self)
 
 
 def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:

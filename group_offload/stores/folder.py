@@ -29,7 +29,7 @@ from ..base.publish import folder_lock, publish, temporary_name
 from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
-from .safetensors_file import content_of, data_pieces, encode_header, file_holds, printable_id
+from .safetensors_file import content_of, data_pieces, encode_header, file_holds
 
 _MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def file_name(group_id: str) -> str:
     """The name of the file of a group. It is the name that diffusers gives it."""
-    return f"group_{hashlib.sha256(printable_id(group_id).encode()).hexdigest()[:16]}.safetensors"
+    return f"group_{hashlib.sha256(group_id.encode(errors='backslashreplace')).hexdigest()[:16]}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,11 @@ class Folder:
         data: Callable[[], Iterable[torch.Tensor]],
         on_written: Callable[[int], None],
         replaced: Path | None = None,
-        written_at: int | None = None,
     ) -> ProvenFile:
         """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
 
         Args:
             replaced: The file that it takes the place of, if it shall.
-            written_at: The time of change that it gets if it is written, in seconds.
 
         Raises:
             GroupFileError: the file cannot be written.
@@ -215,7 +213,7 @@ class Folder:
                 return ProvenFile(path, fd, stamp, content)
             try:
                 self._make()  # it may have been deleted: files in use stay open
-                written = publish(path, pieces(), replaces=replaced is not None, written_at=written_at)
+                written = publish(path, pieces(), replaces=replaced is not None)
             except OSError as error:
                 remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
                 raise GroupFileError(

@@ -20,9 +20,7 @@ as they rest.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -259,7 +257,7 @@ class LockedMemory:
 def lock_image(
     file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
 ) -> tuple[PackedImage, Task[str]] | None:
-    """Page-lock what was packed before where it lies in the page cache. The descriptor is closed, unless this returns None.
+    """Page-lock what was packed before where it lies in the page cache.
 
     Args:
         wait: A function that returns once no copy is on its way: the pages stay locked until then.
@@ -271,12 +269,9 @@ def lock_image(
     Raises:
         GroupFileError: the file cannot be mapped.
     """
-    with ExitStack() as stack:
-        stack.callback(os.close, file.fd)
-        contents = FileContents(file)
-        if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
-            stack.pop_all()
-            return None
+    contents = FileContents(file)
+    if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
+        return None
     ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])
     image = PackedImage(file.packed, generation, memory[start : start + num_bytes], contents=contents)
     return image, on_pool(_prove, contents)
@@ -292,7 +287,7 @@ def _prove(contents: FileContents) -> str:
 
 
 def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> PackedImage | None:
-    """Read what was packed before. The file is closed.
+    """Read what was packed before.
 
     Returns:
         None if no more memory can be page-locked.
@@ -300,15 +295,12 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
     Raises:
         GroupFileError: the file cannot be read, or is damaged.
     """
-    try:
-        file.read(memory.begin(file.packed.packed_bytes)())
-    finally:
-        os.close(file.fd)
+    file.read(memory.begin(file.packed.packed_bytes)())
     return memory.image(file.packed, generation)
 
 
 def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> PackedImage:
-    """What was packed before, to be read from its file each time. Nothing is read now, and the descriptor is closed.
+    """What was packed before, to be read from its file each time. Nothing is read now.
 
     Args:
         is_verified: Whether each read is compared with what was packed.
@@ -316,9 +308,6 @@ def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> Packe
     Raises:
         GroupFileError: the file cannot be mapped.
     """
-    try:
-        contents = FileContents(file)
-    finally:
-        os.close(file.fd)
+    contents = FileContents(file)
     contents.source.avoid_readahead()
     return PackedImage(file.packed, generation, None, contents=contents, is_verified=is_verified)

@@ -8,8 +8,8 @@ both are for files that no other user can have written: see [Note: Files of othe
   its data, which has to be that of its bytes now. (That the data unpacks to the image was proven when it was packed.) All
   weights and the file are read for that.
 - *By facts.* Weights that are views of a file are what they were as long as that file is, byte for byte. So the header has
-  the facts of the file that was packed, where the weights lie in it, and the time of change of the packed file itself: nothing
-  is read. The data is compared with its hash when it is read.
+  the facts of the file that was packed, from before it was read, and where the weights lie in it: nothing is read. The data is
+  compared with its hash when it is read.
 
 A file that was found by its hashes, and was packed from another file (or from the same one before it was touched), is written
 again with the facts of this one, so that it is found by facts from then on.
@@ -21,21 +21,18 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 
 from ..base.layout import BlobLayout, memory_of
 from ..base.pool import done
 from ..base.reading import read_into
 from ..errors import GroupFileError
-from ..packing.codec import Packed, check, hash_of, pack
+from ..packing.codec import Packed, hash_of, pack
 from ..packing.layout import PackedLayout
 from .folder import Folder, ProvenFile
 from .safetensors_file import (
@@ -45,14 +42,11 @@ from .safetensors_file import (
     content_of_file,
     data_pieces,
     encode_header,
-    printable_id,
     read_packed_header,
 )
 from .source import Piece, SourceFile
 
 logger = logging.getLogger("group_offload")
-
-_CHUNK_BYTES = 16 << 20
 
 
 def facts_of(found: os.stat_result) -> str:
@@ -76,16 +70,9 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
     found = source.named_stat()
     if found is None:
         return None
-    specs = [[printable_id(spec.fqn), str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
+    specs = [[spec.fqn, str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
     place = json.dumps([[[piece.offset, piece.position, piece.num_bytes] for piece in pieces], specs])
     return PackedFrom(str(source.path), facts_of(found), hashlib.sha256(place.encode()).hexdigest()[:32])
-
-
-def _is_there(origin: PackedFrom) -> bool:
-    """Whether the file is still the one that the facts are of."""
-    with suppress(OSError):
-        return facts_of(os.stat(origin.path)) == origin.facts
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +81,8 @@ class PackedFile(ProvenFile):
 
     group_id: str
     packed: PackedLayout
+    origin: PackedFrom | None
+    """What it was packed from, if that was in a file."""
 
     @property
     def start(self) -> int:
@@ -101,7 +90,7 @@ class PackedFile(ProvenFile):
         return self.stamp.st_size - self.packed.packed_bytes
 
     def read(self, memory: torch.Tensor) -> None:
-        """Read the packed image, piece by piece, and check it. It stays packed.
+        """Read the packed image, and check it. It stays packed.
 
         Args:
             memory: uint8 [packed.packed_bytes], on the CPU.
@@ -109,14 +98,10 @@ class PackedFile(ProvenFile):
         Raises:
             GroupFileError: the file cannot be read, or its data is not what was written.
         """
-        digest = xxhash.xxh3_128()
         try:
-            for begin in range(0, memory.numel(), _CHUNK_BYTES):
-                part = memory_of(memory[begin : begin + _CHUNK_BYTES])
-                digest.update(part[: read_into(self.fd, part, self.start + begin)])
-            if digest.hexdigest() != self.content:
+            num_bytes = read_into(self.fd, memory_of(memory), self.start)
+            if num_bytes < memory.numel() or content_of([memory]) != self.content:
                 raise GroupFileError("its data is not what was written")
-            check(memory, self.packed)
         except OSError as error:
             raise GroupFileError(
                 f"{self.path} cannot be used: {error.strerror or error}. Delete it, and it is packed again."
@@ -148,12 +133,13 @@ class PackedFiles:
             return None
 
         def is_right(header: PackedHeader, fd: int) -> bool:
-            if header.packed_from is not None and header.packed_from.path == origin.path:
-                others.append(header.packed_from)
-            return header.packed_from == origin and header.is_as_written
+            others.extend([] if header.packed_from is None else [header.packed_from])
+            return header.packed_from == origin
 
-        found, _ = self._search(wanted, is_right)
-        self.num_changed += found is None and any(each.facts != origin.facts for each in others)
+        found = self._search(wanted, is_right)
+        self.num_changed += found is None and any(
+            each.path == origin.path and each.facts != origin.facts for each in others
+        )
         return found
 
     def find_or_pack(
@@ -168,7 +154,7 @@ class PackedFiles:
             None if packing the blob would not save enough.
 
         Raises:
-            GroupFileError: the file cannot be written, or the file of `origin` changed meanwhile.
+            GroupFileError: the file cannot be written.
         """
         for one in wanted:
             yield self.find(one) or self._find_or_pack(one, device)
@@ -182,44 +168,33 @@ class PackedFiles:
             start = os.fstat(fd).st_size - header.packed.packed_bytes
             return header.packed.hash == plain and content_of_file(fd, start) == header.content
 
-        found, origin = self._search(wanted, is_right)
+        found = self._search(wanted, is_right)
         if found is None:
             packed = pack(image, wanted.layout, device, hashed=done(plain))
             return None if packed is None else self._write(wanted, packed)
-        if wanted.origin in (None, origin):
+        if wanted.origin in (None, found.origin):
             return found
-        try:
-            return self._renewed(found, wanted)
+        try:  # the same packed bytes with the facts of now
+            memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
+            found.read(memory)
+            renewed = self._write(wanted, Packed(found.packed, memory), found.path)
         except GroupFileError as error:  # the folder may be full
             logger.info("%s is used as it is: %s", found.path, error)
             return found
-
-    def _renewed(self, found: PackedFile, wanted: Wanted) -> PackedFile:
-        """The same packed bytes with the facts of now."""
-        memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
-        found.read(memory)
-        renewed = self._write(wanted, Packed(found.packed, memory), found.path)
         os.close(found.fd)
         return renewed
 
     def _write(self, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
         group_id, layout, _, origin = wanted
-        if origin is not None and not _is_there(origin):
-            raise GroupFileError(
-                f"{origin.path} changed while it was being packed, so the result was thrown away. Keep other programs from "
-                f"changing it, and try again."
-            )
         content = content_of([packed.data])
-        now = int(time.time()) // 2 * 2  # every file system keeps such times
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin, now)
-        data = lambda: [packed.data]  # noqa: E731
-        written = self._folder.obtain(_id_of(group_id), header, content, data, lambda num_bytes: None, replaced, now)
-        return PackedFile(written.path, written.fd, written.stamp, content, group_id, packed.layout)
+        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin)
+        written = self._folder.obtain(
+            _id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced
+        )
+        return PackedFile(written.path, written.fd, written.stamp, content, group_id, packed.layout, origin)
 
-    def _search(
-        self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]
-    ) -> tuple[PackedFile | None, PackedFrom | None]:
-        """See `Folder.search`. The second result is what the file was packed from."""
+    def _search(self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
+        """See `Folder.search`."""
 
         def header_of(fd: int) -> PackedHeader | None:
             header = read_packed_header(fd, wanted.layout, wanted.group_id, self._folder.model_class)
@@ -227,9 +202,9 @@ class PackedFiles:
 
         path, found = self._folder.search(_id_of(wanted.group_id), header_of)
         if found is None:
-            return None, None
-        fd, stamp, header = found
-        return PackedFile(path, fd, stamp, header.content, wanted.group_id, header.packed), header.packed_from
+            return None
+        fd, stamp, (content, packed, origin) = found
+        return PackedFile(path, fd, stamp, content, wanted.group_id, packed, origin)
 
 
 def _id_of(group_id: str) -> str:

@@ -37,9 +37,8 @@ from ..base.system import on_fork
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import StateError
-from .base import Tier, moves_of_rest
+from .base import Blob, Tier
 from .moves import Copy, Move, PageableMemory, Read
-from .origin import Origin
 
 logger = logging.getLogger("group_offload")
 
@@ -323,20 +322,18 @@ class Segment:
         return True
 
 
-class RamBlob:
+class RamBlob(Blob):
     """A blob in a segment."""
+
+    store: Segment
 
     def __init__(self, layout: BlobLayout, segment: Segment, start: int) -> None:
         self.layout = layout
         self.store = segment
         self.start = start
-        self.generation = 0
-        self.is_outdated = False
-        self.origin: Origin | None = None
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
         self.find_tier()
         segment.add(self)
-        self._is_open = True
 
     def find_tier(self) -> None:
         """The memory was locked, or unlocked."""
@@ -359,28 +356,22 @@ class RamBlob:
     def same_as(self) -> str:
         return f"{self.store.common} {self.start}" if self.store.common and not self.is_outdated else ""
 
-    def check(self) -> None:
-        pass
-
-    def write(self, index: int, value: torch.Tensor) -> bool:
+    def write(self, index: int, value: torch.Tensor) -> None:
         spec = self.layout.specs[index]
         begin = self.start + spec.offset
         self.is_outdated |= self.store.is_shared
         with torch.inference_mode(False), torch.no_grad():
             if self.is_outdated:
                 as_bytes(self.rest[index]).copy_(value)
-                return False
+                return
             self.store.bytes[begin : begin + value.numel()].copy_(value)
             # Threads may have read the bytes for a later pass. (A copy by the device has not begun before this.)
             self.generation += self.tier is Tier.PAGEABLE
             rest = as_bytes(self.rest[index])
             if not torch.equal(rest, value):  # the page was copied, because the weight beside this one was edited
                 rest.copy_(value)
-        return False
 
-    def moves(self, at: int, label: str) -> list[Move]:
-        if self.is_outdated:
-            return moves_of_rest(self.layout, self.rest, at, label)
+    def _moves(self, at: int, label: str) -> list[Move]:
         if self.tier is Tier.RAM:
             return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
         assert self.store.pageable is not None
@@ -396,11 +387,6 @@ class RamBlob:
         if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
             return None
         return self.sent_bytes
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.store.remove(self)
 
 
 def _no_room(num_bytes: int, error: OSError) -> Exception:

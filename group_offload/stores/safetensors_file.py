@@ -6,40 +6,35 @@ reader opens these files.
 The writer is our own because the safetensors package cannot write these files. Direct reads need a blob that lies in the file
 as it lies in memory: from a page on, with gaps between tensors. The package neither aligns the data to a page nor allows a gap.
 The format allows both: the header is padded with spaces so that the data begins on a page, and `__padding_N` entries cover the
-gaps. A tensor whose name the format cannot have, or has for something else, is the entry `__tensor_N`, and the metadata has its
-name. A header is not interpreted: it is compared with the one that would be written now.
+gaps. A header is not interpreted: it is compared with the one that would be written now.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from ..base.layout import BlobLayout, extent_bytes, memory_of
 from ..base.reading import read_into, read_part
-from ..errors import GroupFileError
 from ..packing.layout import PackedLayout
 
 DATA_ALIGNMENT = 4096
-_VERSION, _PACKED_VERSION = "2", "4"
+_VERSION, _PACKED_VERSION = "2", "5"
 _PACKED_NAME = "packed"
 """The entry of a packed group file."""
 _CONTENT_KEY = "group_offload.content"
 _PACKED_KEY = "group_offload.packed"
 _FROM_KEY = "group_offload.packed_from"
-_TIME_KEY = "group_offload.written_at"
+_HASH_KEY = "group_offload.header"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
 _CHUNK_BYTES = 16 << 20
-_RESERVED = re.compile(r"__metadata__|__(?:padding|tensor)_.*|.*[\ud800-\udfff].*", re.DOTALL)
-"""The names that the entry of a tensor cannot have."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -64,7 +59,6 @@ def encode_header(
     content: str,
     packed: PackedLayout | None = None,
     packed_from: PackedFrom | None = None,
-    written_at: int = 0,
 ) -> bytes:
     """The bytes before the data section. Equal tensors of one group always give equal headers.
 
@@ -72,13 +66,12 @@ def encode_header(
         content: the hash of the data section, from `content_of`.
         packed: how the blob is packed in the data section, if it is.
         packed_from: what it was packed from, if that is in a file.
-        written_at: the time of change that a packed file is given, in seconds.
     """
     metadata = {
         "format": "pt",
         "group_offload.version": _VERSION if packed is None else _PACKED_VERSION,
         "group_offload.model_class": model_class,
-        "group_offload.group": printable_id(group_id),
+        "group_offload.group": group_id,
         "group_offload.codec": "none" if packed is None else "exponents",
         _CONTENT_KEY: content,
         "group_offload.tensors": json.dumps(
@@ -89,11 +82,11 @@ def encode_header(
     if packed is None:
         entries |= _entries_of(layout)
     else:
-        metadata[_PACKED_KEY], metadata[_TIME_KEY] = packed.to_json(), str(written_at)
+        metadata[_PACKED_KEY] = packed.to_json()
         if packed_from is not None:
-            metadata[_FROM_KEY] = json.dumps([packed_from.path, packed_from.facts, packed_from.place])
+            metadata[_FROM_KEY] = json.dumps(packed_from)
         entries[_PACKED_NAME] = _entry("U8", [packed.packed_bytes], 0, packed.packed_bytes)
-        metadata["group_offload.header"] = xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
+        metadata[_HASH_KEY] = xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -112,18 +105,12 @@ def _entries_of(layout: BlobLayout) -> dict[str, object]:
         spec = layout.specs[extent.tensors[0]]
         end = extent.offset + extent.num_bytes
         is_plain = len(extent.tensors) == 1 and spec.dtype in _DTYPE_NAMES and _is_contiguous(spec.shape, spec.stride)
-        name = f"__tensor_{extent.tensors[0]}" if _RESERVED.fullmatch(spec.fqn) else spec.fqn
-        entries[name] = (
+        entries[spec.fqn] = (
             _entry(_DTYPE_NAMES[spec.dtype], list(spec.shape), start, end)
             if is_plain
             else _entry("U8", [extent.num_bytes], start, end)  # strides, or tensors that overlap: see the metadata
         )
     return entries
-
-
-def printable_id(group_id: str) -> str:
-    """The id of a group as it stands in files. The name of a module may have half of a surrogate pair, which no file may."""
-    return group_id.encode(errors="backslashreplace").decode()
 
 
 def data_pieces(layout: BlobLayout, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -169,8 +156,7 @@ def file_holds(fd: int, header: bytes, content: str) -> bool:
     return found == header and content_of_file(fd, len(header)) == content
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFrom:
+class PackedFrom(NamedTuple):
     """The bytes that a packed group file was made from. See [Note: Whose a packed file is] in `packed_files`."""
 
     path: str
@@ -181,16 +167,13 @@ class PackedFrom:
     """A hash of where the weights lie in it, and of where they go."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedHeader:
+class PackedHeader(NamedTuple):
     """What the header of a packed group file says."""
 
     content: str
     """xxh3_128 of the data section, in hex."""
     packed: PackedLayout
     packed_from: PackedFrom | None
-    is_as_written: bool
-    """Whether the file has the time of change that it was given: nobody has written to it, and it is no copy."""
 
 
 def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: str) -> PackedHeader | None:
@@ -201,25 +184,25 @@ def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: 
     Raises:
         OSError: the file cannot be read.
     """
-    stat = os.fstat(fd)
+    size = os.fstat(fd).st_size
     prefix = bytearray(8)
     read_part(fd, memoryview(prefix), 0)
     num_bytes = 8 + int.from_bytes(prefix, "little")
-    if num_bytes > min(stat.st_size, _MAX_HEADER_BYTES):
+    if num_bytes > min(size, _MAX_HEADER_BYTES):
         return None
     raw = bytearray(num_bytes)
     read_part(fd, memoryview(raw), 0)
     try:
-        metadata = json.loads(raw[8:])["__metadata__"]
+        entries = json.loads(raw[8:])
+        metadata = entries["__metadata__"]
+        if metadata.pop(_HASH_KEY) != xxhash.xxh3_128_hexdigest(json.dumps(entries).encode()):
+            return None
+        packed, content = PackedLayout.from_json(metadata[_PACKED_KEY]), metadata[_CONTENT_KEY]
         packed_from = PackedFrom(*json.loads(metadata[_FROM_KEY])) if _FROM_KEY in metadata else None
-        content, time = metadata[_CONTENT_KEY], int(metadata[_TIME_KEY])
-        packed = PackedLayout.from_json(metadata[_PACKED_KEY])
-        expected = encode_header(layout, group_id, model_class, content, packed, packed_from, time)
-    except (GroupFileError, ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    if raw != expected or stat.st_size != len(raw) + packed.packed_bytes:
-        return None
-    return PackedHeader(content, packed, packed_from, stat.st_mtime_ns == time * 10**9)
+    is_right = raw == encode_header(layout, group_id, model_class, content, packed, packed_from)
+    return PackedHeader(content, packed, packed_from) if is_right and size == num_bytes + packed.packed_bytes else None
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,23 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import files
 from group_offload.stores.checkpoint import FileMap
-from group_offload.stores.safetensors_file import content_of, data_pieces, encode_header
+from group_offload.stores.folder import Folder, file_name
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
 from ..support.files import flip_a_bit
+from ..support.folders import headers_in, put
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import LEVELS, check, offload_to, pair, run
 
 every_level = pytest.mark.parametrize("level", LEVELS)
-
-
-def name_of(group_id: str) -> str:
-    return f"group_{hashlib.sha256(group_id.encode()).hexdigest()[:16]}.safetensors"
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -46,14 +40,12 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
-# ---------------------------------------------------------------- names and content
-
-
 # ---------------------------------------------------------------- what else may be there
 
 
-def _garbage(path: Path) -> None:
-    path.write_bytes(b"not a safetensors file" * 1000)
+def _fifo(path: Path) -> None:
+    """Whoever opens it to read is blocked."""
+    os.mkfifo(path)
 
 
 def _same_size_other_byte(path: Path) -> None:
@@ -62,17 +54,14 @@ def _same_size_other_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _truncated(path: Path) -> None:
-    path.write_bytes(_right(path)[:-1])
-
-
-def _longer(path: Path) -> None:
-    path.write_bytes(_right(path) + b"\0")
-
-
-def _fifo(path: Path) -> None:
-    """Whoever opens it to read is blocked."""
-    os.mkfifo(path)
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "garbage": lambda path: path.write_bytes(b"not a safetensors file" * 1000),
+    "other byte": _same_size_other_byte,
+    "truncated": lambda path: path.write_bytes(_right(path)[:-1]),
+    "longer": lambda path: path.write_bytes(_right(path) + b"\0"),
+    "fifo": _fifo,
+    "folder": Path.mkdir,
+}
 
 
 def _right(path: Path) -> bytes:
@@ -82,14 +71,12 @@ def _right(path: Path) -> bytes:
     return (elsewhere / path.name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "place", [_garbage, _same_size_other_byte, _truncated, _longer, _fifo, Path.mkdir], ids=lambda place: place.__name__
-)
+@pytest.mark.parametrize("place", FOREIGN.values(), ids=FOREIGN)
 def test_foreign_file_is_neither_used_nor_touched(place: Callable[[Path], None], tmp_path: Path) -> None:
     """Hazard: a file with a group's name is trusted because it exists, or is overwritten."""
     folder = tmp_path / "groups"
     folder.mkdir()
-    foreign = [folder / name_of("blocks_0_0"), folder / name_of("Model_unmatched_group")]
+    foreign = [folder / file_name("blocks_0_0"), folder / file_name("Model_unmatched_group")]
     for path in foreign:
         place(path)
 
@@ -166,16 +153,15 @@ def test_edit_of_one_model_leaves_the_other(level: str, tmp_path: Path) -> None:
     assert_at_rest(other, unchanged)
 
 
-@pytest.mark.parametrize("content", ["foreign", "the same"])
-def test_a_file_that_took_the_name_meanwhile(content: str, tmp_path: Path) -> None:
-    """Weights do not return to it, whatever it holds: another program may change it. Hazard: another program's file
+def test_a_file_that_took_the_name_meanwhile(tmp_path: Path) -> None:
+    """Weights do not return to it, though it holds the same: another program may change it. Hazard: another program's file
     that took a group's name is used or deleted."""
     model, reference = pair()
     handle = offload_to(tmp_path, model)
-    path = tmp_path / name_of("blocks_0_0")
+    path = tmp_path / file_name("blocks_0_0")
+    data = path.read_bytes()
     for factor in (2, 0.5):
         if factor < 1:
-            data = path.read_bytes() if content == "the same" else b"foreign" * 1000
             (tmp_path / "foreign").write_bytes(data)
             (tmp_path / "foreign").rename(path)
         for twin in (model, reference):
@@ -199,18 +185,21 @@ def ids(model: nn.Module) -> dict[str, int]:
     return {name: id(tensor) for name, tensor in named_tensors(model)}
 
 
-@pytest.mark.parametrize("where", ["below a file", "not allowed"])
-def test_folder_that_cannot_be_written(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("file/groups", ""), ("/proc/self/groups", ""), ("file", "not a folder"), ("link", "a link that leads nowhere")],
+)
+def test_folder_that_cannot_be_written(name: str, why: str, tmp_path: Path) -> None:
     model, reference = pair()
     before = ids(model)
     (tmp_path / "file").write_bytes(b"x")
-    folder = Path("/proc/self/groups") if where == "not allowed" else tmp_path / "file" / "groups"
-    with pytest.raises(GroupFileError, match="offload_to_disk_path") as caught:
-        offload_to(folder, model)
-    assert str(folder) in str(caught.value)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(GroupFileError, match=f"{tmp_path / name}.*{why}.*offload_to_disk_path"):
+        offload_to(tmp_path / name, model)
     assert_untouched(model, reference, before)
     offload_to(tmp_path / "groups", model)
     check(model, reference, inputs())
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "groups"}
 
 
 def fail_in_the_middle(monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
@@ -360,17 +349,8 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
     handle.remove()
 
 
-def group_file(path: Path, named: dict[str, torch.Tensor]) -> BlobLayout:
-    layout = lay_out(list(named), list(named.values()))
-    data = list(data_pieces(layout, list(named.values())))
-    header = encode_header(layout, "group\ud800", "Model", content_of(data))
-    assert len(header) % 4096 == 0
-    path.write_bytes(header + b"".join(piece.numpy().tobytes() for piece in data))
-    return layout
-
-
 def test_all_that_a_layout_can_hold(tmp_path: Path) -> None:
-    """Strides, scalars, nothing, tied and overlapping tensors, and dtypes that the format lacks."""
+    """Strides, scalars, nothing, tied and overlapping tensors, and dtypes that the format lacks; or no tensor at all."""
     base = torch.arange(100.0)
     named = {
         "plain": torch.randn(3, 5),
@@ -384,38 +364,10 @@ def test_all_that_a_layout_can_hold(tmp_path: Path) -> None:
         "tied": base[20:80],
         "expanded": torch.ones(1).expand(7),
     }
-    group_file(tmp_path / "file.safetensors", named)
-    loaded = load_file(tmp_path / "file.safetensors")
-    assert all(torch.equal(loaded[name], named[name]) for name in ("plain", "nothing", "scalar", "half"))
-    assert loaded["complex"].dtype == torch.uint8
-
-
-def test_empty_group(tmp_path: Path) -> None:
-    group_file(tmp_path / "file.safetensors", {})
-    assert load_file(tmp_path / "file.safetensors") == {}
-
-
-NAMES = [
-    "__metadata__",
-    "__padding_0",
-    "__padding_1",
-    "__tensor_0",
-    "__tensor_x",
-    "\ud800",
-    "\\ud800",
-    "a\udfff.b",
-    "\n",
-]
-
-
-def test_names_that_the_format_cannot_have(tmp_path: Path) -> None:
-    """All names are there. Hazard: a weight is named `__metadata__`, or has half a character, and no reader opens its
-    file."""
-    named = {name: torch.full((3,), number) for number, name in enumerate(NAMES)}
-    path = tmp_path / "file.safetensors"
-    group_file(path, named)
-    loaded = {name: value for name, value in load_file(path).items() if not name.startswith("__padding_")}
-    assert sorted(value[0].item() for value in loaded.values()) == list(range(len(NAMES)))
-    assert loaded["\\ud800"][0] == NAMES.index("\\ud800")
-    header = json.loads(path.read_bytes()[8:4096])
-    assert [spec[0] for spec in json.loads(header["__metadata__"]["group_offload.tensors"])] == NAMES
+    for given in (named, {}):
+        found = put(Folder(tmp_path, "Model"), given)
+        loaded = load_file(found.path)
+        assert found.path.read_bytes()[:8][1:3] == b"\x0f\x00"  # the data begins at byte 4096
+        assert all(torch.equal(loaded[name], named[name]) for name in ("plain", "nothing", "scalar", "half") if given)
+        assert not given or loaded["complex"].dtype == torch.uint8
+    assert len(headers_in(tmp_path)) == 2

@@ -18,7 +18,6 @@ from ..support import rigs
 from ..support.fixtures import folder, level, offload, offload_either, tier  # noqa: F401
 from ..support.page_map import PageMap
 from . import test_checkpoint, test_files
-from .test_checkpoint import where  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
 

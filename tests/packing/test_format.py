@@ -26,6 +26,7 @@ def test_a_reader_in_plain_python(tmp_path: Path) -> None:
 def unpacked(path: Path) -> bytes:
     with safe_open(path, "pt") as file:
         data, metadata = file.get_tensor("packed").numpy().tobytes(), file.metadata()
+    assert metadata["group_offload.codec"] == "exponents" and metadata["group_offload.version"] == "5"
     layout = json.loads(metadata["group_offload.packed"])
     image = b""
     for num_escapes, spans in layout["strips"]:

@@ -198,7 +198,7 @@ class Group:
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, as_bytes(rest)):
-                    self._needs_commit |= part.blob.write(place, value)
+                    part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
                     part.drop_packed()
                     num_changed += 1
