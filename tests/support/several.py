@@ -419,7 +419,7 @@ def differs_in_one_number(rank: int, folder: str) -> None:
                         share(offloaded, **options)
                     continue
                 handle = share(offloaded, **options)
-            assert len(hashed) == (len(handle.groups) if where == "two checkpoints" else 0)
+            assert bool(hashed) == (where == "two checkpoints"), (where, hashed)
             x = torch.randn(2, 512)
             with torch.no_grad():
                 assert same_bits(offloaded(x), wide()(x))

@@ -203,7 +203,7 @@ class Sharing:
             self.one_copy.end()
             self.one_copy = None
         names = [_same_as(group) for group in groups]
-        mine = [(group.group_id, group.num_bytes, name) for group, name in zip(groups, names, strict=True)]
+        mine = [[group.group_id, group.num_bytes, name] for group, name in zip(groups, names, strict=True)]
         ranks = self._roll.ranks
         found = self._exchange("groups", [self.crew is not None, self._title, mine], ranks)
         _, first_title, firsts = found[0]
