@@ -31,6 +31,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.trains_under_fsdp,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
+        (several.differs_in_one_number, tmp_path),
         several.has_other_options,
         (several.is_missing, "fails"),
         several.leaves_early,
@@ -39,12 +40,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.shares_on_one_rank_only,
         (several.is_missing, "is missing"),
     )
-
-
-@pytest.mark.parametrize("where", ["two checkpoints", "one checkpoint, edited", "folders"])
-def test_ranks_whose_weights_differ_in_one_number(where: str, tmp_path: Path) -> None:
-    """In bytes that a sample misses."""
-    run((several.differs_between_samples, where, tmp_path))
 
 
 def test_three_ranks() -> None:

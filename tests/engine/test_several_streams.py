@@ -129,7 +129,7 @@ def run_all(times: int = 1) -> None:
 WAITS: list[tuple[Any, str, str, str]] = [
     (PeerLink, "send", "stream.wait_event(shared.landed)", "pass"),
     (PeerLink, "send", "sent.record(stream)", "pass"),
-    (courier, "_has_begun", "job.begun.query()", "True"),
+    (courier, "_may_be_offered", "job.begun.query()", "True"),
     (courier, "_has_sent", "event.query()", "True"),
     (Courier, "_note_arrivals", "min(self._board.sent)", "self._num_sent"),
     (ShareJob, "finish", "self.stream.wait_event(self.sent)", "pass"),

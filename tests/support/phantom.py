@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 import torch
 
 from group_offload import config
-from group_offload.base.layout import memory_of
+from group_offload.base.layout import as_bytes
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
-from group_offload.packing.codec import unpack_strip
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Peer
@@ -22,7 +22,8 @@ from group_offload.runtime.sharing.crew import Crew
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.sharing import Part, Shareable, Sharing
-from group_offload.stores.moves import Copy, Gather, PageableMemory, Read, Unpack
+from group_offload.stores.base import PlacedBlob
+from group_offload.stores.moves import Gather
 
 from .tuning import tune
 
@@ -93,7 +94,7 @@ class PhantomLink(PeerLink):
         self.memory = PhantomMemory(backend)
         super().__init__(backend, 0, 2, self.memory)
         self._its_stream = backend.new_stream()
-        self.its_events: list[Any] = []
+        self.its_events: deque[Any] = deque()
         """They are behind its parts of each group."""
 
     def send(
@@ -113,6 +114,8 @@ class PhantomBoard(Board):
         """The board as the other rank has it."""
         super().__init__(fd, rank=0, num_ranks=2)
         self._rng, self._link = rng, link
+        self._agreed: list[bool] = []
+        """Of each group in the log, whether it is gathered."""
         self._num_sent = 0
         self._is_locked = False
 
@@ -128,19 +131,26 @@ class PhantomBoard(Board):
         with super().change() as state:
             yield state
             for key, offers in [*state.offers.items()]:
-                if self._rng.random() < 0.7:
-                    state.memories["1"] = state.memories["0"]
-                    state.offer(1, key, *offers["0"], 2)
+                state.memories["1"] = state.memories["0"]
+                number = self._rng.random()
+                if number < 0.94:
+                    digest, place = offers["0"]
+                    state.offer(1, key, digest if number < 0.8 else "other bytes", place, 2)
+                    self._agreed.append(number < 0.8)
                 else:
-                    state.absent.setdefault(key.partition("/")[0], {}).setdefault("1", []).append(key)
+                    state.break_off(key.partition("/")[0])
+                    break
 
     @property
     def turn(self) -> int:
         """The other rank moves on now and then while this one looks."""
-        if not self._is_locked and self._num_sent < len(self._link.its_events) and self._rng.random() < 0.3:
-            self._link.its_events[self._num_sent].synchronize()
-            self._num_sent += 1
-            self.its.has_sent(self._num_sent)
+        if not self._is_locked and self._num_sent < len(self._agreed) and self._rng.random() < 0.3:
+            is_gathered = self._agreed[self._num_sent]
+            if self._link.its_events or not is_gathered:
+                if is_gathered:
+                    self._link.its_events.popleft().synchronize()
+                self._num_sent += 1
+                self.its.has_sent(self._num_sent)
         return super().turn
 
 
@@ -170,33 +180,17 @@ class PhantomSharing(Sharing):
         return super().moves_of(parts)
 
     def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Any) -> None:
-        part = self._parts[move.key]
-        size = move.part_bytes * 2
-        content, has_weights = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.bool)
-        for each in part.moves:
-            assert isinstance(each, (Copy, Read, Unpack))
-            lands = each.unpack if isinstance(each, Read) and each.unpack is not None else each
-            start, end = max(lands.at, move.at), min(lands.at + lands.num_bytes, move.at + size)
-            if start >= end:
-                continue
-            into = content[start - move.at : end - move.at]
-            has_weights[start - move.at : end - move.at] = True
-            if isinstance(lands, Unpack):
-                packed = lands.packed if isinstance(each, Unpack) else _all_of(each)
-                assert packed is not None
-                whole = torch.empty(lands.num_bytes, dtype=torch.uint8)
-                unpack_strip(packed, lands.strip, whole)
-                into.copy_(whole[start - lands.at : end - lands.at])
-            elif isinstance(each, Copy):
-                into.copy_(each.memory[each.start + start - each.at :][: end - start])
-            elif isinstance(each, Read):
-                into.copy_(torch.frombuffer(_bytes_of(each, start, end), dtype=torch.uint8))
-        crew = self.crew
+        part, crew = self._parts[move.key], self.crew
         assert isinstance(crew, PhantomCrew)
-        start = memory.data_ptr() + move.at
+        content, has_weights = torch.zeros(part.num_bytes, dtype=torch.uint8), torch.zeros(part.num_bytes).bool()
+        for placed in part.blobs:
+            assert isinstance(placed, PlacedBlob)
+            for spec, tensor in zip(placed.blob.layout.specs, placed.blob.rest, strict=True):
+                at, found = placed.at - part.at + spec.offset, as_bytes(tensor)
+                content[at : at + found.numel()], has_weights[at : at + found.numel()] = found, True
         for at in (0, move.part_bytes):
             its_bytes = slice(at, at + move.part_bytes)
-            crew.memory.expected[start + at] = content[its_bytes], has_weights[its_bytes]
+            crew.memory.expected[memory.data_ptr() + move.at + at] = content[its_bytes], has_weights[its_bytes]
         super().has_landed(job, move, memory, event)
 
     def close(self) -> None:
@@ -207,17 +201,6 @@ class PhantomSharing(Sharing):
         if isinstance(crew, PhantomCrew):
             crew.courier.leave_all()
             self._backend.free(crew.memory.nothing)
-
-
-def _all_of(read: Read) -> torch.Tensor:
-    return torch.frombuffer(_bytes_of(read, read.at, read.at + read.num_bytes), dtype=torch.uint8)
-
-
-def _bytes_of(read: Read, start: int, end: int) -> bytearray:
-    position = read.position + start - read.at
-    if isinstance(read.source, PageableMemory):
-        return bytearray(memory_of(read.source.bytes)[position : position + end - start])
-    return bytearray(read.source.path.read_bytes()[position : position + end - start])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Python in processes of its own, which may die: forked from one that has imported torch, which takes two seconds."""
+"""Python in processes of its own, which may die: forked from one that has imported torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 _SERVER = """
 import json, os, socket, sys
-import torch, torch._dynamo, safetensors.torch
+import torch, torch._dynamo, safetensors.torch, psutil, pytest, tqdm, xxhash
 import gc
 gc.collect()
 gc.freeze()

@@ -18,7 +18,7 @@ from ..support.allocations import FakeMemory
 from ..support.travellers import in_threads
 from ..support.tuning import tune
 
-TOPICS = ["1/memories", "1/reached", "1/arrived", "1/closed"]
+TOPICS = ["1/memory", "1/places", "1/reached", "1/arrived", "1/closed"]
 
 
 class TwoRolls:
@@ -27,57 +27,59 @@ class TwoRolls:
     ranks, rank = [0, 1], 0
 
     def __init__(self, theirs: dict[str, Any]) -> None:
-        self._theirs = theirs
+        self.theirs = theirs
         self.topics: list[str] = []
 
     def exchange(self, topic: str, mine: Any, here: list[int]) -> list[Any]:
         self.topics.append(topic)
-        return [mine, self._theirs[topic]]
+        return [mine, self.theirs[topic]]
 
 
-def connect(monkeypatch: pytest.MonkeyPatch, said: list[str], *, fails: str = "", device: str = "cuda:0") -> Any:
-    """The answer of rank 0, and what it has exchanged. Rank 1 says `said`, the trial of rank 0 fails in `fails`."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+def connect(monkeypatch: pytest.MonkeyPatch, *, fails: str = "", device: str = "cuda:0", said: str = "") -> Any:
+    """The answer of rank 0, and what it has exchanged. Its trial fails in `fails`, rank 1 fails in the topic `said`."""
+
+    def fail(name: str) -> None:
+        if name == fails:
+            raise RuntimeError(f"{name} failed")
+
     link = SimpleNamespace(handles={}, look=lambda memories: None)
     trial = SimpleNamespace(
-        place=(1, 0),
-        link=link,
-        reach=lambda places: "no way there" * (fails == "reach"),
-        compare=lambda: "other bytes arrived" * (fails == "compare"),
+        place=(1, 0), link=link, share=lambda places: fail("share"), compare=lambda: fail("compare")
     )
-
-    def open_memory(device: torch.device) -> None:
-        if fails == "open":
-            raise RuntimeError("cuIpcGetMemHandle: refused (801)")
-
-    monkeypatch.setattr(crew, "PeerMemory", open_memory)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(crew, "PeerMemory", lambda device: fail("open"))
     monkeypatch.setattr(crew, "Trial", lambda *args: trial)
     monkeypatch.setattr(crew, "_measure", lambda *args: "speeds")
-    roll: Any = TwoRolls(dict(zip(TOPICS, [(said[0], (1, 0), {}), *said[1:], 0], strict=True)))
+    roll: Any = TwoRolls({topic: "rank 1 failed" if topic == said else "" for topic in TOPICS})
+    roll.theirs["1/places"] = (1, 0), {}
     backend: Any = SimpleNamespace(device=torch.device(device))
-    return (*crew._connect(backend, roll, "1", [0, 1]), roll.topics, link)
+    try:
+        return crew._connect(backend, roll, "1", [0, 1]), roll.topics, link
+    except crew._CannotShare as error:
+        return str(error), roll.topics, link
 
 
 @pytest.mark.parametrize(
-    ("said", "fails", "device", "why", "num_topics"),
+    ("fault", "why", "num_topics"),
     [
-        (["", "", ""], "", "cpu", "needs CUDA", 1),
-        (["", "", ""], "open", "cuda:0", "refused", 1),
-        (["no driver", "", ""], "", "cuda:0", "no driver", 1),
-        (["", "", ""], "reach", "cuda:0", "no way there", 2),
-        (["", "cannot open", ""], "", "cuda:0", "cannot open", 2),
-        (["", "", ""], "compare", "cuda:0", "other bytes", 3),
-        (["", "", "other bytes"], "", "cuda:0", "other bytes", 3),
+        ({"device": "cpu"}, "needs CUDA", 1),
+        ({"fails": "open"}, "open failed", 1),
+        ({"said": "1/memory"}, "rank 1 failed", 1),
+        ({"fails": "share"}, "share failed", 3),
+        ({"said": "1/reached"}, "rank 1 failed", 3),
+        ({"fails": "compare"}, "compare failed", 4),
+        ({"said": "1/arrived"}, "rank 1 failed", 4),
     ],
+    ids=str,
 )
 def test_a_fault_of_any_rank_leaves_all_alone(
-    said: list[str], fails: str, device: str, why: str, num_topics: int, monkeypatch: pytest.MonkeyPatch
+    fault: dict[str, str], why: str, num_topics: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that fails and one that is fine exchange the same topics, and both say why."""
-    link, speeds, problem, topics, _ = connect(monkeypatch, said, fails=fails, device=device)
-    assert link is None and speeds is None and why in problem and topics == TOPICS[:num_topics]
-    found, speeds, problem, topics, link = connect(monkeypatch, ["", "", ""])
-    assert found is link and speeds == "speeds" and not problem and topics == TOPICS
+    problem, topics, _ = connect(monkeypatch, **fault)
+    assert why in problem and topics == TOPICS[:num_topics]
+    found, topics, link = connect(monkeypatch)
+    assert found == (link, "speeds") and topics == TOPICS
 
 
 class Ranks:
@@ -88,7 +90,7 @@ class Ranks:
         self.trials: list[crew.Trial] = []
         for rank, backend in enumerate(self.backends):
             backend.empty = self._empty  # type: ignore[method-assign]
-            backend.empty_pinned = lambda num_bytes: torch.full((num_bytes,), 7, dtype=torch.uint8)  # type: ignore[method-assign]
+            backend.empty_pinned = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)  # type: ignore[method-assign]
             self.trials.append(crew.Trial(backend, rank, num_ranks, self.memory))  # type: ignore[arg-type]
         self.places = {str(rank): trial.place for rank, trial in enumerate(self.trials)}
         for trial in self.trials:
@@ -104,13 +106,13 @@ class Ranks:
 def test_what_all_ranks_send_arrives(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, share_trial_bytes=1 << 16)
     ranks = Ranks(num_ranks)
-    assert [trial.reach(ranks.places) for trial in ranks.trials] == [""] * num_ranks
-    assert [trial.compare() for trial in ranks.trials] == [""] * num_ranks
     for trial in ranks.trials:
-        shared = 4 * (trial.cut.rest[0] - trial.cut.part_bytes)
-        assert 0.8 * (1 - 1 / num_ranks) * trial.memory.numel() < shared < trial.memory.numel()
-        trial.memory[trial.starts[-1] + trial.cut.rest[0] - 1] += 1
-    assert [trial.compare() for trial in ranks.trials] == ["other bytes arrived"] * num_ranks
+        trial.share(ranks.places)
+    for trial in ranks.trials:
+        trial.compare()
+        trial.memory[trial.starts[-1] + trial.starts.step - 1] += 1
+        with pytest.raises(RuntimeError, match="other bytes arrived"):
+            trial.compare()
 
 
 def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +131,9 @@ def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatc
         found[rank] = crew._measure(ranks.trials[rank], ranks.places, roll, "1", [0, 1])
 
     in_threads([partial(measure, rank) for rank in range(2)])
-    assert found[0] == found[1] and min(found[0].alone, found[0].gather, found[0].shared) > 0
+    assert found[0] == found[1] and min(found[0].alone, found[0].shared) > 0
     for trial in ranks.trials:
-        assert all(bool((trial.memory[start : start + trial.cut.rest[0]] == 7).all()) for start in trial.starts)
+        trial.compare()
 
 
 def test_an_address_that_is_used_again_has_another_number() -> None:

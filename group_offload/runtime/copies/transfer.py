@@ -144,14 +144,12 @@ class Transfer:
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
         parts = sharing.parts_of(blobs, alone=alone)
-        if job is not None and any(part.cut is None for part in parts):
+        if job is not None and any(not part.part_bytes for part in parts):
             job.cancel()  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
         memory, berths = landing.memory, landing.berths
         shared = sharing.job_for(parts, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths))
-        if alone:
-            sharing.decline(parts)
         if shared is None:
             return self._send(blobs, moves, landing, job)
         landing.ready = shared.sent

@@ -3,22 +3,20 @@
 [Note: How ranks agree]
 What a rank needs, and when, is not known to the others: caches skip blocks, and ranks are not equally fast. So nothing is
 foretold. A rank *offers* a group once the copy of its share has begun: its slot is free, and nothing but the link stands
-between. The offer says where the slot is. The rank whose offer is the last one that was missing enters the group in the *log*,
-in the same step. All ranks send their parts of the groups in the log to the other slots, in the order of the log, and at once:
-a thread does that which waits for nothing else. Each rank counts what the device has sent. A group has *arrived* once all
-ranks have counted it.
+between. The offer says where the slot is, and has a digest of the group's bytes. The rank whose offer is the last one that was
+missing enters the group in the *log*, in the same step. All ranks send their parts of the groups in the log to the other slots,
+in the order of the log, and at once: a thread does that which waits for nothing else. Each rank counts what the device has
+sent. A group has *arrived* once all ranks have counted it. A group whose digests differ is in the log without places: each rank
+loads it alone.
 
 No stream ever waits for another rank, and what is sent waits for this rank's own copies only, which have begun. So each group
 in the log arrives, whatever else ranks compute and exchange, and a rank that dies leaves no GPU waiting. The host orders what
 follows: it lets compute have the slot once the group has arrived, and nobody else before.
 
-A rank that reads its share, from files say, says so before it offers the group. The others wait for it until it is done.
-
-A rank takes an offer back as long as the group is not in the log. It does so when it has waited for longer than sharing can
-save, when others have *declined* the group, and when the slot is needed for something else. It declines the group then, and
-brings the rest of it by itself. So a rank that skips, repeats or reorders groups makes the others slower, and that is all.
-
-An offer has a digest of the group's bytes. Groups whose digests differ are never gathered.
+A rank that does not do what the others do *breaks off* the pass of a model: one that has failed, has given up what it offered,
+or has waited for longer than sharing can save, and two that wait for each other's offers, because they run blocks in other
+orders. All offers that are not in the log are gone then, and each rank loads the rest of its pass alone. It offers again from
+its next pass on. A rank that reads its share from files says so: the others have more patience with it.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...base.system import lock, unlock
 from ...errors import StateError
@@ -60,15 +57,12 @@ class State:
     """The number of the first key of `log`, counted from the beginning."""
     memories: dict[str, dict[str, str]] = field(default_factory=dict)
     """By rank and number, what the others open the memory with that the places are in."""
-    absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """By model and rank, the keys of groups that were on the device when the rank's pass began."""
-    declined: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """By model and rank, the keys that the rank does not offer in its pass any more."""
+    breaks: dict[str, int] = field(default_factory=dict)
+    """By model, how many passes were broken off."""
+    awaited: dict[str, str] = field(default_factory=dict)
+    """By rank, the key that its compute waited for last. It waits no more if the rank does not offer that."""
     reading: dict[str, list[str]] = field(default_factory=dict)
-    """By rank, the keys whose shares it reads, to offer them."""
-    awaited: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """By rank, the key that its compute waits for, if that is not in the log, and whether it has gathered nothing yet in its
-    pass."""
+    """By model, the ranks that read the share that they offer next."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """By model, the ranks that do not run it any more."""
     residents: dict[str, list[str]] = field(default_factory=dict)
@@ -78,72 +72,41 @@ class State:
         """Offer a group. The last offer that was missing enters it in the log."""
         offers = self.offers.setdefault(key, {})
         offers[str(rank)] = digest, place
-        self.forget_read(rank, [key])
-        self._undecline(rank, key)
-        if len(offers) == num_ranks and _are_equal(offers):
+        if len(offers) == num_ranks:
             del self.offers[key]
-            self.log.append((key, {other: place for other, (_, place) in offers.items()}))
+            are_equal = len({digest for digest, _ in offers.values()}) == 1
+            self.log.append((key, {other: place for other, (_, place) in offers.items()} if are_equal else {}))
 
-    def take_back(self, rank: int, key: str) -> bool:
-        """Take an offer back. False if the group is in the log."""
-        offers = self.offers.get(key, {})
-        if offers.pop(str(rank), None) is None:
-            return False
-        if not offers:
-            del self.offers[key]
-        return True
+    def break_off(self, model: str) -> None:
+        """All ranks load what is not in the log alone, each until its next pass."""
+        self.breaks[model] = self.breaks.get(model, 0) + 1
+        self.offers = {key: offers for key, offers in self.offers.items() if model_of(key) != model}
 
-    def decline(self, rank: int, keys: Sequence[str]) -> None:
-        """Let the others not wait for these groups, until `begin_pass`, or an offer."""
-        self.forget_read(rank, keys)
-        for key in keys:
-            of_model = self.declined.setdefault(model_of(key), {}).setdefault(str(rank), [])
-            if key not in of_model:
-                of_model.append(key)
+    def wait_for(self, rank: int, key: str) -> None:
+        """The rank's compute waits for a group that it offers. Ranks that wait for each other break off."""
+        mine, me = self.offers.get(key, {}), str(rank)
+        self.awaited[me] = key
+        for other, awaited in self.awaited.items():
+            its = self.offers.get(awaited, {})
+            if other in its and me not in its and other not in mine:
+                self.break_off(model_of(key))
+                return
 
-    def read(self, rank: int, keys: Sequence[str]) -> None:
-        """Let the others wait for these groups for as long as reading takes, until `forget_read`, an offer, or `decline`."""
-        self.reading.setdefault(str(rank), []).extend(keys)
-
-    def is_being_read(self, rank: int, key: str, num_ranks: int) -> bool:
-        """Whether another rank reads its share of the group, and no rank has declined it."""
-        declined = self.declined.get(model_of(key), {})
-        others = [str(each) for each in range(num_ranks) if each != rank]
-        has_declined = any(key in each or all_of(model_of(key)) in each for each in map(declined.get, others) if each)
-        return not has_declined and any(key in self.reading.get(each, ()) for each in others)
-
-    def forget_read(self, rank: int, keys: Sequence[str]) -> None:
-        """These shares are read, or will not be."""
-        reading = self.reading.get(str(rank))
-        if reading:
-            self.reading[str(rank)] = [key for key in reading if key not in keys]
-
-    def _undecline(self, rank: int, key: str) -> None:
-        of_model = self.declined.get(model_of(key), {}).get(str(rank), [])
-        if key in of_model:
-            of_model.remove(key)
-
-    def begin_pass(self, rank: int, model: str, absent: Sequence[str]) -> None:
-        """A pass begins, in which all groups may be offered but `absent`: they are on the device."""
-        self.absent.setdefault(model, {})[str(rank)] = [*absent]
-        self.declined.setdefault(model, {})[str(rank)] = []
+    def note_reading(self, rank: int, model: str, *, reads: bool) -> None:
+        others = [each for each in self.reading.get(model, ()) if each != str(rank)]
+        self.reading[model] = [*others, str(rank)] if reads else others
 
     def leave(self, rank: int, model: str, num_ranks: int) -> None:
         """This rank does not run the model any more. Once none does, nothing of it is left."""
+        self.break_off(model)
+        self.note_reading(rank, model, reads=False)
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
-        for by_rank in (self.absent, self.declined):
-            by_rank.get(model, {}).pop(str(rank), None)
         if len(left) == num_ranks:
-            for by_model in (self.left, self.absent, self.declined):
-                by_model.pop(model, None)
+            for by_model in (self.left, self.breaks, self.reading):
+                by_model.pop(model)
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
-        if model_of(self.awaited.get(str(rank), ("",))[0]) == model:
-            del self.awaited[str(rank)]
-        self.forget_read(rank, [key for key in self.reading.get(str(rank), ()) if model_of(key) == model])
-        for key in [key for key in self.offers if model_of(key) == model]:
-            self.take_back(rank, key)
 
     def forget(self, num_arrived: int) -> None:
         """So many groups, counted from the beginning, have arrived."""
@@ -152,47 +115,13 @@ class State:
             del self.log[:num_over]
             self.first += num_over
 
-    def is_hopeless(self, rank: int, key: str, num_ranks: int, *, is_first: bool) -> bool:
-        """Whether another rank will not offer the group now.
-
-        It has left, or has other bytes, or has the group on its device, or has declined it, or waits for another one.
-
-        Args:
-            is_first: Whether this rank has gathered nothing yet in its pass. The others may be in the middle of passes of their
-                own then. It waits for their next ones: so the ranks get into step again.
-        """
-        offers, model = self.offers.get(key, {}), model_of(key)
-        if not _are_equal(offers):
-            return True
-        for other in (str(each) for each in range(num_ranks) if each != rank):
-            if other in self.left.get(model, ()) or key in self.absent.get(model, {}).get(other, ()):
-                return True
-            if other in offers:
-                continue
-            awaited, is_first_too = self.awaited.get(other, (key, False))
-            if awaited != key and awaited in self.offers and (is_first_too or not is_first):
-                return True
-            declined = self.declined.get(model, {}).get(other, ())
-            if not is_first and (key in declined or all_of(model) in declined):
-                return True
-        return False
-
 
 def _line_of(rank: int) -> int:
     return (1 + rank) * _LINE_BYTES
 
 
-def _are_equal(offers: Mapping[str, Sequence[Any]]) -> bool:
-    return len({digest for digest, _ in offers.values()}) <= 1
-
-
-def key_of(model: str, group: str) -> str:
-    return f"{model}/{group}"
-
-
-def all_of(model: str) -> str:
-    """The key that stands for all groups of a model, where they are declined."""
-    return key_of(model, "*")
+def key_of(model: str, name: str) -> str:
+    return f"{model}/{name}"
 
 
 def model_of(key: str) -> str:

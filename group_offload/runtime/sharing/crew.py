@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,6 @@ from ...base.tuning import tuning
 from ...errors import ConfigError
 from .board import BOARD_BYTES, Board
 from .courier import Courier, Peer
-from .cut import cut
 from .links import CollectiveLink, Link, PeerLink, Place, SharedBytes
 from .roll import Roll
 
@@ -53,8 +53,6 @@ class GatherSpeeds:
 
     alone: float
     """Weights that reach each GPU if each sends all of them over its own link."""
-    gather: float
-    """What the GPUs gather from one another."""
     shared: float
     """Weights that reach each GPU if each sends its share."""
 
@@ -62,7 +60,9 @@ class GatherSpeeds:
 class Crew:
     """The ranks of this host that share models, as one of them sees it. It lives as long as the process group."""
 
-    def __init__(self, backend: Backend, board: Board, peers: list[Peer], link: Link) -> None:
+    def __init__(
+        self, backend: Backend, board: Board, peers: list[Peer], link: Link, speeds: GatherSpeeds | None = None
+    ) -> None:
         self.backend = backend
         self.rank, self.num_ranks = board.rank, board.num_ranks
         self.is_first = self.rank == 0
@@ -71,7 +71,7 @@ class Crew:
         """For the ready events of slots: see [Note: A shared group]."""
         self.link = link
         """Used by the courier's thread once this is there."""
-        self.speeds: GatherSpeeds | None = None
+        self.speeds = speeds
         self.ranks = [peer.rank for peer in peers]
         """The ranks of the crew, as the process group numbers all of them."""
         self.courier = Courier(board, peers, link, self._enter)
@@ -158,19 +158,41 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
     if len(here) == 1:
         return None, "no other rank of process_group is on this host"
     roll.processes = {rank: (found[rank]["pid"], found[rank]["started"]) for rank in here}
-    board, problem = _open_board(roll, model, here)
-    if board is None:
-        return None, problem
-    is_cpu = backend.device.type == "cpu"
-    link, speeds, problem = (_gather if is_cpu else _connect)(backend, roll, model, here)
-    if link is None:
-        board.close()
-        return None, problem
+    try:
+        board = _open_board(roll, model, here)
+        try:
+            is_cpu = backend.device.type == "cpu"
+            link, speeds = (_gather if is_cpu else _connect)(backend, roll, model, here)
+        except _CannotShare:
+            board.close()
+            raise
+    except _CannotShare as error:
+        return None, str(error)
     peers = [Peer(rank, found[rank]["pid"], found[rank]["started"]) for rank in here]
-    crew = Crew(backend, board, peers, link)
-    crew.speeds = speeds
+    crew = Crew(backend, board, peers, link, speeds)
     _crews[key] = world, roll, crew
     return crew, ""
+
+
+class _CannotShare(Exception):
+    """Why the ranks of this host share nothing."""
+
+
+@contextmanager
+def _on_all(roll: Roll, topic: str, here: list[int], why: str) -> Iterator[None]:
+    """Do something on each rank of this host.
+
+    Raises:
+        _CannotShare: one of them failed. All raise it.
+    """
+    problem = ""
+    try:
+        yield
+    except (AttributeError, OSError, RuntimeError) as error:
+        problem = str(error)
+    problem = next(filter(None, roll.exchange(topic, problem, here)), "")
+    if problem:
+        raise _CannotShare(f"{why} ({problem})")
 
 
 def _name_of(backend: Backend) -> str:
@@ -181,77 +203,60 @@ def _name_of(backend: Backend) -> str:
     return str(getattr(properties, "uuid", backend.device))
 
 
-def _gather(
-    backend: Backend, roll: Roll, model: str, here: list[int]
-) -> tuple[CollectiveLink | None, GatherSpeeds | None, str]:
-    """The way between ranks that compute on the CPU. None if a rank has none, and why."""
-    link, problem, limit = None, "", timedelta(seconds=tuning().share_limit_seconds)
-    try:
+def _gather(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[Link, None]:
+    """The way between ranks that compute on the CPU."""
+    with _on_all(roll, f"{model}/reached", here, "the ranks of this host do not reach each other"):
         # For nothing else: collectives of the user's groups are in an order of their own.
-        index = here.index(roll.rank)
+        index, limit = here.index(roll.rank), timedelta(seconds=tuning().share_limit_seconds)
         group = new_gloo_group(f"{roll.prefix}/{model}/gloo {here[0]}", index, len(here), limit)
         link = CollectiveLink(backend, index, group)
-    except (AttributeError, RuntimeError) as error:
-        problem = f"the ranks of this host do not reach each other ({error})"
-    problem = next(filter(None, roll.exchange(f"{model}/reached", problem, here)), "")
-    return (None if problem else link), None, problem
+    return link, None
 
 
-def _open_board(roll: Roll, model: str, here: list[int]) -> tuple[Board | None, str]:
-    """The board, which the first rank makes. None if a rank cannot open it, and why."""
-    index, fd, name, problem = here.index(roll.rank), -1, "", ""
+def _open_board(roll: Roll, model: str, here: list[int]) -> Board:
+    """The board, which the first rank makes."""
+    index, fd, why = here.index(roll.rank), -1, "processes of this system cannot share memory"
     try:
-        if index == 0:
-            fd = new_shared_file(BOARD_BYTES)
-            name = name_of_shared_file(fd)
-        name = roll.exchange(f"{model}/board", name, here)[0]
-        own = open_shared_file(name) if name else -1
-    except OSError as error:
-        own, problem = -1, f"processes of this system cannot share memory ({error})"
-        if index == 0:
-            roll.tell(f"{model}/board", "")
-    problems = roll.exchange(
-        f"{model}/opened", problem or ("" if own >= 0 else "the first rank has no shared memory"), here
-    )
-    if fd >= 0:
-        os.close(fd)
-    if any(problems):
-        if own >= 0:
-            os.close(own)
-        return None, next(filter(None, problems))
-    return Board(own, index, len(here)), ""
+        with _on_all(roll, f"{model}/board", here, why):
+            fd = new_shared_file(BOARD_BYTES) if index == 0 else -1
+            name = name_of_shared_file(fd) if index == 0 else ""
+        name = roll.exchange(f"{model}/name", name, here)[0]
+        own = -1
+        try:
+            with _on_all(roll, f"{model}/opened", here, why):
+                own = open_shared_file(name)
+        except _CannotShare:
+            if own >= 0:
+                os.close(own)
+            raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return Board(own, index, len(here))
 
 
-def _connect(
-    backend: Backend, roll: Roll, model: str, here: list[int]
-) -> tuple[PeerLink | None, GatherSpeeds | None, str]:
-    """The way to the other GPUs' memory, and how fast it is. None if there is none, or if a rank has none, and why."""
-    trial: Trial | None = None
-    mine: tuple[str, Place, Mapping[str, str]]
+def _connect(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[Link, GatherSpeeds]:
+    """The way to the other GPUs' memory, and how fast it is."""
+    trial, why = None, "the GPUs of this host cannot reach each other's memory"
     try:
-        if backend.device.type != "cuda" or torch.version.cuda is None:
-            raise RuntimeError("it needs CUDA")
-        trial = Trial(backend, here.index(roll.rank), len(here), PeerMemory(backend.device))
-        mine = "", trial.place, trial.link.handles
-    except (AttributeError, OSError, RuntimeError) as error:
-        mine = str(error), (), {}
-    found = roll.exchange(f"{model}/memories", mine, here)
-    problem = next((each[0] for each in found if each[0]), "")
-    if trial is not None and not problem:
-        trial.link.look({str(rank): each[2] for rank, each in enumerate(found)})
-        places = {str(rank): each[1] for rank, each in enumerate(found)}
-        problems = roll.exchange(f"{model}/reached", trial.reach(places), here)
-        problem = next(filter(None, problems), "")
-        if not problem:  # all ranks have sent
-            problem = next(filter(None, roll.exchange(f"{model}/arrived", trial.compare(), here)), "")
-    if trial is None or problem:
+        with _on_all(roll, f"{model}/memory", here, why):
+            if backend.device.type != "cuda" or torch.version.cuda is None:
+                raise RuntimeError("it needs CUDA")
+            trial = Trial(backend, here.index(roll.rank), len(here), PeerMemory(backend.device))
+        assert trial is not None
+        found = roll.exchange(f"{model}/places", (trial.place, trial.link.handles), here)
+        trial.link.look({str(rank): handles for rank, (_, handles) in enumerate(found)})
+        places = {str(rank): place for rank, (place, _) in enumerate(found)}
+        with _on_all(roll, f"{model}/reached", here, why):
+            trial.share(places)
+        with _on_all(roll, f"{model}/arrived", here, why):  # all ranks have sent
+            trial.compare()
+        speeds = _measure(trial, places, roll, model, here)
+    finally:
         if trial is not None:
             trial.link.look({})
-        return None, None, f"the GPUs of this host cannot reach each other's memory ({problem})"
-    speeds = _measure(trial, places, roll, model, here)
-    trial.link.look({})
     roll.exchange(f"{model}/closed", 0, here)  # before, nobody gives the memory back
-    return trial.link, speeds, ""
+    return trial.link, speeds
 
 
 class Trial:
@@ -260,99 +265,80 @@ class Trial:
     def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: PeerMemory) -> None:
         """
         Raises:
-            RuntimeError: other processes cannot open this GPU's memory, or it is full.
+            RuntimeError: other processes cannot open this GPU's memory, or memory is full.
         """
-        self.backend, self._rank = backend, rank
-        num_bytes = tuning().share_trial_bytes
-        self.link = PeerLink(backend, rank, num_ranks, memory)
-        self.stream = backend.new_stream()
-        self.memory = arena_for(backend).take(num_bytes, self.stream)
-        self.place = self.link.place_of(self.memory)
-        self.cut = cut(num_bytes // _NUM_GROUPS // ALIGNMENT * ALIGNMENT, num_ranks)
-        self.starts = [number * self.cut.num_bytes for number in range(_NUM_GROUPS)]
+        self._backend, self._rank, self._num_ranks = backend, rank, num_ranks
+        self.num_bytes = tuning().share_trial_bytes
+        self._part_bytes = part_of(self.num_bytes // _NUM_GROUPS, num_ranks)
+        group_bytes = num_ranks * self._part_bytes
+        self.starts = range(0, _NUM_GROUPS * group_bytes, group_bytes)
         """Where the groups begin that are sent at once."""
+        self.link = PeerLink(backend, rank, num_ranks, memory)
+        self._stream = backend.new_stream()
+        self.memory = arena_for(backend).take(self.num_bytes, self._stream)
+        self.place = self.link.place_of(self.memory)
+        source = backend.empty_pinned(self.num_bytes)
+        if source is None:
+            raise RuntimeError(f"{self.num_bytes} bytes of RAM cannot be pinned")
+        self._source = source.fill_(rank + 1)
 
-    def own(self, start: int) -> tuple[int, int]:
-        """This rank's part of the group that begins there."""
-        first, last = self.cut.part_of(self._rank)
-        return start + first, start + last
+    def load_alone(self) -> None:
+        self._load(0, self.num_bytes).synchronize()
 
-    def send(self, start: int, landed: Event, places: Mapping[str, Place]) -> list[Event]:
-        memory = self.memory[start : start + self.cut.rest[0]]
-        there = {rank: (number, at + start) for rank, (number, at) in places.items()}
-        return self.link.send(SharedBytes(memory, self.cut.part_bytes, landed), there)
+    def share(self, places: Mapping[str, Place]) -> None:
+        """Load this rank's part of each group, and send it to all ranks."""
+        sent = []
+        for start, group in self._groups():
+            first = start + self._rank * self._part_bytes
+            shared = SharedBytes(group, self._part_bytes, self._load(first, first + self._part_bytes))
+            sent += self.link.send(shared, {rank: (number, at + start) for rank, (number, at) in places.items()})
+        for event in sent:
+            event.synchronize()
 
-    def reach(self, places: Mapping[str, Place]) -> str:
-        """Send something to all ranks. Returns why that is not possible, if so."""
-        try:
-            with self.backend.on_stream(self.stream):
-                for start in self.starts:
-                    first, last = self.own(start)
-                    self.memory[first:last] = self._rank + 1
-            landed = self.backend.new_event()
-            landed.record(self.stream)
-            _wait([event for start in self.starts for event in self.send(start, landed, places)])
-        except RuntimeError as error:
-            return str(error)
-        return ""
+    def compare(self) -> None:
+        """
+        Raises:
+            RuntimeError: something else is here than what all ranks have sent.
+        """
+        with self._backend.on_stream(self._stream):
+            for _, group in self._groups():
+                expected = torch.arange(1, self._num_ranks + 1, dtype=torch.uint8, device=group.device)
+                if not bool((group.view(self._num_ranks, -1) == expected[:, None]).all()):
+                    raise RuntimeError("other bytes arrived")
 
-    def compare(self) -> str:
-        """What is wrong with what all ranks have sent here."""
-        with self.backend.on_stream(self.stream):
-            for start in self.starts:
-                whole = self.memory[start : start + self.cut.rest[0]].view(self.cut.num_ranks, -1)
-                expected = torch.arange(1, self.cut.num_ranks + 1, dtype=torch.uint8, device=whole.device)
-                if not bool((whole == expected[:, None]).all()):
-                    return "other bytes arrived"
-        return ""
+    def _groups(self) -> list[tuple[int, torch.Tensor]]:
+        return [(start, self.memory[start : start + self.starts.step]) for start in self.starts]
+
+    def _load(self, first: int, last: int) -> Event:
+        landed = self._backend.new_event()
+        self._backend.copy(self.memory[first:last], self._source[first:last], self._stream)
+        landed.record(self._stream)
+        return landed
 
 
-def _measure(trial: Trial, places: Mapping[str, Place], roll: Roll, model: str, here: list[int]) -> GatherSpeeds | None:
+def _measure(trial: Trial, places: Mapping[str, Place], roll: Roll, model: str, here: list[int]) -> GatherSpeeds:
     """Send, on all ranks at once, and take the slowest rank's times of the best try."""
-    backend = trial.backend
-    num_bytes = trial.memory.numel()
-    source = backend.empty_pinned(num_bytes)
-    if not all(roll.exchange(f"{model}/locked", source is not None, here)) or source is None:
-        return None
-
-    def send(*, lands: bool) -> list[Event]:
-        events = []
-        for start in trial.starts:
-            first, last = trial.own(start)
-            landed = backend.new_event()
-            if lands:
-                backend.copy(trial.memory[first:last], source[first:last], trial.stream)
-                landed.record(trial.stream)
-            events += trial.send(start, landed, places)
-        return events
-
-    def alone() -> list[Event]:
-        done = backend.new_event()
-        backend.copy(trial.memory, source, trial.stream)
-        done.record(trial.stream)
-        return [done]
-
-    works: list[Callable[[], list[Event]]] = [alone, partial(send, lands=False), partial(send, lands=True)]
-    times = []
+    works: list[Callable[[], None]] = [trial.load_alone, partial(trial.share, places)]
+    best = [float("inf")] * len(works)
     for turn in range(_NUM_TRIES):
-        mine = []
         for number, work in enumerate(works):
             # Processes of one host have one clock.
             started = max(roll.exchange(f"{model}/try{turn}-{number}", time.monotonic() + _LEAD_SECONDS, here))
             while time.monotonic() < started:
                 pass
-            _wait(work())
-            mine.append(time.monotonic() - started)
-        times.append(mine)
-    best = [min(each) for each in zip(*times, strict=True)]
+            work()
+            best[number] = min(best[number], time.monotonic() - started)
     found = roll.exchange(f"{model}/measured", best, here)
-    speeds = [num_bytes / max(each) for each in zip(*found, strict=True)]
-    return GatherSpeeds(*speeds)
+    return GatherSpeeds(*(trial.num_bytes / max(each) for each in zip(*found, strict=True)))
 
 
-def _wait(events: list[Event]) -> None:
-    for event in events:
-        event.synchronize()
+def part_of(num_bytes: int, num_ranks: int) -> int:
+    """The size of each rank's part of a group: aligned.
+
+    Each part is one copy from RAM and one to each other GPU: more of them took more of the host's time than they saved
+    (docs/multi-gpu.md). While a part goes on to the others, those of the next groups cross the link.
+    """
+    return num_bytes // num_ranks // ALIGNMENT * ALIGNMENT
 
 
 def pays(speeds: GatherSpeeds | None) -> bool:

@@ -48,8 +48,7 @@ class Shared:
     bytes: SharedBytes | None = None
     """They hold the slot's memory as long as other ranks may write to it. None once that is over, and before."""
     progress: Progress = Progress.SENT
-    waits_since: float = 0.0
-    """When other ranks began to be waited for, or were last seen to read their shares."""
+    offered_at: float = 0.0
 
 
 @dataclass(eq=False)
@@ -80,8 +79,6 @@ class ShareJob:
     It returns the events behind that."""
     reads: ReadJob | None = None
     """The part of the share that threads read from files."""
-    is_announced: bool = False
-    """Whether the other ranks were told that it is being read."""
     wanted_at: float = 0.0
     """When compute came to wait for the slot; 0 if it did not."""
     is_over: bool = False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...base.device import Backend, Event, Stream
+from ...base.peer_memory import PeerMemory
 
 Place = Sequence[int]
 """The number of an allocation, and a byte of it."""
@@ -32,34 +33,19 @@ class SharedBytes:
         return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 
 
-class Memory(Protocol):
-    """See `PeerMemory`."""
-
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]: ...
-
-    def start_of(self, memory: torch.Tensor) -> int: ...
-
-    def number_at(self, address: int) -> int: ...
-
-    def handle_of(self, memory: torch.Tensor) -> str: ...
-
-    def open(self, handle: str) -> int: ...
-
-    def close(self, address: int) -> None: ...
-
-    def copy(self, address: int, source: torch.Tensor, stream: Stream) -> None: ...
-
-
-class Link(Protocol):
+class Link:
     """The way from this rank to the other ones. Used by one thread at a time."""
 
     streams: list[Stream]
     """The streams that parts leave on."""
-    handles: dict[str, str]
-    """What the others open this rank's memory with, by the number of the allocation."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, str] = {}
+        """What the others open this rank's memory with, by the number of the allocation."""
 
     def place_of(self, memory: torch.Tensor) -> Place:
         """Where the others write to when they write to this memory. `handles` has its number from then on."""
+        return ()
 
     def forget_freed(self) -> None:
         """Take allocations off `handles` that are there no more."""
@@ -79,9 +65,10 @@ class Link(Protocol):
         Returns:
             The events behind all of it.
         """
+        raise NotImplementedError
 
 
-class CollectiveLink:
+class CollectiveLink(Link):
     """The CPU, where device memory is the process' own: one collective brings all ranks' parts."""
 
     def __init__(self, backend: Backend, rank: int, group: Any) -> None:
@@ -89,18 +76,9 @@ class CollectiveLink:
         Args:
             group: The process group of the ranks of this host, for nothing else.
         """
+        super().__init__()
         self.streams = [backend.new_stream()]
-        self.handles: dict[str, str] = {}
         self._rank, self._group = rank, group
-
-    def place_of(self, memory: torch.Tensor) -> Place:
-        return ()
-
-    def forget_freed(self) -> None:
-        pass
-
-    def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
-        pass
 
     def send(
         self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
@@ -111,14 +89,14 @@ class CollectiveLink:
         return []
 
 
-class PeerLink:
+class PeerLink(Link):
     """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank."""
 
-    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: Memory) -> None:
+    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: PeerMemory) -> None:
+        super().__init__()
         self._backend, self._rank, self._memory = backend, rank, memory
         self._others = [other for other in range(num_ranks) if other != rank]
         self.streams = [backend.new_stream() for _ in self._others]
-        self.handles: dict[str, str] = {}
         self._starts: dict[str, int] = {}
         self._known: Mapping[str, Mapping[str, str]] = {}
         self._opened: dict[tuple[str, str], int] = {}

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +35,7 @@ from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within, sent_bytes
 from ..measure.recorder import Recorder
 from .board import key_of
-from .crew import Crew, GatherSpeeds, crew_of, pays, roll_of
-from .cut import Cut, cut
+from .crew import Crew, GatherSpeeds, crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
 from .links import Place, SharedBytes
 from .one_copy import OneCopy
@@ -44,8 +43,6 @@ from .roll import OtherModel, Roll
 
 logger = logging.getLogger("group_offload")
 
-_SAMPLE_BYTES = 4096
-_NUM_SAMPLES = 64
 _ALIKE = {
     "offload_type": "offload_type",
     "num_blocks_per_group": "num_blocks_per_group",
@@ -84,17 +81,20 @@ class Part:
     blobs: list[PlacedBlob | PlacedImage]
     key: str
     digest: str
-    cut: Cut | None
-    """None: the rank sends all of it."""
+    num_bytes: int
+    """All of the group's bytes in the slot."""
+    part_bytes: int
+    """The size of each rank's part: one after another, and then a rest that each rank loads. 0: the rank loads all."""
 
-    def own(self, rank: int) -> list[tuple[int, int]]:
-        """The bytes of the slot that a rank sends, as first and last byte, exclusive."""
-        assert self.cut is not None
-        return [(self.at + start, self.at + end) for start, end in self.cut.own(rank)]
+    def own(self, rank: int, num_ranks: int) -> list[tuple[int, int]]:
+        """The bytes of the slot that a rank loads, as first and last byte, exclusive."""
+        start = self.at + rank * self.part_bytes
+        return [(self.at + num_ranks * self.part_bytes, self.at + self.num_bytes), (start, start + self.part_bytes)]
 
-    def others(self, rank: int) -> list[tuple[int, int]]:
-        assert self.cut is not None
-        return [(self.at + start, self.at + end) for start, end in self.cut.others(rank)]
+    def others(self, rank: int, num_ranks: int) -> list[tuple[int, int]]:
+        """The bytes that the other ranks load."""
+        start, end = self.at + rank * self.part_bytes, self.at + num_ranks * self.part_bytes
+        return [(self.at, start), (start + self.part_bytes, end)]
 
 
 class Sharing:
@@ -203,21 +203,15 @@ class Sharing:
             self.one_copy.end()
             self.one_copy = None
         names = [_same_as(group) for group in groups]
-        mine = [(group.group_id, group.num_bytes, name) for group, name in zip(groups, names, strict=True)]
+        mine = [[group.group_id, group.num_bytes, name] for group, name in zip(groups, names, strict=True)]
         ranks = self._roll.ranks
         found = self._exchange("groups", [self.crew is not None, self._title, mine], ranks)
-        _, first_title, first = found[0]
+        _, first_title, firsts = found[0]
         for rank, (_, title, theirs) in zip(ranks, found, strict=True):
-            problem = _difference(first_title, first, title, theirs)
+            problem = _difference(first_title, firsts, title, theirs)
             if problem:
                 raise OtherModel(rank, ranks[0], problem)
         # Nothing is read of what the ranks have in common: files, and memory that was compared as it was set up.
-        unsure = _unsure([[name for *_, name in theirs] for *_, theirs in found])
-        if unsure:
-            samples = [_sample_of(groups[at]) for at in unsure]
-            self._raise_first([self._compare(groups, unsure, samples, "samples", ranks)])
-            for at, sample in zip(unsure, samples, strict=True):
-                names[at] = sample
         sharing = {
             rank: [name for *_, name in theirs]
             for rank, (shares, _, theirs) in zip(ranks, found, strict=True)
@@ -225,40 +219,24 @@ class Sharing:
         }
         unsure = [] if self.crew is None or len(sharing) < 2 else _unsure([*sharing.values()])
         other = None
-        if unsure:  # a sample may miss what differs
+        if unsure:
             logger.info(
                 "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
             )
             hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
-            other = self._compare(groups, unsure, hashes, "hashes", [*sharing])
-        self._raise_first(self._exchange("others", other or [], ranks))  # of other hosts, which compare other ones
+            of_all = self._exchange("hashes", hashes, [*sharing])
+            for rank, theirs in zip(sharing, of_all, strict=True):
+                differ = [at for at, its, first in zip(unsure, theirs, of_all[0], strict=True) if its != first]
+                if differ and other is None:
+                    other = rank, min(sharing), f"group {groups[differ[0]].group_id!r} has other weights"
+            for at, digest in zip(unsure, hashes, strict=True):
+                names[at] = digest
+        for found_there in filter(None, self._exchange("others", other or [], ranks)):  # hosts compare for themselves
+            raise OtherModel(*found_there)
         self._is_checked = True
         for group, name in zip(groups, names, strict=True):
             blobs = group.blobs_at(0)
             self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
-
-    def _compare(
-        self, groups: Sequence[Shareable], indices: Sequence[int], digests: Sequence[str], topic: str, ranks: list[int]
-    ) -> tuple[int, int, str] | None:
-        """What to say of the first rank that has other digests of these groups: see `OtherModel`.
-
-        Raises:
-            StateError: a rank has failed, or is missing.
-        """
-        found = self._exchange(topic, [*digests], ranks)
-        for rank, theirs in zip(ranks, found, strict=True):
-            for at, digest, first in zip(indices, theirs, found[0], strict=True):
-                if digest != first:
-                    return rank, ranks[0], f"group {groups[at].group_id!r} has other weights"
-        return None
-
-    def _raise_first(self, others: Iterable[Sequence[Any] | None]) -> None:
-        """
-        Raises:
-            ModuleError: there is one.
-        """
-        for other in filter(None, others):
-            raise OtherModel(*other)
 
     def _exchange(self, topic: str, content: object, ranks: list[int]) -> list[Any]:
         assert self._roll is not None
@@ -293,15 +271,10 @@ class Sharing:
             return
         if crew.courier.error is not None:
             raise again(crew.courier.error)
-        absent, missing_bytes = [], 0
-        for group in groups:
-            if group.slot is None:
-                missing_bytes += group.num_bytes
-            elif group.slot.is_resident:
-                absent.append(key_of(self._model, group.group_id))
+        missing_bytes = sum(group.num_bytes for group in groups if group.slot is None)
         link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
         patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
-        crew.courier.begin_pass(self._model, absent, patience)
+        crew.courier.begin_pass(self._model, patience)
 
     def recover(self) -> None:
         """A pass failed: gather no more, and return once nothing is on its way."""
@@ -309,7 +282,7 @@ class Sharing:
             job.cancel()
         self._jobs.clear()
         if self.crew is not None and not self.crew.is_forked:
-            self.crew.courier.post("end", self._model)
+            self.crew.courier.post("break_off", self._model)
             done = self._backend.new_event()
             done.record(self.crew.stream)
             done.synchronize()
@@ -323,14 +296,11 @@ class Sharing:
         """
         assert self.crew is not None
         courier, key = self.crew.courier, f"{self._model}/{what}"
-        if self.crew.is_first:
-            if self._agreed.get(what) != [*names]:
-                courier.post("reside", (key, [*names]))
-            self._agreed[what] = [*names]
-        else:
-            self._agreed[what] = courier.residents.get(key)
-        agreed = self._agreed[what]
-        return names if agreed is None else agreed
+        found = [*names] if self.crew.is_first else courier.residents.get(key)
+        if self.crew.is_first and self._agreed.get(what) != found:
+            courier.post("reside", (key, found))
+        self._agreed[what] = found
+        return names if found is None else found
 
     @property
     def has_news(self) -> bool:
@@ -347,7 +317,7 @@ class Sharing:
         if speeds is not None:
             figures = (
                 f" Measured with all of them at it: {speeds.alone / 1e9:.3g} GB/s reach each over its own link, "
-                f"{speeds.gather / 1e9:.3g} GB/s are gathered, and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
+                f"and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
             )
         if crew is None:
             return f"Each rank loads its own weights: {self.why_not}.{figures}"
@@ -366,58 +336,42 @@ class Sharing:
         if crew.courier.error is not None:
             raise again(crew.courier.error)  # the slot may be one that another rank still writes to
         alone = alone or self._model in crew.courier.alone or crew.is_forked
-        found, declined = [], []
+        found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
             moves = joined(move for placed in mine for move in placed.moves())
             at, key = mine[0].at, key_of(self._model, label)
             last = mine[-1]
-            if isinstance(last, PlacedImage):  # it stays on the device packed, so it is sent once
-                found.append(Part(label, at, moves, mine, key, "", None))
-                continue
-            end = last.at + last.blob.layout.num_bytes
-            shares = cut(end - at, crew.num_ranks)
-            is_large = end - at >= tuning().min_shared_bytes and shares.part_bytes > 0
-            is_outdated = any(placed.blob.is_outdated for placed in mine if isinstance(placed, PlacedBlob))
-            if is_large and not alone and not is_outdated and may_be_cut(moves):
-                found.append(Part(label, at, moves, mine, key, self._digest_of(label, mine, at), shares))
-            else:
-                found.append(Part(label, at, moves, mine, key, "", None))
-                declined += [key] if is_large else []
-        if declined and not alone:
-            crew.courier.post("decline", declined)
+            part_bytes, digest, num_bytes = 0, "", 0
+            if not isinstance(last, PlacedImage):  # that stays on the device packed, so it is sent once
+                num_bytes = last.at + last.blob.layout.num_bytes - at
+                is_outdated = any(placed.blob.is_outdated for placed in mine if isinstance(placed, PlacedBlob))
+                if num_bytes >= tuning().min_shared_bytes and not alone and not is_outdated and may_be_cut(moves):
+                    part_bytes = part_of(num_bytes, crew.num_ranks)
+            if part_bytes:
+                digest = self._digest_of(label, mine, at)
+            found.append(Part(label, at, moves, mine, key, digest, num_bytes, part_bytes))
         return found
-
-    def decline(self, parts: Sequence[Part]) -> None:
-        """The rank brings these by itself, and the others shall not wait."""
-        if self.crew is not None:
-            self.crew.courier.post("decline", [part.key for part in parts])
 
     def moves_of(self, parts: Sequence[Part]) -> list[Move]:
         """What this rank sends of these groups, with the gathers in between."""
         assert self.crew is not None
         found: list[Move] = []
         for part in parts:
-            if part.cut is None:
+            if not part.part_bytes:
                 found += part.moves
                 continue
-            first, last = part.cut.rest
-            found += moves_within(part.moves, part.at + first, part.at + last)
-            start, end = part.cut.part_of(self.crew.rank)
-            found += moves_within(part.moves, part.at + start, part.at + end)
-            found.append(Gather(part.at, part.cut.part_bytes, part.key))
+            for first, last in part.own(self.crew.rank, self.crew.num_ranks):
+                found += moves_within(part.moves, first, last)
+            found.append(Gather(part.at, part.part_bytes, part.key))
         return joined(found)
 
     def sent_bytes(self, part: Part, placed: PlacedBlob | PlacedImage) -> int:
         """The bytes of a blob that this rank sends."""
-        if part.cut is None or self.crew is None or isinstance(placed, PlacedImage):
+        if not part.part_bytes or self.crew is None:
             return placed.sent_bytes
-        own = part.own(self.crew.rank)
-        if placed.packed is not None:
-            moves = placed.moves()
-            return sum(sent_bytes(move) for first, last in own for move in moves_within(moves, first, last))
-        end = placed.at + placed.sent_bytes
-        return sum(max(0, min(last, end) - max(first, placed.at)) for first, last in own)
+        moves, own = placed.moves(), part.own(self.crew.rank, self.crew.num_ranks)
+        return sum(sent_bytes(move) for first, last in own for move in moves_within(moves, first, last))
 
     def rest_of(self, parts: Sequence[Part], job: ShareJob) -> list[Move]:
         """What the other ranks did not bring."""
@@ -428,14 +382,14 @@ class Sharing:
             move
             for part in parts
             if part.key in keys
-            for start, end in part.others(self.crew.rank)
+            for start, end in part.others(self.crew.rank, self.crew.num_ranks)
             for move in moves_within(part.moves, start, end)
         ]
 
     def job_for(self, parts: Sequence[Part], ready: Event, bring_rest: Callable[[ShareJob], None]) -> ShareJob | None:
         """A job for groups that are about to be sent. None if none of them is shared."""
         crew = self.crew
-        shared = [Shared(part.key, part.digest, part.label) for part in parts if part.cut is not None]
+        shared = [Shared(part.key, part.digest, part.label) for part in parts if part.part_bytes]
         if not shared or crew is None:
             return None
         job = ShareJob(
@@ -538,28 +492,13 @@ def _unsure(names: Sequence[Sequence[str]]) -> list[int]:
     return [at for at, each in enumerate(zip(*names, strict=True)) if "" in each or len({*each}) > 1]
 
 
-def _sample_of(group: Shareable) -> str:
-    """A digest of some of the bytes of each tensor."""
-    digest = xxhash.xxh3_64()
-    for placed in group.blobs_at(0):
-        for tensor in placed.blob.rest:
-            memory = memory_of(as_bytes(tensor))
-            step = max(_SAMPLE_BYTES, len(memory) // _NUM_SAMPLES)
-            for start in range(0, len(memory), step):
-                digest.update(memory[start : start + _SAMPLE_BYTES])
-    return str(digest.hexdigest())
-
-
 def _difference(title: str, groups: list[Any], other_title: str, others: list[Any]) -> str:
     """What the groups of two ranks differ in; empty if they do not."""
     if title != other_title:
         return f"{other_title} instead of {title}"
-    for (name, num_bytes, _), (other_name, other_bytes, _) in zip(groups, others, strict=False):
-        if name != other_name:
-            return f"group {other_name!r} instead of {name!r}"
-        if num_bytes != other_bytes:
-            return f"group {name!r} has {other_bytes} bytes instead of {num_bytes}"
-    if len(groups) != len(others):
-        more = (groups if len(groups) > len(others) else others)[min(len(groups), len(others))][0]
-        return f"{len(others)} groups instead of {len(groups)}, {more!r} is in one of the two only"
+    for mine, its in zip_longest(groups, others):
+        if mine is None or its is None:
+            return f"{len(others)} groups instead of {len(groups)}, {(mine or its)[0]!r} is in one of the two only"
+        if mine[:2] != its[:2]:
+            return f"group {its[0]!r} of {its[1]} bytes instead of {mine[0]!r} of {mine[1]}"
     return ""
