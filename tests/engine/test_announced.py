@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from group_offload import apply_group_offloading
-from group_offload.runtime.convoy.announced import Step, announce, announced, begin_step
 from group_offload.runtime.convoy.arguments import are_equal
+from group_offload.runtime.convoy.steps import Branches, announce, announced, begin_step
 
 from ..support.asserts import assert_same
 from ..support.models import Model
@@ -52,7 +52,7 @@ def draw(seed: int, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device())
 
 
-def step_of(*branches: Branch) -> Step:
+def step_of(*branches: Branch) -> Branches:
     for at, branch in enumerate(branches):
         announce(branch, at)
     found = announced()

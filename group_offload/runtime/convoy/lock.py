@@ -91,12 +91,8 @@ class TurnLock:
         """The lock was released, or a convoy has departed or ended."""
         self._owner = 0
         self._depth = 0
-        self._owned_since = 0.0
-        """When a thread of no convoy has acquired the lock last."""
-        self._outsiders: dict[int, float] = {}
-        """The threads of no convoy that wait for the lock, and since when."""
-        self._is_lent = False
-        """Whether a traveller waits for something that a thread of no convoy does under the lock."""
+        self._outsiders: set[int] = set()
+        """The threads of no convoy that wait for the lock."""
         self._last: Convoy | None = None
         self._number = 0
         """How many convoys have formed."""
@@ -114,14 +110,14 @@ class TurnLock:
             if traveller is not None:
                 self.regain(traveller)
             elif self._owner != me:
-                self._outsiders[me] = time.monotonic()
+                self._outsiders.add(me)
                 try:
                     seconds = 0 if not blocking else None if timeout < 0 else timeout
                     if not self._changed.wait_for(lambda: not (self._owner or self._is_reserved), seconds):
                         return False
                 finally:
-                    del self._outsiders[me]
-                self._owner, self._depth, self._owned_since = me, 0, time.monotonic()
+                    self._outsiders.discard(me)
+                self._owner, self._depth = me, 0
             self._depth += 1
             return True
 
@@ -166,22 +162,16 @@ class TurnLock:
         """Whether this thread is in the middle of a call of the lock: a finalizer of garbage asks."""
         return self.mutex._is_owned()  # type: ignore[attr-defined,no-any-return]
 
-    # What `threading.Condition` asks of a reentrant lock.
+    # What `threading.Condition` asks of a reentrant lock. A traveller leaves its convoy: it waits for a thread of none.
 
     def _release_save(self) -> int:
-        with self.mutex:
-            depth, self._owner, self._depth = self._depth, 0, 0
-            self._is_lent = self.here is not None
-            self._moved()
-            return depth
+        depth, self._depth = self._depth, 1
+        self.release()
+        return depth
 
     def _acquire_restore(self, depth: int) -> None:
-        me = threading.get_ident()
-        with self.mutex:
-            is_here = self.here is not None
-            self._changed.wait_for(lambda: not (self._owner or (self._is_reserved and not is_here)))
-            self._owner, self._depth = me, depth
-            self._is_lent &= not is_here
+        self.acquire()
+        self._depth = depth
 
     # ---------------------------------------------------------------- a convoy forms
 
@@ -201,9 +191,15 @@ class TurnLock:
             mine: List that gets the travellers.
         """
         me = threading.get_ident()
+
+        def has_seats() -> bool:
+            last = self._convoy
+            return last is None or (
+                not last.has_departed and len(last.travellers) + len(shapes) <= min(most, last.most)
+            )
+
         with self.mutex:
-            self._recent[me] = self._number
-            self._changed.wait_for(lambda: self._has_seats(len(shapes), most))
+            self._changed.wait_for(has_seats)
             convoy = self._convoy
             if convoy is None:
                 self._number += 1
@@ -295,7 +291,7 @@ class TurnLock:
     def _pass_on(self) -> None:
         """Give the lock to the traveller whose turn it is, if nobody has it, and all have come to where they wait."""
         convoy = self._convoy
-        if self._owner or convoy is None or not convoy.has_departed or self._is_lent:
+        if self._owner or convoy is None or not convoy.has_departed:
             return
         waiting = [each for each in convoy.travellers if each.is_waiting]
         if not waiting or len(waiting) < len(convoy.travellers):
@@ -315,26 +311,18 @@ class TurnLock:
     @property
     def _is_reserved(self) -> bool:
         """Whether a convoy is on its way: the lock is for its travellers."""
-        return self._convoy is not None and self._convoy.has_departed and not self._is_lent
+        return self._convoy is not None and self._convoy.has_departed
 
     @property
     def _expected(self) -> set[int]:
         """The threads that came along with one of the last two convoys."""
         return {thread for thread, number in self._recent.items() if number >= self._number - 2}
 
-    def _has_seats(self, num: int, most: int) -> bool:
-        convoy = self._convoy
-        if convoy is None:
-            return True
-        return not convoy.has_departed and len(convoy.travellers) + num <= min(most, convoy.most)
-
     def _may_depart(self, convoy: Convoy) -> bool:
         now = time.monotonic()
         missing = self._expected - {each.thread for each in convoy.travellers}
-        # Those who were there before it formed go first, and those who may come along afterwards.
-        goes_first = self._owner and self._owned_since <= convoy.formed_at
-        goes_first = goes_first or any(at < convoy.formed_at or each in missing for each, at in self._outsiders.items())
-        if goes_first and now - convoy.formed_at < tuning().convoy_patience_seconds:
+        # Those who wait for the lock go first, and who has it and may come along afterwards.
+        if (self._outsiders or self._owner in missing) and now - convoy.formed_at < tuning().convoy_patience_seconds:
             convoy.departs_at = now + tuning().convoy_wait_seconds
             return False
         return len(convoy.travellers) >= convoy.most or not missing or now >= convoy.departs_at
