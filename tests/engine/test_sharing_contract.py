@@ -131,28 +131,18 @@ def changed(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> It
         put(before)
 
 
-def in_context() -> Any:
-    return changed(variable.get, variable.set, 2.0)
-
-
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
         yield
 
 
-@contextlib.contextmanager
-def autocast_that_is_off() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.float64, enabled=False):
-        yield
-
-
 MODES = FunctionMode(), DispatchMode()
 """They are told apart by which object they are."""
 AROUND: dict[str, Callable[[], Any]] = {
+    "the dtype of autocast that is off": lambda: torch.autocast("cpu", dtype=torch.float64, enabled=False),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "the dtype of autocast that is off": autocast_that_is_off,
-    "a context variable": in_context,
+    "a context variable": lambda: changed(variable.get, variable.set, 2.0),
     "a function mode": lambda: MODES[0],
     "a dispatch mode": lambda: MODES[1],
     "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, 3),

@@ -99,12 +99,9 @@ def test_what_forwards_do_is_no_change() -> None:
     [
         (1, False),
         ((1, "a"), False),
-        (torch.relu, False),
         (type("Plain", (), {})(), False),
         (SimpleNamespace(gain=1), True),
         ([], True),
-        (([],), True),
-        (torch.Generator(), True),
         (partial(max, [1]), True),
     ],
     ids=lambda value: type(value).__name__,

@@ -233,16 +233,13 @@ class TurnLock:
             _travellers[traveller.thread] = traveller
             return True
 
-    def disembark(self, traveller: Traveller, *, if_idle: bool = False) -> None:
-        """Take a traveller off that will not come to the gate, or has not left.
-
-        Args:
-            if_idle: Whether it stays if it has a thread.
-        """
+    def disembark(self, traveller: Traveller) -> None:
+        """Take a traveller off that has no thread, and so will not come to the gate, or that of this thread."""
+        me = threading.get_ident()
         with self.mutex:
-            if if_idle and traveller.thread:
+            if traveller.thread not in (0, me):
                 return
-            if self._owner and self._owner == traveller.thread and _travellers.get(self._owner) is traveller:
+            if self._owner == me and _travellers.get(me) is traveller:
                 self._owner = self._depth = 0
             self._remove(traveller)
             self._moved()

@@ -359,7 +359,7 @@ class SharingPolicy:
                 output = self.alone(*args, **kwargs)
         except BaseException as error:
             for traveller in boarded[1:]:
-                self._turns.disembark(traveller, if_idle=True)
+                self._turns.disembark(traveller)
             if not isinstance(error, Exception):
                 ahead.clear()  # Ctrl-C waits for nobody
             raise
