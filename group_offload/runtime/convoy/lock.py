@@ -93,6 +93,8 @@ class TurnLock:
         self._depth = 0
         self._outsiders: set[int] = set()
         """The threads of no convoy that wait for the lock."""
+        self._is_lent = False
+        """Whether a traveller waits for something that a thread of no convoy does under the lock."""
         self._last: Convoy | None = None
         self._number = 0
         """How many convoys have formed."""
@@ -162,16 +164,22 @@ class TurnLock:
         """Whether this thread is in the middle of a call of the lock: a finalizer of garbage asks."""
         return self.mutex._is_owned()  # type: ignore[attr-defined,no-any-return]
 
-    # What `threading.Condition` asks of a reentrant lock. A traveller leaves its convoy: it waits for a thread of none.
+    # What `threading.Condition` asks of a reentrant lock.
 
     def _release_save(self) -> int:
-        depth, self._depth = self._depth, 1
-        self.release()
-        return depth
+        with self.mutex:
+            depth, self._owner, self._depth = self._depth, 0, 0
+            self._is_lent = self.here is not None
+            self._moved()
+            return depth
 
     def _acquire_restore(self, depth: int) -> None:
-        self.acquire()
-        self._depth = depth
+        me = threading.get_ident()
+        with self.mutex:
+            is_here = self.here is not None
+            self._changed.wait_for(lambda: not (self._owner or (self._is_reserved and not is_here)))
+            self._owner, self._depth = me, depth
+            self._is_lent &= not is_here
 
     # ---------------------------------------------------------------- a convoy forms
 
@@ -288,7 +296,7 @@ class TurnLock:
     def _pass_on(self) -> None:
         """Give the lock to the traveller whose turn it is, if nobody has it, and all have come to where they wait."""
         convoy = self._convoy
-        if self._owner or convoy is None or not convoy.has_departed:
+        if self._owner or convoy is None or not convoy.has_departed or self._is_lent:
             return
         waiting = [each for each in convoy.travellers if each.is_waiting]
         if not waiting or len(waiting) < len(convoy.travellers):
@@ -308,7 +316,7 @@ class TurnLock:
     @property
     def _is_reserved(self) -> bool:
         """Whether a convoy is on its way: the lock is for its travellers."""
-        return self._convoy is not None and self._convoy.has_departed
+        return self._convoy is not None and self._convoy.has_departed and not self._is_lent
 
     @property
     def _expected(self) -> set[int]:
