@@ -25,8 +25,8 @@ from ..api import handle_of
 from ..base.arena import arenas
 from ..errors import ConfigError
 from ..handle import Listener, OffloadHandle
-from ..runtime.convoy.announced import announce, begin_step
 from ..runtime.convoy.contract import shares_passes
+from ..runtime.convoy.steps import announce, begin_step
 from .patching import around
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"

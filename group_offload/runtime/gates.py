@@ -529,7 +529,7 @@ class Gates:
             if gate is not root_gate:
                 gate.install()
         if self.sharing is not None:
-            self.sharing.alone = partial(Gate.__call__, self.root)
+            self.sharing.renew(partial(Gate.__call__, self.root))
         self._install_inner_gates()
         self._install_method_gates(of_methods)
         self._leave_modules()

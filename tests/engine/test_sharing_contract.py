@@ -131,28 +131,18 @@ def changed(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> It
         put(before)
 
 
-def in_context() -> Any:
-    return changed(variable.get, variable.set, 2.0)
-
-
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
         yield
 
 
-@contextlib.contextmanager
-def autocast_that_is_off() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.float64, enabled=False):
-        yield
-
-
 MODES = FunctionMode(), DispatchMode()
 """They are told apart by which object they are."""
 AROUND: dict[str, Callable[[], Any]] = {
+    "the dtype of autocast that is off": lambda: torch.autocast("cpu", dtype=torch.float64, enabled=False),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "the dtype of autocast that is off": autocast_that_is_off,
-    "a context variable": in_context,
+    "a context variable": lambda: changed(variable.get, variable.set, 2.0),
     "a function mode": lambda: MODES[0],
     "a dispatch mode": lambda: MODES[1],
     "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, 3),
@@ -162,8 +152,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_same", [False, True], ids=["second call", "both calls"])
-@pytest.mark.parametrize("what", AROUND)
+@pytest.mark.parametrize(("what", "is_same"), [*((what, False) for what in AROUND), ("all of them", True)])
 def test_calls_are_made_in_another_state_of_the_thread(what: str, is_same: bool) -> None:
     """What is foreseen is run as the first call is made, with all of its state: for nothing, if the second one has another."""
 
@@ -178,8 +167,15 @@ def test_calls_are_made_in_another_state_of_the_thread(what: str, is_same: bool)
             )
 
         model.use = use
-        is_around = lambda step, call: step >= 4 and (is_same or call)  # noqa: E731
-        return {"around": lambda step, call: AROUND[what]() if is_around(step, call) else contextlib.nullcontext()}
+
+        def around(step: int, call: int) -> Any:
+            stack = contextlib.ExitStack()
+            for each in (*AROUND,) if is_same else (what,) if call else ():
+                if step >= 4:
+                    stack.enter_context(AROUND[each]())
+            return stack
+
+        return {"around": around}
 
     stats = check(make)
     assert stats.passes_predicted == (NUM_STEPS - 1 if is_same else stats.passes_predicted)

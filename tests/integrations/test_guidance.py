@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
-    AutoGuidance,
     LayerSkipConfig,
     PerturbedAttentionGuidance,
     SkipLayerGuidance,
-    SmoothedEnergyGuidance,
-    SmoothedEnergyGuidanceConfig,
 )
 from torch import nn
 
@@ -23,18 +20,10 @@ from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.caches import flux, flux_inputs, wan_inputs
+from ..support.caches import flux, flux_inputs
 from ..support.rigs import LEVELS, TIERS, run, run_onloaded
 
 Inputs = Callable[[int], dict[str, Any]]
-
-
-class CountingSmoothedEnergyGuidance(SmoothedEnergyGuidance):
-    """The class of diffusers 0.42.1 never counts its forwards, and so never does anything."""
-
-    def prepare_models(self, denoiser: nn.Module) -> None:
-        self._count_prepared += 1
-        super().prepare_models(denoiser)
 
 
 GUIDERS: dict[str, tuple[Callable[[], nn.Module], Inputs, Callable[[], Any]]] = {
@@ -60,25 +49,6 @@ GUIDERS: dict[str, tuple[Callable[[], nn.Module], Inputs, Callable[[], Any]]] = 
             ),
             perturbed_guidance_start=0.0,
             perturbed_guidance_stop=1.0,
-        ),
-    ),
-    "smoothed-energy": (
-        tiny.wan_transformer,
-        wan_inputs,
-        lambda: CountingSmoothedEnergyGuidance(
-            seg_guidance_config=SmoothedEnergyGuidanceConfig(indices=[1], fqn="blocks"),
-            seg_blur_sigma=1.0,
-            seg_guidance_start=0.0,
-            seg_guidance_stop=1.0,
-        ),
-    ),
-    "auto": (
-        flux,
-        flux_inputs,
-        lambda: AutoGuidance(
-            auto_guidance_config=LayerSkipConfig(
-                indices=[0], fqn="transformer_blocks", skip_attention=False, dropout=0.5
-            )
         ),
     ),
 }

@@ -48,7 +48,6 @@ def _put_in_its_place(layer: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "an attribute": lambda model: setattr(model[2], "scale", 2.0),
     "an attribute whose value lies where the old one was": lambda model: _put_in_its_place(model[2]),
     "a new attribute": lambda model: setattr(model[1], "extra", None),
     "in a dict": lambda model: model[0].options.update(one=2),
@@ -58,13 +57,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "in an object": lambda model: setattr(model[2].processor, "gain", 2.0),
     "a tensor in place": lambda model: model[2].plain.add_(1),
     "a parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
-    "a buffer": lambda model: setattr(model[0], "table", torch.ones(2)),
     "a child": lambda model: model.append(nn.ReLU()),
-    "another child": lambda model: setattr(model, "1", nn.GELU()),
     "a hook": lambda model: model[0].register_forward_hook(lambda *_: None),
     "training mode": lambda model: model[1].train(),
     "a class": lambda model: setattr(model[0], "__class__", Other),
-    "all attributes": lambda model: setattr(model[1], "__dict__", dict(model[1].__dict__)),
     "a processor": lambda model: setattr(model[0], "processor", SimpleNamespace()),
 }
 
@@ -103,12 +99,9 @@ def test_what_forwards_do_is_no_change() -> None:
     [
         (1, False),
         ((1, "a"), False),
-        (torch.relu, False),
         (type("Plain", (), {})(), False),
         (SimpleNamespace(gain=1), True),
         ([], True),
-        (([],), True),
-        (torch.Generator(), True),
         (partial(max, [1]), True),
     ],
     ids=lambda value: type(value).__name__,

@@ -19,16 +19,17 @@ _SMALL = 32
 class _Argument:
     """A tensor, or a plain value."""
 
-    __slots__ = ("_kept", "_reference", "has_values", "key", "version")
+    __slots__ = ("_kept", "_reference", "has_values", "is_tensor", "key", "version")
 
     def __init__(self, value: Any, *, is_top: bool) -> None:
+        self.is_tensor = isinstance(value, torch.Tensor)
         self._reference: weakref.ref[torch.Tensor] | None = None
         self._kept: Any = value
         self.has_values = False
         """Whether a tensor is kept, so that another one may be compared with it by value."""
         self.version: int | None = None
         """How often a tensor was changed in place; None for a plain value, or if nobody counts that."""
-        if isinstance(value, torch.Tensor):
+        if self.is_tensor:
             self.version = None if value.is_inference() else value._version
             self.key: Any = (tuple(value.shape), value.dtype, value.device)
             self._reference = weakref.ref(value)
@@ -37,10 +38,6 @@ class _Argument:
         else:
             # A number that a call is given may be the time, another one in each step.
             self.key = type(value) if is_top and type(value) in (int, float) else (type(value), value)
-
-    @property
-    def is_tensor(self) -> bool:
-        return self._reference is not None
 
     @property
     def value(self) -> Any:
@@ -53,10 +50,8 @@ class _Argument:
 
     def is_still(self) -> bool:
         """Whether the argument is there, and was not changed in place since. False if nobody counts that."""
-        tensor = self.value
-        return not self.is_tensor or (
-            tensor is not None and self.version is not None and tensor._version == self.version
-        )
+        value = self.value
+        return not self.is_tensor or not (value is None or self.version is None or value._version != self.version)
 
     def is_same(self, other: _Argument) -> bool:
         """Whether this argument is that of an earlier call: the same object, unchanged, or a kept tensor's equal."""
@@ -65,14 +60,12 @@ class _Argument:
         mine, theirs = self.value, other.value
         if not self.is_tensor:
             return repr(mine) == repr(theirs)  # 0.0 is not -0.0
-        if self.version is None or other.version is None:
+        if not (self.is_still() and other.is_still()):
             return False
         if mine is theirs:
-            return mine is not None and self.version == other.version == mine._version
-        if mine is None or not other.has_values or not other.is_still():
-            return False
+            return self.version == other.version
         is_alike = type(mine) is type(theirs) and mine.requires_grad == theirs.requires_grad
-        return is_alike and are_equal([mine], [theirs]) and mine.stride() == theirs.stride()
+        return other.has_values and is_alike and are_equal([mine], [theirs]) and mine.stride() == theirs.stride()
 
 
 class Arguments:

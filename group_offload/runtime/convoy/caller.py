@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,18 +52,14 @@ class Caller:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._has_grad = torch.is_grad_enabled()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", backend.device.type))
-        ]
+        kinds = dict.fromkeys(("cpu", backend.device.type))
+        self._autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
-        self._num_threads = torch.get_num_threads()
-        self._flushes_denormals = _flushes_denormals()
-        self._settings = [value for name, value in vars(self).items() if name != "_backend"]
+        self._kernels = torch.get_num_threads(), _flushes_denormals()
+        self._settings = [self._autocast, self._caches_casts, self._modes, self._stream, self._index, self._kernels]
         self._settings += map(_value_of, _FLAGS)
         self._context = contextvars.copy_context()
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
@@ -73,43 +69,34 @@ class Caller:
 
     def is_like(self, other: Caller) -> bool:
         """Whether a call from there has the bits of one from here."""
-        has_same_objects = len(self._objects) == len(other._objects) and all(
-            map(_are_alike, self._objects, other._objects)
-        )
-        return has_same_objects and self._settings == other._settings
+        are_same = len(self._objects) == len(other._objects) and all(map(_are_alike, self._objects, other._objects))
+        return are_same and self._settings == other._settings
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function in this thread as if the caller's thread called it."""
+        """Call a function in this thread, which ends afterwards, as if the caller's thread called it."""
+        return self._context.copy().run(self._run, function)
 
-        def call() -> Any:
-            with self._restored():
-                return function()
-
-        return self._context.copy().run(call)
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _run(self, function: Callable[[], Any]) -> Any:
+        (has_grad, is_inference), (num_threads, flushes_denormals) = self._modes, self._kernels
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        torch.set_flush_denormal(flushes_denormals)
         with ExitStack() as stack:
             stack.enter_context(self._backend.on_stream(self._stream))
             if self._index is not None:
                 torch.accelerator.set_device_index(self._index)
-            if torch.get_num_threads() != self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            if _flushes_denormals() != self._flushes_denormals:
-                torch.set_flush_denormal(self._flushes_denormals)
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._has_grad))
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(has_grad))
             for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
-                )
+                autocast = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
+                stack.enter_context(autocast)
             for function_mode in self._function_modes:
                 push_function_mode(function_mode)
                 stack.callback(pop_function_mode)
             for dispatch_mode in self._dispatch_modes:
                 push_mode(dispatch_mode)
                 stack.callback(pop_mode)
-            yield
+            return function()
 
 
 def _are_alike(one: Any, other: Any) -> bool:

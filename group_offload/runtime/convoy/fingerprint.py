@@ -29,7 +29,7 @@ _RECORDS = ("config", "_internal_dict", "generation_config")
 """What a model was built with."""
 _FIXED = (*SIMPLE, types.FunctionType, types.BuiltinFunctionType, type, Enum, nn.Module, Around, torch.Tensor)
 """What has no contents that a forward would change, or none that are looked at here."""
-_attributes = attrgetter("__dict__")
+_attributes, _tables = attrgetter("__dict__"), attrgetter(*_TABLES)
 
 
 class Fingerprint:
@@ -40,36 +40,18 @@ class Fingerprint:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        top, self._modules = modules[0], modules[1:]
-        self._top = weakref.ref(top)
-        """The module that was looked at. Its attributes lead to the engine, and so to this."""
-        self._types: list[Any] = [*map(type, modules)]
-        attributes = [module.__dict__ for module in modules]
-        self._names = [name for name in attributes[0] if name not in _TO_ENGINE]
-        self._num_names = len(attributes[0])
-        self.structure = hash(
-            (
-                *map(id, modules),
-                *self._types,
-                *(id(kind.forward) for kind in self._types),
-                *(id(each.get("processor")) for each in attributes),
-            )
-        )
-        """Tells which modules there are, what they call, and how they process attention."""
-        self._tables: list[dict[Any, Any]] = [
-            *attributes[1:],
-            *(each[name] for name in _TABLES for each in attributes),
-            *(each["_diffusers_hook"].hooks for each in attributes if each.get("_diffusers_hook") is not None),
-        ]
-        self._sizes = [*map(len, self._tables)]
-        held = [(at, name, value) for at, each in enumerate(attributes) for name, value in [*each.items()]]
+        self._top, self._modules = (
+            weakref.ref(modules[0]),
+            modules[1:],
+        )  # attributes of the top lead to the engine, and to this
+        held = [(at, *item) for at, module in enumerate(modules) for item in [*module.__dict__.items()]]
         held = [each for each in held if each[1] not in _OWN and not isinstance(each[2], (*SIMPLE, nn.Module))]
-        self._holders = [(weakref.ref(modules[at]), name) for at, name, value in held if _items(value) is not None]
+        self._holders = [(at, name) for at, name, value in held if _items(value) is not None]
         """Attributes with something in it."""
-        self._contents = self._contents_now(top)
-        self._tensors = [value for _, _, value in held if isinstance(value, torch.Tensor)]
-        self._tensors += [each for each in self._inside_now() if isinstance(each, torch.Tensor)]
-        self._versions = self._versions_now()
+        values = [value for _, _, value in held]
+        values += [each for value in values for each in _items(value) or ()]
+        self._tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self._shape, self._objects = self._now(modules)
         self.has_tensors = bool(self._tensors)
         """Whether there are tensors in it besides weights and buffers. It keeps their memory."""
         self.is_partial = any(name not in _RECORDS and _may_hide(value) for _, name, value in held)
@@ -80,37 +62,25 @@ class Fingerprint:
         top = self._top()
         if top is None:
             return False
-        if not (
-            all(map(is_, map(type, [top, *self._modules]), self._types))
-            and len(top.__dict__) == self._num_names
-            and all(map(is_, map(_attributes, self._modules), self._tables))
-            and [*map(len, self._tables)] == self._sizes
-            and self._versions_now() == self._versions
-        ):
+        shape, now = self._now([top, *self._modules])
+        if shape != self._shape or len(now) != len(self._objects):
             return False
-        before, now = self._contents, self._contents_now(top)
-        if len(now) != len(before):
-            return False
-        if not all(map(is_, now, before)):
-            if not all(map(_are_remade, now, before)):
+        if not all(map(is_, now, self._objects)):
+            if not all(map(_are_remade, now, self._objects)):
                 return False
-            self._contents = now
+            self._objects = now
         return True
 
-    def _contents_now(self, top: nn.Module) -> list[Any]:
-        return [
-            *chain.from_iterable(map(dict.values, self._tables)),
-            *map(top.__dict__.get, self._names),
-            *self._inside_now(),
-        ]
-
-    def _inside_now(self) -> Iterable[Any]:
-        for reference, name in self._holders:
-            module = reference()
-            yield from _items(None if module is None else module.__dict__.get(name)) or ()
-
-    def _versions_now(self) -> list[int]:
-        return [-1 if each.is_inference() else each._version for each in self._tensors]
+    def _now(self, modules: list[nn.Module]) -> tuple[list[Any], list[Any]]:
+        """The modules' types, the sizes of their tables and the versions of tensors; what the tables hold."""
+        attributes = [*map(_attributes, modules)]
+        attributes[0] = {name: value for name, value in [*attributes[0].items()] if name not in _TO_ENGINE}
+        hooks = [each["_diffusers_hook"].hooks for each in attributes if each.get("_diffusers_hook") is not None]
+        tables = [*attributes, *chain.from_iterable(map(_tables, modules)), *hooks]
+        inside = (_items(attributes[at].get(name)) or () for at, name in self._holders)
+        versions = [-1 if each.is_inference() else each._version for each in self._tensors]
+        shape = [*map(type, modules), *map(len, tables), *versions]
+        return shape, [*chain.from_iterable(map(dict.values, tables)), *chain.from_iterable(inside)]
 
 
 def _items(value: Any) -> Iterable[Any] | None:

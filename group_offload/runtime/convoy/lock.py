@@ -91,10 +91,8 @@ class TurnLock:
         """The lock was released, or a convoy has departed or ended."""
         self._owner = 0
         self._depth = 0
-        self._owned_since = 0.0
-        """When a thread of no convoy has acquired the lock last."""
-        self._outsiders: dict[int, float] = {}
-        """The threads of no convoy that wait for the lock, and since when."""
+        self._outsiders: set[int] = set()
+        """The threads of no convoy that wait for the lock."""
         self._is_lent = False
         """Whether a traveller waits for something that a thread of no convoy does under the lock."""
         self._last: Convoy | None = None
@@ -114,14 +112,14 @@ class TurnLock:
             if traveller is not None:
                 self.regain(traveller)
             elif self._owner != me:
-                self._outsiders[me] = time.monotonic()
+                self._outsiders.add(me)
                 try:
                     seconds = 0 if not blocking else None if timeout < 0 else timeout
                     if not self._changed.wait_for(lambda: not (self._owner or self._is_reserved), seconds):
                         return False
                 finally:
-                    del self._outsiders[me]
-                self._owner, self._depth, self._owned_since = me, 0, time.monotonic()
+                    self._outsiders.discard(me)
+                self._owner, self._depth = me, 0
             self._depth += 1
             return True
 
@@ -201,9 +199,15 @@ class TurnLock:
             mine: List that gets the travellers.
         """
         me = threading.get_ident()
+
+        def has_seats() -> bool:
+            last = self._convoy
+            return last is None or (
+                not last.has_departed and len(last.travellers) + len(shapes) <= min(most, last.most)
+            )
+
         with self.mutex:
-            self._recent[me] = self._number
-            self._changed.wait_for(lambda: self._has_seats(len(shapes), most))
+            self._changed.wait_for(has_seats)
             convoy = self._convoy
             if convoy is None:
                 self._number += 1
@@ -237,16 +241,13 @@ class TurnLock:
             _travellers[traveller.thread] = traveller
             return True
 
-    def disembark(self, traveller: Traveller, *, if_idle: bool = False) -> None:
-        """Take a traveller off that will not come to the gate, or has not left.
-
-        Args:
-            if_idle: Whether it stays if it has a thread.
-        """
+    def disembark(self, traveller: Traveller) -> None:
+        """Take a traveller off that has no thread, and so will not come to the gate, or that of this thread."""
+        me = threading.get_ident()
         with self.mutex:
-            if if_idle and traveller.thread:
+            if traveller.thread not in (0, me):
                 return
-            if self._owner and self._owner == traveller.thread and _travellers.get(self._owner) is traveller:
+            if self._owner == me and _travellers.get(me) is traveller:
                 self._owner = self._depth = 0
             self._remove(traveller)
             self._moved()
@@ -322,19 +323,11 @@ class TurnLock:
         """The threads that came along with one of the last two convoys."""
         return {thread for thread, number in self._recent.items() if number >= self._number - 2}
 
-    def _has_seats(self, num: int, most: int) -> bool:
-        convoy = self._convoy
-        if convoy is None:
-            return True
-        return not convoy.has_departed and len(convoy.travellers) + num <= min(most, convoy.most)
-
     def _may_depart(self, convoy: Convoy) -> bool:
         now = time.monotonic()
         missing = self._expected - {each.thread for each in convoy.travellers}
-        # Those who were there before it formed go first, and those who may come along afterwards.
-        goes_first = self._owner and self._owned_since <= convoy.formed_at
-        goes_first = goes_first or any(at < convoy.formed_at or each in missing for each, at in self._outsiders.items())
-        if goes_first and now - convoy.formed_at < tuning().convoy_patience_seconds:
+        # Those who wait for the lock go first, and who has it and may come along afterwards.
+        if (self._outsiders or self._owner in missing) and now - convoy.formed_at < tuning().convoy_patience_seconds:
             convoy.departs_at = now + tuning().convoy_wait_seconds
             return False
         return len(convoy.travellers) >= convoy.most or not missing or now >= convoy.departs_at

@@ -11,7 +11,7 @@ in the modules for the length of its forward is met by the others in the trial a
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
 was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
-tells their arguments, and no step has to be seen before: see `announced`. They run beside it, in threads of their own.
+tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
 were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row the call
 of the last miss is not foreseen again, and neither are those after it.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ from .caller import Caller
 from .fingerprint import Fingerprint, examine
 from .lock import Traveller, is_on_its_way
 from .passes import Broken, SharedPasses
-from .random_states import RandomStates, others_may_draw
-from .speculation import Result, Speculation
+from .speculation import RandomStates, Speculation, others_may_draw
 from .steps import MOST_CALLS, Steps
 
 logger = logging.getLogger("group_offload")
@@ -51,8 +51,14 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 _MIN_GAIN = 0.05
 """With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
+_SAME_MEMORY = "it returns the same memory each time"
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.steps = Steps()
 
 
 class SharingPolicy:
@@ -85,26 +91,31 @@ class SharingPolicy:
         self._why_not = why_not
         self._refresh = refresh
         self._asks_plan = asks_plan
-        self._local = threading.local()
-        self._right_in: Recent[Hashable, int] = Recent(_MOST_KINDS)
-        """For each kind of calls, in which epoch they were last found to be right together."""
+        self._local = _Local()
+        self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
+        """For each kind of calls, the epoch in which they were right together. Less than 0: how often in a row one was found to
+        break the contract, many times if that is sure."""
         self._num_in_vain = 0
         """The trials since forwards last shared a pass."""
-        self._findings: Recent[Hashable, int] = Recent(_MOST_KINDS)
-        """For each kind, how often in a row a call was found to break the contract. Many times, if that is sure."""
         self._state: Fingerprint | None = None
         """What the last call found."""
         self._epoch = 0
         """How often the last call has found another state than the one before."""
-        self._structure = 0
-        """The modules that the trials are about."""
         self._said: Recent[str, None] = Recent()
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
-        """A call of the module that shares a pass only if its thread is a traveller's."""
+
+    def renew(self, alone: Callable[..., Any]) -> None:
+        """The module was cut into groups again: what was found of its forwards says nothing of those to come.
+
+        Args:
+            alone: A call of the module that shares a pass only if its thread is a traveller's.
+        """
+        self.alone, self._num_in_vain = alone, 0
+        self._known.clear()
 
     def close(self) -> None:
         """Throw all results away that nobody called for."""
-        self._local, self._state = threading.local(), None  # a call in progress goes on with what it has
+        self._local, self._state = _Local(), None  # a call in progress goes on with what it has
 
     # ---------------------------------------------------------------- a call
 
@@ -121,7 +132,7 @@ class SharingPolicy:
             turns.let_go()
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        steps, now, reason = self._steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
+        steps, now, reason = self._local.steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
         if self._passes.lock is not self._turns:
             reason = "it shares weights with another offloaded model"
         if now.other is not None:
@@ -188,22 +199,10 @@ class SharingPolicy:
             self._state = None
             self._say(found)
             return found
-        if found.structure != self._structure:  # the modules are others than the trials were about
-            self._structure = found.structure
-            self._right_in.clear()
-            self._findings.clear()
-            self._num_in_vain = 0
         self._state = found
         return None
 
-    @property
-    def _steps(self) -> Steps:
-        steps: Steps | None = getattr(self._local, "steps", None)
-        if steps is None:
-            steps = self._local.steps = Steps()
-        return steps
-
-    def _result_for(self, steps: Steps, now: Arguments) -> Result | None:
+    def _result_for(self, steps: Steps, now: Arguments) -> Speculation | None:
         """What the call would return, if it was run before. Otherwise what was run is thrown away."""
         if not steps.ahead:
             return None
@@ -230,11 +229,6 @@ class SharingPolicy:
             and caller.is_like(Caller(self._backend))
         )
 
-    def _keep(self, steps: Steps, results: Sequence[Result], epoch: int, caller: Caller) -> None:
-        """Keep results for the calls that are to come."""
-        self._passes.counters.predicted += len(results)
-        steps.ahead, steps.found_in = [*results], (epoch, self._passes.edits(), caller)
-
     def _discard(self, steps: Steps) -> None:
         """Throw away what was not called for."""
         if steps.ahead:
@@ -252,44 +246,88 @@ class SharingPolicy:
 
     # ---------------------------------------------------------------- together
 
-    def _travel(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
-        """Make a call in a pass that others may share, and run the calls that are foreseen beside it."""
+    def _trial(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
+        """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
+        self._num_in_vain += 1
+        output, finding = self._looked_at(calls[0], args, kwargs)
+        before, outputs = RandomStates(self._backend.device), [tensors_in(output)]
+        with suppress(Exception):  # it is raised again where the call is made
+            for call in calls[1:]:
+                given = call.given() if finding is None else None
+                if given is None:
+                    break
+                found, finding = self._looked_at(call, *given)
+                outputs.append(tensors_in(found))
+        keys = [call.key for call in calls]
+        if _overlap(outputs, (args, kwargs)):
+            self._note(keys, _SAME_MEMORY)
+            return self.alone(*args, **kwargs)
+        if finding is None and len(outputs) == len(calls):
+            return self._travel(steps, calls, args, kwargs, output, outputs)
+        self._put_back(keys, len(keys), before)
+        if finding is not None:
+            self._note(keys, finding, 1)
+        return output
+
+    def _travel(
+        self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any, made: Any = None, expected: Any = None
+    ) -> Any:
+        """Make a call in a pass that others may share, and run the calls that are foreseen beside it.
+
+        Args:
+            made: In a trial, what the call has returned by itself.
+            expected: The tensors that each of the calls has returned by itself.
+        """
+        is_trial = expected is not None
         boarded: list[Traveller] = []
         ahead: list[Speculation] = []
         keys, epoch, caller = [call.key for call in calls], self._epoch, Caller(self._backend)
         before, changed = RandomStates(self._backend.device), self._passes.counters.changed
-        output = None
+        output, finding = None, None
         try:
-            output = self._run(caller, calls, boarded, ahead, args, kwargs)
-            is_void = self._put_back(keys, boarded[0].convoy.size, before)
+            output = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=is_trial)
+            size = boarded[0].convoy.size
+            is_void = self._put_back(keys, size, before)
         except Exception as error:
             size = boarded[0].convoy.size if boarded else 1
             # What the others have drawn was put back, and so was what this one has: it is made again.
-            is_void = self._put_back(keys, size, before)
-            if not is_void and (size == 1 or not isinstance(error, (torch.OutOfMemoryError, Broken))):
+            is_void, is_short = self._put_back(keys, size, before), isinstance(error, torch.OutOfMemoryError)
+            if not (is_trial or is_void or (size > 1 and (is_short or isinstance(error, Broken)))):
                 raise
-            is_void = True
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_short:
                 self._say(f"the device is out of memory with {size} at once")
                 self._passes.ran_out(size)
-        finding = None
-        if ahead and self._passes.counters.changed != changed:
+            elif is_trial:
+                self._say(f"a trial failed: {type(error).__name__}: {error}")
+            is_void = True
+        if is_trial and (size == 1 or is_void or any(each.error is not None for each in ahead)):
+            return made
+        if self._passes.counters.changed != changed:
             finding = "it changes its weights or buffers"
-        elif ahead and not calls[0].are_unchanged(args, kwargs):
+        elif not calls[0].are_unchanged(args, kwargs):
             finding = "it changes its inputs"
-        if not is_void and finding is None:
-            for key in keys:
-                self._findings.pop(key, None)
-            self._num_in_vain = 0
-            self._keep(steps, ahead, epoch, caller)
-            if boarded[0].convoy.size > 1:
-                self._say("each block is loaded once for all of them", "together")
-            return output
+        elif is_trial:
+            shared = [tensors_in(output), *(tensors_in(each.output) for each in ahead)]
+            if _overlap([*expected, *shared], (args, kwargs)):
+                finding, is_void = _SAME_MEMORY, True
+            elif not (any(expected) and all(map(are_equal, shared, expected))):
+                finding = "outputs differ from those of separate forwards, or can't be compared"
         if finding is not None:
             self._note(keys, finding)
+        if is_trial and finding is not None:
+            return self.alone(*args, **kwargs) if is_void else made
         self._passes.counters.predicted += len(ahead)
-        self._passes.counters.discarded += len(ahead)
-        return self.alone(*args, **kwargs) if is_void else output
+        if is_void or finding is not None:
+            self._passes.counters.discarded += len(ahead)
+            return self.alone(*args, **kwargs) if is_void else output
+        for key in keys:
+            self._known[key] = epoch
+        if not is_trial:
+            self._num_in_vain = 0
+        steps.ahead, steps.found_in = ahead, (epoch, self._passes.edits(), caller)
+        if size > 1:
+            self._say("each block is loaded once for all of them", "together")
+        return output
 
     def _run(
         self,
@@ -321,7 +359,7 @@ class SharingPolicy:
                 output = self.alone(*args, **kwargs)
         except BaseException as error:
             for traveller in boarded[1:]:
-                self._turns.disembark(traveller, if_idle=True)
+                self._turns.disembark(traveller)
             if not isinstance(error, Exception):
                 ahead.clear()  # Ctrl-C waits for nobody
             raise
@@ -330,56 +368,6 @@ class SharingPolicy:
                 self._passes.leave(boarded[0])
             for each in ahead:
                 each.join()
-        return output
-
-    # ---------------------------------------------------------------- a trial
-
-    def _trial(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
-        """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
-        keys, caller, epoch = [call.key for call in calls], Caller(self._backend), self._epoch
-        self._num_in_vain += 1
-        output, finding = self._looked_at(calls[0], args, kwargs)
-        before, results = RandomStates(self._backend.device), [Result(calls[0], output)]
-        for call in calls[1:]:
-            given = call.given()
-            if finding is not None or given is None:
-                break
-            try:
-                found, finding = self._looked_at(call, *given)
-            except Exception:  # it is raised again where the call is made
-                break
-            results.append(Result(call, found))
-        outputs, given = [tensors_in(each.output) for each in results], (args, kwargs)
-        if self._is_spoiled(keys, outputs, given):
-            return self.alone(*args, **kwargs)
-        if finding is not None or len(results) < len(calls):
-            self._put_back(keys, len(keys), before)
-            if finding is not None:
-                self._note(keys, finding, 1)
-            return output
-        boarded: list[Traveller] = []
-        ahead: list[Speculation] = []
-        try:
-            found = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=True)
-        except Exception as error:
-            self._put_back(keys, len(boarded), before)
-            if isinstance(error, torch.OutOfMemoryError):
-                self._passes.ran_out(len(boarded))
-            self._say(f"a trial failed: {type(error).__name__}: {error}")
-            return output
-        size = boarded[0].convoy.size
-        if size == 1 or self._put_back(keys, size, before) or any(each.error is not None for each in ahead):
-            return output
-        shared = [tensors_in(found), *(tensors_in(each.output) for each in ahead)]
-        if self._is_spoiled(keys, [*outputs, *shared], given):
-            return self.alone(*args, **kwargs)
-        if any(outputs) and all(map(are_equal, shared, outputs)):
-            for key in keys:
-                self._right_in[key] = self._epoch
-                self._findings.pop(key, None)
-            self._keep(steps, results[1:], epoch, caller)
-        else:
-            self._note(keys, "outputs differ from those of separate forwards, or can't be compared")
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
@@ -409,17 +397,6 @@ class SharingPolicy:
             finding = "it changes its inputs"
         return output, finding
 
-    def _is_spoiled(self, keys: list[Hashable], outputs: Sequence[Any], given: Any) -> bool:
-        """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
-        inputs, *memory = (
-            {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
-            for tensors in (tensors_in(given), *outputs)
-        )
-        is_spoiled = len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
-        if is_spoiled:
-            self._note(keys, "it returns the same memory each time")
-        return is_spoiled
-
     def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
         """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
 
@@ -441,21 +418,29 @@ class SharingPolicy:
 
     def _judgement(self, key: Hashable) -> bool | None:
         """Whether calls of a kind share passes; None if they were not tried with the modules as they are."""
-        if self._findings.get(key, 0) >= _MOST_FINDINGS:
-            return False
-        return True if self._right_in.get(key) == self._epoch else None
+        known = self._known.get(key, 0)
+        return False if known <= -_MOST_FINDINGS else known == self._epoch or None
 
     def _note(self, keys: list[Hashable], finding: str, times: int = _MOST_FINDINGS) -> None:
         """Note that calls of these kinds break the contract. They go alone after a few times in a row, or from now on."""
         for key in {*keys}:
-            self._findings[key] = self._findings.get(key, 0) + times
-        if any(self._findings[key] >= _MOST_FINDINGS for key in keys):
+            self._known[key] = min(self._known.get(key, 0), 0) - times
+        if any(self._known.get(key, 0) <= -_MOST_FINDINGS for key in keys):
             self._say(finding)
 
     def _say(self, reason: str, how: str = "separately") -> None:
         if reason not in self._said:
             self._said[reason] = None
             logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
+
+
+def _overlap(outputs: Sequence[Any], given: Any) -> bool:
+    """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
+    inputs, *memory = (
+        {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
+        for tensors in (tensors_in(given), *outputs)
+    )
+    return len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
 
 
 def _state_of_thread() -> str | None:

@@ -1,11 +1,15 @@
-"""Forwards that run before they are called for, and the threads that they run in."""
+"""Forwards that run before they are called for, and what their bits depend on besides inputs and weights."""
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from .arguments import Arguments
 from .caller import Caller
@@ -13,17 +17,8 @@ from .lock import Traveller
 from .passes import SharedPasses
 
 
-class Result:
-    """What a forward has returned that nobody has called for yet."""
-
-    def __init__(self, arguments: Arguments, output: Any = None) -> None:
-        self.arguments = arguments
-        self.output = output
-        self.error: BaseException | None = None
-
-
-class Speculation(Result):
-    """A forward that runs in another thread, in place of a thread that should call for it later."""
+class Speculation(threading.Thread):
+    """A forward that runs in a thread of its own, in place of a thread that should call for it later."""
 
     def __init__(
         self,
@@ -37,24 +32,24 @@ class Speculation(Result):
         Args:
             alone: The call of the module, for a thread that is a traveller's.
         """
-        super().__init__(arguments)
+        super().__init__(name="group_offload forward", daemon=True)
         self._passes, self._alone, self._caller, self._traveller = passes, alone, caller, traveller
-        self._done = threading.Lock()
-        self._done.acquire()
+        self.arguments = arguments
+        self.output: Any = None
+        self.error: BaseException | None = None
 
     def start(self) -> None:
         try:
-            _begin(self._run, self._done)
+            super().start()
         except RuntimeError as error:  # the system has no more threads
             self.error = error
             self._passes.turns.disembark(self._traveller)
-            self._done.release()
 
-    def join(self) -> None:
-        """Wait until the forward, which was started, is over."""
-        self._done.acquire()
+    def join(self, timeout: float | None = None) -> None:
+        if self.ident is not None:  # else it was not started
+            super().join(timeout)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         if not self._passes.turns.embark(self._traveller):
             return
         try:
@@ -70,34 +65,39 @@ class Speculation(Result):
             self._passes.leave(self._traveller)
 
 
-class _Helper(threading.Thread):
-    """A thread that stays for later steps: cuBLAS makes a handle for each thread, which takes long.
+class RandomStates:
+    """The states of the generators that are used where none is given: Python's, torch's, NumPy's, and the device's."""
 
-    There are as many as forwards ever ran ahead at once, and one that an interrupt keeps from its work waits for ever.
-    """
+    def __init__(self, device: torch.device) -> None:
+        numpy = sys.modules.get("numpy")
+        self._host = pickle.dumps((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
+        self._torch = torch.get_rng_state()
+        self._device = device
+        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
-    def __init__(self) -> None:
-        super().__init__(name="group_offload forward", daemon=True)
-        self.works: SimpleQueue[tuple[Callable[[], None], threading.Lock]] = SimpleQueue()
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomStates)
+            and self._host == other._host
+            and torch.equal(self._torch, other._torch)
+            and (self._on_device is None or torch.equal(self._on_device, other._on_device))  # type: ignore[arg-type]
+        )
 
-    def run(self) -> None:
-        while True:
-            work, done = self.works.get()
-            work()
-            del work  # it keeps activations alive
-            _idle.append(self)
-            done.release()
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Let the generators go on from here again."""
+        of_python, of_numpy = pickle.loads(self._host)
+        random.setstate(of_python)
+        torch.set_rng_state(self._torch)
+        if self._on_device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
 
 
-_idle: list[_Helper] = []
-
-
-def _begin(work: Callable[[], None], done: threading.Lock) -> None:
-    """Do `work`, which does not raise, in another thread, and release `done` then."""
-    helper = None
-    while _idle and (helper is None or not helper.is_alive()):
-        helper = _idle.pop()
-    if helper is None or not helper.is_alive():  # none of those before a fork is
-        helper = _Helper()
-        helper.start()
-    helper.works.put((work, done))
+def others_may_draw() -> bool:
+    """Whether there are threads, besides this one and those that are known, which may draw random numbers meanwhile."""
+    here = threading.current_thread()
+    others = [each for each in threading.enumerate() if each is not here and not each.name.startswith("group_offload")]
+    return any(type(each).__name__ != "TMonitor" for each in others)  # that of tqdm draws none

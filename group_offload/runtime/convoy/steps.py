@@ -1,43 +1,138 @@
-"""The calls of a thread, step by step, and which of them are foreseen."""
+"""The calls of a thread, step by step, and which of them are foreseen: from the step before, or as they are announced.
+
+A guider of Modular Diffusers prepares the inputs of all branches of a step (with the prompt, without it, ...). Then the model
+is called once for each branch. What the first call was given of its branch, the others will be given of theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+import weakref
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import torch
+
 from ...base.recent import Recent
-from .announced import Step, announced
+from ...base.torch_internals import tree_flatten, tree_unflatten
 from .arguments import Arguments
-from .speculation import Result
+from .speculation import Speculation
 
 MOST_CALLS = 4
 """The most calls of a step that are foreseen."""
 _MOST_MISSES = 2
 
 
+class Branches:
+    """The branches of one step of a thread. They are kept alive by who has prepared them."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        """Inputs that are kept to compare their values, for as long as the branches are there."""
+        self._by_name: dict[Any, weakref.ref[Any]] = {}
+
+    def add(self, branch: Any, name: Any) -> None:
+        known = self._by_name.get(name)
+        if known is None or known() is None:
+            self._by_name[name] = weakref.ref(branch)
+
+    @property
+    def there(self) -> list[Any]:
+        return [branch for each in [*self._by_name.values()] if (branch := each()) is not None]
+
+    def calls_beside(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+        """The arguments of the calls that follow this one, in order, as far as they can be told."""
+        given = {id(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)}
+        branches = self.there
+        while branches and given.isdisjoint(map(id, tree_flatten([*vars(branches[0]).values()])[0])):
+            del branches[0]
+        found: list[tuple[Any, Any]] = []
+        for other in branches[1:]:
+            call = _exchanged(args, kwargs, vars(branches[0]), vars(other))
+            if call is None:
+                break
+            found.append(call)
+        if found:
+            weakref.finalize(branches[-1], self.kept.clear).atexit = False
+        return found
+
+
+class _Local(threading.local):
+    branches: Branches | None = None
+
+
+_local = _Local()
+
+
+def begin_step() -> None:
+    """Forget what this thread has announced."""
+    _local.branches = None
+
+
+def announce(branch: Any, name: Any) -> None:
+    """Note that this thread will call a model for a branch.
+
+    Args:
+        branch: An object whose attributes are inputs of the call, named as the model names them or otherwise.
+        name: What tells the branch from others of the step. The first of a name counts.
+    """
+    if announced() is None:
+        _local.branches = Branches()
+    assert _local.branches is not None
+    _local.branches.add(branch, name)
+
+
+def announced() -> Branches | None:
+    """What this thread has announced of the step in progress."""
+    branches = _local.branches
+    return branches if branches is not None and branches.there else None
+
+
+def _exchanged(args: Any, kwargs: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Arguments with the inputs of another branch; None if it cannot be told which those are."""
+    named: dict[str, Any] = {}
+    tensors: dict[int, torch.Tensor | None] = {}
+    for name, value in mine.items():
+        other = theirs.get(name, value)
+        if name in kwargs and kwargs[name] is value:
+            named[name] = other
+            continue
+        (before, form), (after, other_form) = tree_flatten(value), tree_flatten(other)
+        for one, another in zip(before, after if form == other_form else [None] * len(before), strict=True):
+            if isinstance(one, torch.Tensor):
+                is_new = tensors.setdefault(id(one), another) is another
+                tensors[id(one)] = another if is_new else None  # one tensor here, two there
+    leaves, form = tree_flatten((args, kwargs))
+    exchanged = [tensors.get(id(each), each) if isinstance(each, torch.Tensor) else each for each in leaves]
+    if any(each is None is not before for before, each in zip(leaves, exchanged, strict=True)):
+        return None
+    args, kwargs = tree_unflatten(exchanged, form)
+    return args, {**kwargs, **named}
+
+
 class Steps:
     """The calls of one thread, step by step."""
 
     def __init__(self) -> None:
-        self.calls: list[Arguments] = []
-        """The calls of the step in progress."""
-        self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with, as far as that is foreseen."""
-        self.ahead: list[Result] = []
-        """What these calls would return, as far as they were not made yet."""
         self.found_in: Any = ()
-        """What the modules, the weights and the thread were like when these forwards ran."""
-        self._announced: Step | None = None
-        """The step in progress, if its calls were announced."""
+        """What the modules, the weights and the thread were like when the forwards ran that are ahead."""
         self._kinds: Hashable = None
         """The kinds of all calls that are expected."""
         self._misses: Recent[Hashable, int] = Recent()
         """For calls of such kinds, and a call's place among them, how often in a row it was foreseen wrongly."""
+        self.forget()
 
     def forget(self) -> None:
-        self.calls, self.foreseen, self.ahead, self._announced = [], [], [], None
+        self.calls: list[Arguments] = []
+        """The calls of the step in progress."""
+        self.foreseen: list[Arguments] = []
+        """What the rest of this step should be called with, as far as that is foreseen."""
+        self.ahead: list[Speculation] = []
+        """The forwards of these calls, as far as they were not called for yet."""
+        self._announced: Branches | None = None
+        """The branches of the step in progress, if its calls were announced."""
 
-    def hit(self, now: Arguments, found: Result) -> None:
+    def hit(self, now: Arguments, found: Speculation) -> None:
         """Note that a call was foreseen rightly."""
         now.shared = found.arguments.shared
         self._misses.pop((self._kinds, len(self.calls)), None)
@@ -52,8 +147,8 @@ class Steps:
 
     def goes_on_with(self, now: Arguments) -> bool:
         """Whether a call belongs to the step in progress."""
-        step = announced()
-        is_announced = step is not None and step is self._announced
+        branches = announced()
+        is_announced = branches is not None and branches is self._announced
         if not self.calls or not (is_announced or now.is_of_same_step(self.calls[0])):
             return False
         now.relate(self.calls[0])
@@ -63,19 +158,16 @@ class Steps:
         """A step begins with this call: foresee the others."""
         if self._announced is not None:
             self._announced.kept.clear()  # somebody may keep the branches
-        others, step = self.calls[1:], announced()
+        others, branches = self.calls[1:], announced()
         self.forget()
-        beside = step.calls_beside(args, kwargs) if step is not None else []
-        if step is not None and 0 < len(beside) < MOST_CALLS:
-            self._announced = step
-            now.keep(step.kept)
-            self._foresee([Arguments(*call).keep(step.kept) for call in beside])
-        elif 0 < len(others) < MOST_CALLS:
-            foreseen = [each.foresee(now) for each in others]
-            if all(each is not None for each in foreseen):
-                self._foresee([each for each in foreseen if each is not None])
-
-    def _foresee(self, calls: list[Arguments]) -> None:
-        self._kinds = tuple(call.key for call in calls)
-        missed = (at for at in range(len(calls)) if self._misses.get((self._kinds, at + 1), 0) >= _MOST_MISSES)
-        self.foreseen = calls[: next(missed, None)]
+        beside = branches.calls_beside(args, kwargs) if branches is not None else []
+        calls: list[Arguments | None] = [each.foresee(now) for each in others]
+        if branches is not None and 0 < len(beside) < MOST_CALLS:
+            self._announced = branches
+            now.keep(branches.kept)
+            calls = [Arguments(*call).keep(branches.kept) for call in beside]
+        foreseen = [each for each in calls if each is not None]
+        if 0 < len(foreseen) == len(calls) < MOST_CALLS:
+            self._kinds = tuple(call.key for call in foreseen)
+            missed = (at for at in range(len(calls)) if self._misses.get((self._kinds, at + 1), 0) >= _MOST_MISSES)
+            self.foreseen = foreseen[: next(missed, None)]
