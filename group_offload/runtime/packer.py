@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import torch
 
-from ..base.page_lock import LockLimit
+from ..base.mapping import flat_view, map_anonymous
+from ..base.page_lock import LockLimit, PageLock
 from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
@@ -20,11 +21,11 @@ from ..plan.budgets import describe_bytes
 from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
+from ..stores.moves import Copy, Read
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
 from ..stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
-from .feed import Plain, plain_bytes
 from .groups.group import Group
 from .groups.part import Part
 
@@ -223,20 +224,17 @@ class Packer:
                     parts = self._left_plain(parts, error)
                 files = self._files_of(parts, self._folder)
                 stack.callback(files.close)
-            feed = plain_bytes(
-                [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
-                self._transfer.reader,
-                self._backend,
-                reads_ahead=not self._has_ram_budget,
-            )
-            stack.callback(feed.close)
+            plain = [part.blob.layout.num_bytes for part in parts if files is None or isinstance(part.blob, RamBlob)]
+            buffer = flat_view(map_anonymous(max(plain, default=0)), 0, max(plain, default=0))
+            lock = PageLock.take(self._backend, buffer, self._transfer.last_copies.synchronize)
+            stack.callback(lambda: None if lock is None else lock.release())
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             proofs: dict[Part, Task[str]] = {}
             stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
                 part.drop_packed()
                 try:
-                    image = self._pack(part, feed, files, limit, proofs)
+                    image = self._pack(part, buffer, files, limit, proofs)
                 except GroupFileError as error:
                     if files is None:
                         raise
@@ -327,21 +325,23 @@ class Packer:
     def _pack(
         self,
         part: Part,
-        feed: Iterator[Plain],
+        buffer: torch.Tensor,
         files: Iterator[PackedFile | None] | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
     ) -> PackedImage | None:
         """
         Args:
+            buffer: Memory for the plain bytes.
             proofs: Gets the work of the pool that proves what was not read yet.
         """
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
-            plain = next(feed)
-            packed = pack(plain.bytes, blob.layout, self._device, memory.begin, plain.hashed)
-            image = None if packed is None else memory.image(packed.layout, plain.generation)
+            generation = blob.generation
+            plain = self._bring(blob, buffer[: blob.layout.num_bytes])
+            packed = pack(plain, blob.layout, self._device, memory.begin)
+            image = None if packed is None else memory.image(packed.layout, generation)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
         found = next(files)
@@ -355,6 +355,20 @@ class Packer:
             in_place, proofs[part] = locked
             return in_place
         return self._noted(read_image(found, blob.generation, memory), part, limit)
+
+    def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
+        """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.
+
+        Raises:
+            GroupFileError: the file cannot be read.
+        """
+        target.zero_()
+        moves = [*blob.moves(0, "")]
+        for move in moves:
+            if isinstance(move, Copy):
+                target[move.at : move.at + move.num_bytes] = move.memory[move.start : move.start + move.num_bytes]
+        self._transfer.reader.read_now(target, [move for move in moves if isinstance(move, Read)])
+        return target
 
     def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
         """Note what could not be page-locked."""
