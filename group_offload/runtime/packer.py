@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -23,7 +23,7 @@ from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.moves import Copy, Read
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
-from ..stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
+from ..stores.packed_files import PackedFiles, Wanted, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
@@ -216,14 +216,13 @@ class Packer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
             stack.enter_context(torch.no_grad())
-            files: Iterator[PackedFile | None] | None = None
+            files: PackedFiles | None = None
             if self._folder is not None:
                 try:
                     stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
-                files = self._files_of(parts, self._folder)
-                stack.callback(files.close)
+                files = PackedFiles(self._folder)
             plain = [part.blob.layout.num_bytes for part in parts if files is None or isinstance(part.blob, RamBlob)]
             buffer = flat_view(map_anonymous(max(plain, default=0)), 0, max(plain, default=0))
             lock = PageLock.take(self._backend, buffer, self._transfer.last_copies.synchronize)
@@ -312,21 +311,11 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
-    def _files_of(self, parts: Sequence[Part], folder: Folder) -> Generator[PackedFile | None]:
-        """The packed files of the parts that rest in files, in order."""
-        in_files = [part for part in parts if isinstance(part.blob, FileBlob)]
-        wanted = (wanted_of(self._ids[part], part.blob) for part in in_files)
-        return PackedFiles(folder).find_or_pack(wanted, self._device)
-
-    @property
-    def _device(self) -> torch.device | None:
-        return None if self._backend.device.type == "cpu" else self._backend.device
-
     def _pack(
         self,
         part: Part,
         buffer: torch.Tensor,
-        files: Iterator[PackedFile | None] | None,
+        files: PackedFiles | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
     ) -> PackedImage | None:
@@ -336,15 +325,16 @@ class Packer:
             proofs: Gets the work of the pool that proves what was not read yet.
         """
         blob, wait = part.blob, self._transfer.last_copies.synchronize
+        device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
             generation = blob.generation
             plain = self._bring(blob, buffer[: blob.layout.num_bytes])
-            packed = pack(plain, blob.layout, self._device, memory.begin)
+            packed = pack(plain, blob.layout, device, memory.begin)
             image = None if packed is None else memory.image(packed.layout, generation)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
-        found = next(files)
+        found = next(files.find_or_pack([wanted_of(self._ids[part], blob)], device))
         if found is None:
             return None
         if part in self._to_read:

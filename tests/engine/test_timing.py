@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from group_offload import (
     OffloadHandle,
@@ -268,73 +267,6 @@ def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: 
             assert details.prediction.compute_seconds == pytest.approx(COMPUTE * size, rel=0.001)
         (seconds,) = steps(device, model, 1, torch.zeros(size))
         assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
-
-
-# ---------------------------------------------------------------- training
-
-
-class Product(torch.autograd.Function):
-    """A kernel that needs its weight in forward and in backward."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, owner: Timed) -> torch.Tensor:
-        context.save_for_backward(weight)
-        context.owner = owner
-        owner.device.compute(owner.seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        (weight,) = context.saved_tensors
-        assert weight.numel()
-        context.owner.device.compute(context.owner.seconds)
-        return gradient.clone(), None, None
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
-@pytest.mark.parametrize("slowness", [0.5, 1, 2, 4])
-@pytest.mark.parametrize("is_checkpointing", [False, True])
-def test_training_takes_what_the_link_or_compute_takes(
-    is_checkpointing: bool, slowness: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups come in time in both directions, and those that are there at the turns do not come again."""
-
-    def forward(self: Timed, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Product.apply(x, self.weight, self)
-        return result
-
-    def run(self: Flux, x: torch.Tensor) -> torch.Tensor:
-        x = self.rest(x)
-        for block in (*self.doubles, *self.singles):
-            x = checkpoint(block, x, use_reentrant=False) if is_checkpointing else block(x)
-        return x
-
-    monkeypatch.setattr(Timed, "forward", forward)
-    monkeypatch.setattr(Flux, "forward", run)
-    with offloaded(monkeypatch, **options) as (device, model, handle):
-        for module in model.modules():
-            if isinstance(module, Timed):
-                module.seconds *= slowness
-        times = []
-        x = torch.zeros(1, requires_grad=True)
-        for number in range(8):
-            begun, before = device.now, device.copied_bytes
-            model(x).sum().backward()
-            if number >= 4:
-                times.append(device.now - begun)
-                sent = device.copied_bytes - before
-        # Two slots do not even out that large blocks wait for the link and small ones for compute: each kind takes the
-        # longer of both, in forward and in backward (which computes twice as long for a checkpoint).
-        least = sum(
-            number * max(num_bytes / LINK, factor * slowness * seconds)
-            for number, num_bytes, seconds in ((19, DOUBLE, DOUBLE_SECONDS), (38, SINGLE, SINGLE_SECONDS))
-            for factor in (1, 2 if is_checkpointing else 1)
-        )
-        assert max(times) <= 1.03 * max(least, limit(max(sent, 2 * TOTAL), 0.0))
-        if not options:
-            weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
-            assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
-        assert handle.stats().backward_passes == 8
 
 
 def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:

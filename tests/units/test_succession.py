@@ -1,4 +1,4 @@
-"""Which model of a pipeline is taken to run next, and when something is done for it."""
+"""Which model of a pipeline is taken to run next."""
 
 from __future__ import annotations
 
