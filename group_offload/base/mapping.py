@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .pool import Task, begin_all, run_all
+from .pool import Task, on_pool, run_all
 from .system import IS_LINUX, IS_WINDOWS, missing, name_of_shared_file, new_shared_file, open_shared_file
 from .tuning import tuning
 
@@ -257,12 +257,9 @@ def populate(memory: torch.Tensor, advice: int = _MADV_POPULATE_READ) -> None:
 
 
 def touch_all(memory: torch.Tensor) -> list[Task[None]]:
-    """Let threads give memory from `map_anonymous` its pages: locking it is quick then. It would do that with one thread.
-
-    `finish_all` waits for the threads.
-    """
+    """Let threads give memory from `map_anonymous` its pages: locking it is quick then. It would do that with one thread."""
     step, touch = tuning().touched_bytes, partial(populate, advice=_MADV_POPULATE_WRITE)
-    return begin_all(partial(touch, memory[start : start + step]) for start in range(0, memory.numel(), step))
+    return [on_pool(touch, memory[start : start + step]) for start in range(0, memory.numel(), step)]
 
 
 def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -57,12 +56,11 @@ class Task(Generic[T]):
 
     def begin(self) -> None:
         """Give the work to the pool. If the pool has no thread and gets none, do it here. If this raises, call `withdraw`."""
-        pool, box = _pool, [self]
-        pool.tasks.put(box)
+        pool = _pool
+        pool.tasks.put(self)
         is_started = pool.start_thread()
         if pool.is_closed or not (is_started or pool.threads):
             self.do(object())
-            box.clear()  # nobody may ever take it from the queue: it would keep what the work has made
 
     def withdraw(self) -> None:
         """Keep every thread from beginning the work."""
@@ -107,8 +105,8 @@ class Task(Generic[T]):
 
 class _Pool:
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[list[Task[Any]] | None] = SimpleQueue()
-        """Each item is a task, or empty if that is done. The last one is None."""
+        self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        """The last one is None."""
         self.threads: list[_Thread] = []
         """The threads that take tasks. Only the thread itself adds and removes itself."""
         self.is_closed = False
@@ -142,9 +140,9 @@ class _Thread(threading.Thread):
         try:
             if pool.threads.index(self) >= num_threads():
                 return  # two callers have started threads at the same moment
-            while (box := pool.tasks.get()) is not None:
-                with suppress(IndexError):  # it was done elsewhere just now
-                    box.pop().do(self)  # no name keeps the task, and the objects that it keeps
+            while (task := pool.tasks.get()) is not None:
+                task.do(self)
+                del task  # while it waits for the next one, this thread would keep what the task keeps
             pool.tasks.put(None)  # for the others
         finally:
             pool.threads.remove(self)
@@ -190,45 +188,15 @@ def run_all(works: Iterable[Callable[[], T]]) -> list[T]:
     try:
         for task in tasks:
             task.begin()
-        return _results(tasks)
-    except BaseException:
-        withdraw_all(tasks)
-        raise
-
-
-def begin_all(works: Iterable[Callable[[], T]]) -> list[Task[T]]:
-    """The first half of `run_all`. If it raises, no thread is at any of the works."""
-    tasks = [Task(work) for work in works]
-    try:
         for task in tasks:
-            task.begin()
-        return tasks
+            task.wait()
+        return [task.result() for task in tasks]
     except BaseException:
-        withdraw_all(tasks)
+        for task in tasks:
+            task.withdraw()
+        for task in tasks:
+            task.wait()
         raise
-
-
-def finish_all(tasks: Sequence[Task[T]]) -> list[T]:
-    """The second half of `run_all`."""
-    try:
-        return _results(tasks)
-    except BaseException:
-        withdraw_all(tasks)
-        raise
-
-
-def _results(tasks: Sequence[Task[T]]) -> list[T]:
-    for task in tasks:
-        task.wait()
-    return [task.result() for task in tasks]
-
-
-def withdraw_all(tasks: Sequence[Task[Any]]) -> None:
-    """Give up tasks that were begun. Returns once no thread is at any of them."""
-    for task in tasks:
-        task.withdraw()
-    for task in tasks:
-        task.wait()
 
 
 def _forget() -> None:

@@ -52,11 +52,6 @@ class Tuning:
     """Chunks in RAM: two more than threads, so that all threads can read while some chunks are copied from."""
     num_leaf_frames: int = 15
     """The number of these chunks. Together they fit into 512 MiB of page-locked memory."""
-    cache_read_bytes: int = 2 << 20
-    """The bytes that a thread reads into the page cache at once, ahead of the model that needs them: what a pass that comes
-    meanwhile has to wait for."""
-    min_bytes_for_speed: int = 64 << 20
-    """Fewer bytes from the drive are too few to tell its speed."""
 
     # Device memory
     min_window_bytes: int = 4 << 20

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 
-from ..base.page_lock import LockLimit
+from ..base.mapping import flat_view, map_anonymous
+from ..base.page_lock import LockLimit, PageLock
 from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
@@ -21,11 +22,11 @@ from ..plan.budgets import describe_bytes
 from ..stores.base import Blob, Tier
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
+from ..stores.moves import Copy, Read
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
-from ..stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
+from ..stores.packed_files import PackedFiles, Wanted, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
-from .feed import Plain, plain_bytes
 from .groups.group import Group
 from .groups.part import Part
 
@@ -216,28 +217,24 @@ class Packer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
             stack.enter_context(torch.no_grad())
-            files: Iterator[PackedFile | None] | None = None
+            files: PackedFiles | None = None
             if self._folder is not None:
                 try:
                     stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
-                files = self._files_of(parts, self._folder)
-                stack.callback(files.close)
-            feed = plain_bytes(
-                [part for part in parts if files is None or isinstance(part.blob, RamBlob)],
-                self._transfer.reader,
-                self._backend,
-                reads_ahead=not self._has_ram_budget,
-            )
-            stack.callback(feed.close)
+                files = PackedFiles(self._folder)
+            plain = [part.blob.layout.num_bytes for part in parts if files is None or isinstance(part.blob, RamBlob)]
+            buffer = flat_view(map_anonymous(max(plain, default=0)), 0, max(plain, default=0))
+            lock = PageLock.take(self._backend, buffer, self._transfer.last_copies.synchronize)
+            stack.callback(lambda: None if lock is None else lock.release())
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
             proofs: dict[Part, Task[str]] = {}
             stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
                 part.drop_packed()
                 try:
-                    image = self._pack(part, feed, files, limit, proofs)
+                    image = self._pack(part, buffer, files, limit, proofs)
                 except GroupFileError as error:
                     if files is None:
                         raise
@@ -315,37 +312,30 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
-    def _files_of(self, parts: Sequence[Part], folder: Folder) -> Generator[PackedFile | None]:
-        """The packed files of the parts that rest in files, in order."""
-        in_files = [part for part in parts if isinstance(part.blob, FileBlob)]
-        wanted = (wanted_of(self._ids[part], part.blob) for part in in_files)
-        return PackedFiles(folder).find_or_pack(wanted, self._device)
-
-    @property
-    def _device(self) -> torch.device | None:
-        return None if self._backend.device.type == "cpu" else self._backend.device
-
     def _pack(
         self,
         part: Part,
-        feed: Iterator[Plain],
-        files: Iterator[PackedFile | None] | None,
+        buffer: torch.Tensor,
+        files: PackedFiles | None,
         limit: LockLimit,
         proofs: dict[Part, Task[str]],
     ) -> PackedImage | None:
         """
         Args:
+            buffer: Memory for the plain bytes.
             proofs: Gets the work of the pool that proves what was not read yet.
         """
         blob, wait = part.blob, self._transfer.last_copies.synchronize
+        device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
         if files is None or isinstance(blob, RamBlob):
-            plain = next(feed)
-            packed = pack(plain.bytes, blob.layout, self._device, memory.begin, plain.hashed)
-            image = None if packed is None else memory.image(packed.layout, plain.generation)
+            generation = blob.generation
+            plain = self._bring(blob, buffer[: blob.layout.num_bytes])
+            packed = pack(plain, blob.layout, device, memory.begin)
+            image = None if packed is None else memory.image(packed.layout, generation)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
-        found = next(files)
+        found = next(files.find_or_pack([wanted_of(self._ids[part], blob)], device))
         if found is None:
             return None
         try:
@@ -359,6 +349,20 @@ class Packer:
             return self._noted(read_image(found, blob.generation, memory), part, limit)
         finally:
             os.close(found.fd)
+
+    def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
+        """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.
+
+        Raises:
+            GroupFileError: the file cannot be read.
+        """
+        target.zero_()
+        moves = [*blob.moves(0, "")]
+        for move in moves:
+            if isinstance(move, Copy):
+                target[move.at : move.at + move.num_bytes] = move.memory[move.start : move.start + move.num_bytes]
+        self._transfer.reader.read_now(target, [move for move in moves if isinstance(move, Read)])
+        return target
 
     def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
         """Note what could not be page-locked."""

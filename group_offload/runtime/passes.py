@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -123,7 +122,7 @@ class Passes:
         self.memory = memory
         self._transfer = transfer
         self._lookahead = lookahead
-        self._files, self.ahead = files, files.ahead
+        self._files = files
         self._placer = placer
         self._changes = changes
         self._recorder = recorder
@@ -161,7 +160,6 @@ class Passes:
     def enter_child(self) -> None:
         """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""
         self._transfer.reader.reset_after_fork()
-        self._files.ahead.reset_after_fork()
         if self.lock._is_owned():
             return  # this thread has forked in the middle of a pass
         self._calls, self._thread = [], 0
@@ -245,8 +243,6 @@ class Passes:
             self._end_lingering()
             self._placer.weigh_activations()
             self._lookahead.before_call()
-            if self.succession is not None:
-                self.succession.look(self)
 
     def _interrupted(self) -> StateError:
         return StateError(f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again.")
@@ -418,26 +414,8 @@ class Passes:
 
     # ---------------------------------------------------------------- another model's turn comes
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether threads read files for a pass, or will. This and what follows may be asked in another model's pass."""
-        return self._transfer.reader.is_reading
-
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes of files that passes find in the page cache only as long as nothing drives them out."""
-        return sum(blob.layout.num_bytes for blob in self._files.read_through_cache)
-
-    def plan_cache_reads(self, beside_bytes: int) -> None:
-        """Decide what to read into the page cache, which also has to hold `beside_bytes` of another model."""
-        self.if_at_rest(lambda: self._files.ahead.plan(self._files.read_through_cache, beside_bytes))
-
-    def read_first(self) -> None:
-        """Begin to read the first groups, before there are slots for them."""
-        self.if_at_rest(lambda: self._prepare_for_turn(partial(self._lookahead.prepare, has_slots=False)))
-
     def take_over(self) -> None:
-        """Take the slots, and start the copies of the first groups."""
+        """Take the slots, and start the copies of the first groups. May be called in another model's pass."""
         self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
 
     def _start_first(self) -> None:
@@ -447,7 +425,7 @@ class Passes:
             self._placer.make_room(self.kind, begins_stint=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self.memory.take()
-            self._lookahead.prepare(has_slots=True)
+            self._lookahead.prepare()
 
     def _prepare_for_turn(self, step: Callable[[], None]) -> None:
         """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""

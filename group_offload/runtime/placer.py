@@ -469,8 +469,6 @@ class Placer:
                 if self._room(measured[0]) >= self._budgeter.least_bytes
                 else "",
             )
-        if completed and self._files.are_read:
-            self._transfer.note_drive(self._budgeter.drive)
 
     def reside(self) -> None:
         """Let only the groups stay on the device that the plan puts there, as far as they are there."""

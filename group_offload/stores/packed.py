@@ -29,7 +29,7 @@ from ..base.device import Backend
 from ..base.layout import BlobLayout, span_of
 from ..base.mapping import flat_view, map_anonymous, touch_all
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task, finish_all, on_pool
+from ..base.pool import Task, on_pool
 from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -239,7 +239,8 @@ class LockedMemory:
         return finish
 
     def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> tuple[torch.Tensor, PageLock | None] | None:
-        finish_all(touched)
+        for task in touched:
+            task.wait()
         lock = self._limit.lock(memory, self._wait)
         if lock is not None:
             return memory, lock

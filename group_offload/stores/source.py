@@ -306,17 +306,6 @@ class SourceFile:
         self.check()
         self._fill(target, position)
 
-    def bring_to_cache(self, buffer: memoryview, position: int) -> None:
-        """Read as many bytes as `buffer` has into the page cache, unless they are there. What `buffer` holds then is of no use.
-
-        Raises:
-            GroupFileError: the bytes cannot be read, or another program changed the file.
-        """
-        if self.is_cached(position, len(buffer)):
-            self.bytes_cached += len(buffer)
-        else:
-            self.read_straight(buffer, position)
-
     def holds(self, position: int, data: torch.Tensor) -> bool:
         """Whether the file holds `data` (flat uint8) from byte `position` on.
 

@@ -16,7 +16,6 @@ from group_offload import GroupFileError, OffloadHandle
 from group_offload.base import ram
 from group_offload.base.pool import Task
 from group_offload.base.release import wait_for_releases
-from group_offload.plan.placement import Placement
 from group_offload.stores.packed import PackedImage
 
 from ..support.inside import engine_of
@@ -25,7 +24,6 @@ from ..support.on_device import from_file, offload, packing
 from ..support.packed_files import DAMAGES, packed_names
 from ..support.packed_models import check, end, offloaded, routed, scale
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.tuning import tune
 
 SOURCES = ["checkpoint", "folder"]
 
@@ -151,43 +149,6 @@ def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice
         models[0].alive.clear()
         handle.remove()
     models.clear()  # a plain model has lost its weights
-
-
-def placements(handle: OffloadHandle) -> tuple[Placement, ...]:
-    assert handle.plan is not None
-    assert handle.plan.details is not None
-    return handle.plan.details.placements
-
-
-def test_a_plan_after_a_backward_has_raised(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups that were to stay on the device packed are plain now: the plan tells, and the next forward makes another."""
-    tune(monkeypatch, device_margin_bytes=0)
-    resident = routed([2400] * 8).requires_grad_(requires_grad=False)
-    model, handle = offloaded("checkpoint", resident, tmp_path, vram_budget=560_000)
-    model.requires_grad_(requires_grad=False)
-    check(device, model, resident, 4)
-    lost = [index for index, each in enumerate(placements(handle)) if each is Placement.PACKED]
-    parts = [part for group in engine_of(handle).groups for part in group.parts]
-    images = [part.packed for part in parts if part.packed is not None and not part.packed.is_read]
-
-    def gradient() -> None:
-        x = device.put(torch.ones(2, DIM).bfloat16()).requires_grad_()
-        y = model(x)
-        device.synchronize()
-        for image in images:
-            if image.contents is not None:
-                DAMAGES["written to"][0](image.contents.source.path)
-        y.float().sum().backward()
-
-    with device.running(), pytest.raises(GroupFileError, match="another program changed it"):
-        gradient()
-    assert lost
-    assert placements(handle)[lost[0]] is Placement.PACKED
-    check(device, model, resident, 3)
-    assert placements(handle)[lost[0]] is not Placement.PACKED
-    end(device, model, resident, handle)
 
 
 def test_an_interrupt_before_packed_bytes_are_proven(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ import pytest
 import torch
 
 from group_offload import GroupFileError, OffloadHandle, api
-from group_offload.base.release import wait_for_releases
-from group_offload.base.tuning import tuning
 from group_offload.config import ModelOptions, OffloadConfig
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
@@ -29,7 +25,6 @@ from ..support.on_device import from_file, offload, packing
 from ..support.packed_files import DAMAGES, flip, packed_names
 from ..support.packed_models import (
     check,
-    check_edits,
     end,
     gained,
     groups_of,
@@ -39,7 +34,6 @@ from ..support.packed_models import (
     scale,
     settled,
 )
-from ..support.reading import eventually
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
@@ -77,22 +71,6 @@ def test_packed_bytes_come_from_the_drive(
     assert all(group.tier == "file" and "in files" in group.where for group in blocks)
     if options.get("use_stream") is not False:
         assert gained(handle, before, "stalls") == 0
-    end(device, model, resident, handle)
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
-def test_device_memory_is_the_formula(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
-    """What plain weights take, and once the largest strip of a packed blob."""
-    resident = routed([600, 600, 900, 600, 600])
-    model, handle = offloaded("folder", resident, tmp_path, **options)
-    sizes = sorted((g.num_bytes for g in handle.groups if g.packed_bytes), reverse=True)
-    rest = sum(g.num_bytes for g in handle.groups) - sum(sizes)
-    strip = max(group.largest_strip(is_read=True) for group in groups_of(handle))
-    assert strip <= tuning().strip_bytes < max(sizes)
-    check(device, model, resident, 3)
-    limit = rest + sum(sizes[: 1 if options.get("use_stream") is False else 2]) + strip
-    assert device.peak_bytes <= limit
-    assert handle.stats().peak_device_bytes == device.peak_bytes
     end(device, model, resident, handle)
 
 
@@ -186,38 +164,6 @@ def test_what_a_budget_of_ram_plans_is_packed(
     end(device, model, resident, handle)
 
 
-def test_what_leaves_ram_makes_room_for_what_comes(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan puts other groups into RAM, which has room for one more at most."""
-    resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
-    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
-    options["offload_to_disk_path"] = tmp_path / "groups"
-    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.35 * size)))
-    check(device, model, resident)
-    model.alive.clear()
-    resident.alive.clear()
-    engine, groups, before = engine_of(handle), groups_of(handle), handle.stats().packed_bytes
-    pinned, largest = device.pinned_bytes, max(group.num_bytes for group in groups)
-
-    def available() -> int:
-        wait_for_releases()
-        return int(1.1 * largest) + pinned - device.pinned_bytes
-
-    monkeypatch.setattr(packer, "available_ram", available)
-    others = [group for group in groups if not group.packed_ram_bytes]
-    chosen = others[: len(groups) - len(others)]
-    engine.memory.arena.release(engine.memory)
-    engine._packer.choose(engine.groups, chosen)
-    engine._packer.pack(engine._packer.lacking())
-    assert not engine._packer.take_missing()
-    assert [group for group in groups if group.packed_ram_bytes] == chosen
-    assert abs(handle.stats().packed_bytes - before) < 0.1 * before
-    engine.placer.reside()
-    check(device, model, resident)
-    end(device, model, resident, handle)
-
-
 @pytest.mark.parametrize("fault", ["memory", "page-locking"])
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_plan_learns_what_ram_could_not_be_had(
@@ -243,25 +189,6 @@ def test_a_plan_learns_what_ram_could_not_be_had(
         check(device, model, resident)
     assert 0 < handle.stats().packed_bytes == _planned_bytes(handle) < 0.35 * size
     assert handle.plan.details.prediction.drive_bytes
-    end(device, model, resident, handle)
-
-
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_what_does_not_shrink_is_no_ram_that_could_not_be_had(
-    has_folder: bool, device: SimulatedDevice, tmp_path: Path
-) -> None:
-    """The plan has as much RAM as before for weights as they are."""
-    resident = routed([2400] * 8)
-    for parameter in resident.parameters():
-        exponents = torch.randint(100, 150, parameter.shape)
-        parameter.data = torch.ldexp(torch.randn(parameter.shape), exponents - 127).bfloat16()
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    options: dict[str, Any] = {"pack": True, "ram_budget": "auto", "onload_device": "cpu"}
-    options |= {"offload_to_disk_path": tmp_path / "groups"} if has_folder else {}
-    handle = api.offload(model, OffloadConfig.from_options(ModelOptions(**options), model, ram_share=int(0.6 * size)))
-    check(device, model, resident, 3)
-    assert not handle.stats().packed_bytes and handle.plan.details.ram_bytes > 0.4 * size
     end(device, model, resident, handle)
 
 
@@ -387,35 +314,6 @@ def test_edits_do_not_fill_the_folder(
     headers_in(tmp_path / "groups")
 
 
-def test_no_descriptor_stays_open(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 4)
-
-    def num_open() -> int:
-        found = 0
-        for fd in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it is closed by now
-                found += os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
-        return found
-
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-    assert num_open() > 0
-    end(device, model, resident, handle)
-    device.synchronize()  # what was read ahead may still be on its way to the device
-    assert eventually(lambda: num_open() == 0)
-
-
-@pytest.mark.parametrize("source", ["checkpoint", "folder"])
-def test_an_edited_group_is_packed_again_in_ram(source: str, device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 4)
-    model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident, 2)
-    check_edits(device, model, resident, handle)
-    blocks = [group for group in handle.groups if group.group_id.startswith("blocks")]
-    assert ["RAM" in group.where for group in blocks] == [True, True, True, False]
-    end(device, model, resident, handle)
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """The forward raises an error that names the file; the next one reads the weights as they are. Nothing is lost."""
@@ -455,17 +353,6 @@ def test_damage_from_before_the_set_up_is_found_by_the_first_read(device: Simula
     with pytest.raises(GroupFileError, match=r"is wrong \(XXH3"):
         check(device, model, resident)
     check(device, model, resident, 3)
-    end(device, model, resident, handle)
-
-
-def test_a_file_that_is_deleted_is_read_on(device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident)
-    for file in packed_names(tmp_path):
-        file.unlink()
-    check(device, model, resident, 2)
-    assert len(groups_of(handle)) == 4
     end(device, model, resident, handle)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +19,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from group_offload import (
     OffloadHandle,
-    apply_activation_offloading,
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
@@ -36,7 +33,6 @@ from group_offload.plan.placement import Placement
 from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
-from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 SCALE = 1024
@@ -112,33 +108,20 @@ def limit(copied_bytes: float, compute_seconds: float) -> float:
     return max(compute_seconds, copied_bytes / LINK)
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_streaming_everything_takes_what_the_link_takes(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], pack: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with offloaded(monkeypatch, **options) as (device, model, handle):
-        steps(device, model, 8)
-        before = device.copied_bytes
-        times = steps(device, model, 3)
-        assert max(times) <= 1.01 * limit((device.copied_bytes - before) / 3, COMPUTE)
-        assert handle.plan.details is not None and handle.plan.details.measured_seconds is not None
-        assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
-        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.02)
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-def test_packed_weights_take_what_the_link_takes_for_them(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with offloaded(monkeypatch, pack=True, **options) as (device, model, handle):
+    with offloaded(monkeypatch, pack=pack, **options) as (device, model, handle):
         steps(device, model, 8)
         before = device.copied_bytes
         times = steps(device, model, 3)
         sent = (device.copied_bytes - before) / 3
-        assert sent <= 0.72 * sum(parameter.nbytes for parameter in model.parameters())
+        assert sent <= (0.72 if pack else 1.001) * TOTAL
         assert max(times) <= 1.01 * limit(sent, COMPUTE)
+        assert handle.plan.details is not None and handle.plan.details.measured_seconds is not None
         assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
-        assert handle.plan.details is not None
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
 
 
@@ -170,40 +153,33 @@ def test_auto_packs_nothing_where_the_host_would_set_the_time(monkeypatch: pytes
         assert not handle.stats().packed_bytes
 
 
-@pytest.mark.parametrize("percent", [15, 25, 40, 60, 80])
-def test_budgets_reach_their_limit_with_packed_weights(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slower than what is sent takes, within the budget, and less is sent than of plain weights."""
-    budget = TOTAL * percent // 100
-    with offloaded(monkeypatch, vram_budget=budget, pack=True) as (device, model, handle):
-        steps(device, model, 8)
-        device.reset_peak()
-        before = device.copied_bytes
-        times = steps(device, model, 3)
-        sent = (device.copied_bytes - before) / 3
-        details = handle.plan.details
-        assert details is not None
-        assert max(times) <= 1.005 * max(limit(sent, COMPUTE), details.prediction.step_seconds)
-        assert device.peak_bytes_in_use() <= budget
-        # What the room beside slots and berths does not hold, packed, but for whole groups.
-        room = budget - (2 + 2 * 0.7) * DOUBLE - REST
-        assert max(times) <= 1.01 * limit(0.7 * TOTAL - room + TOTAL // 16, COMPUTE)
+PERCENTS = (10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100)
 
 
-@pytest.mark.parametrize("percent", [10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100])
-def test_budgets_reach_their_limit(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted."""
+@pytest.mark.parametrize(
+    ("percent", "pack"), [*((each, False) for each in PERCENTS), *((each, True) for each in (15, 25, 40, 60, 80))]
+)
+def test_budgets_reach_their_limit(percent: int, pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted; with packed weights
+    less is sent."""
     budget = TOTAL * percent // 100
-    with offloaded(monkeypatch, vram_budget=budget) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=budget, pack=pack) as (device, model, handle):
         steps(device, model, 8)  # they measure, and then the plan is made again
         device.reset_peak()
         before = device.copied_bytes
         times = steps(device, model, 3)
         sent = (device.copied_bytes - before) / 3
-        assert max(times) <= 1.002 * limit(sent, COMPUTE)
-        assert device.peak_bytes_in_use() <= budget
-        assert sent <= TOTAL - budget + 2 * DOUBLE + REST + TOTAL // 32  # what has no slot stays
-        assert handle.plan.details is not None
-        assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.005)
+        details = handle.plan.details
+        assert details is not None and device.peak_bytes_in_use() <= budget
+        if pack:
+            assert max(times) <= 1.005 * max(limit(sent, COMPUTE), details.prediction.step_seconds)
+            # What the room beside slots and berths does not hold, packed, but for whole groups.
+            room = budget - (2 + 2 * 0.7) * DOUBLE - REST
+            assert max(times) <= 1.01 * limit(0.7 * TOTAL - room + TOTAL // 16, COMPUTE)
+        else:
+            assert max(times) <= 1.002 * limit(sent, COMPUTE)
+            assert sent <= TOTAL - budget + 2 * DOUBLE + REST + TOTAL // 32  # what has no slot stays
+            assert max(times) == pytest.approx(details.prediction.step_seconds, rel=0.005)
 
 
 def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -293,140 +269,6 @@ def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: 
         assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
 
 
-# ---------------------------------------------------------------- training
-
-
-class Product(torch.autograd.Function):
-    """A kernel that needs its weight in forward and in backward."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, owner: Timed) -> torch.Tensor:
-        context.save_for_backward(weight)
-        context.owner = owner
-        owner.device.compute(owner.seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        (weight,) = context.saved_tensors
-        assert weight.numel()
-        context.owner.device.compute(context.owner.seconds)
-        return gradient.clone(), None, None
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
-@pytest.mark.parametrize("slowness", [0.5, 1, 2, 4])
-@pytest.mark.parametrize("is_checkpointing", [False, True])
-def test_training_takes_what_the_link_or_compute_takes(
-    is_checkpointing: bool, slowness: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups come in time in both directions, and those that are there at the turns do not come again."""
-
-    def forward(self: Timed, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Product.apply(x, self.weight, self)
-        return result
-
-    def run(self: Flux, x: torch.Tensor) -> torch.Tensor:
-        x = self.rest(x)
-        for block in (*self.doubles, *self.singles):
-            x = checkpoint(block, x, use_reentrant=False) if is_checkpointing else block(x)
-        return x
-
-    monkeypatch.setattr(Timed, "forward", forward)
-    monkeypatch.setattr(Flux, "forward", run)
-    with offloaded(monkeypatch, **options) as (device, model, handle):
-        for module in model.modules():
-            if isinstance(module, Timed):
-                module.seconds *= slowness
-        times = []
-        x = torch.zeros(1, requires_grad=True)
-        for number in range(8):
-            begun, before = device.now, device.copied_bytes
-            model(x).sum().backward()
-            if number >= 4:
-                times.append(device.now - begun)
-                sent = device.copied_bytes - before
-        # Two slots do not even out that large blocks wait for the link and small ones for compute: each kind takes the
-        # longer of both, in forward and in backward (which computes twice as long for a checkpoint).
-        least = sum(
-            number * max(num_bytes / LINK, factor * slowness * seconds)
-            for number, num_bytes, seconds in ((19, DOUBLE, DOUBLE_SECONDS), (38, SINGLE, SINGLE_SECONDS))
-            for factor in (1, 2 if is_checkpointing else 1)
-        )
-        assert max(times) <= 1.03 * max(least, limit(max(sent, 2 * TOTAL), 0.0))
-        if not options:
-            weights = sum(parameter.nbytes for parameter in model.parameters()) - REST
-            assert sent <= 2 * weights - 4 * SINGLE  # two at each turn, at least
-        assert handle.stats().backward_passes == 8
-
-
-class Saver(torch.autograd.Function):
-    """A kernel that saves activations, which its backward needs."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, owner: Saving) -> torch.Tensor:
-        context.owner = owner
-        owner.device.compute(owner.seconds)
-        context.save_for_backward(*(torch.empty(owner.saved_bytes // 4, dtype=torch.uint8) for _ in range(4)))
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        assert len(context.saved_tensors) == 4
-        context.owner.device.compute(2 * context.owner.seconds)
-        return gradient.clone(), None
-
-
-class Saving(nn.Module):
-    def __init__(self, device: TimedDevice, seconds: float, saved_bytes: int) -> None:
-        super().__init__()
-        self.device, self.seconds, self.saved_bytes = device, seconds, saved_bytes
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Saver.apply(x, self)
-        return result
-
-
-class Savers(nn.Module):
-    def __init__(self, *blocks: Saving) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.parametrize("copy_seconds", [0.0005, 0.0020, 0.0023, 0.0030, 0.0046, 0.0090])
-def test_activations_take_what_the_link_or_compute_takes(copy_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a block saves takes from a fifth to four times of its forward on the link: each phase takes the longer of both.
-
-    A step as a whole cannot take the longer of compute and of one direction: out is all in forward, back all in backward.
-    """
-    tune(monkeypatch, activation_segment_bytes=1 << 20)
-    num_blocks, seconds = 24, 0.0023
-    device = TimedDevice(LINK)
-    saved_bytes = int(copy_seconds * LINK) // 4096 * 4096
-    model = Savers(*(Saving(device, seconds, saved_bytes) for _ in range(num_blocks)))
-    with use_simulated_device(device):  # type: ignore[arg-type]
-        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
-        x = torch.zeros(1, requires_grad=True)
-        times = []
-        for _ in range(4):
-            begun = device.now
-            model(x).sum().backward()
-            times.append(device.now - begun)
-        stats = handle.stats()
-        handle.remove()
-    moved = (num_blocks - 1) * saved_bytes / LINK  # the last one stays
-    assert stats.offloaded_bytes == 4 * (num_blocks - 1) * saved_bytes
-    assert stats.peak_inflight_bytes <= 3 * saved_bytes
-    phases = max(num_blocks * seconds, moved), max(2 * num_blocks * seconds, moved)
-    assert max(times) <= 1.03 * sum(phases)
-
-
 def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
     """By lane: names and seconds."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -482,62 +324,14 @@ class Guided(Flux):
         return super().forward(x) + (0 if prompt is None else prompt)
 
 
-def seconds_of_steps(
-    monkeypatch: pytest.MonkeyPatch, num_threads: int, num_calls: int, scale: float, **options: Any
-) -> float:
-    """The seconds of a step in which each of several threads calls the model, with the same latents and several prompts."""
-    tune(monkeypatch, convoy_wait_seconds=2.0)
-    monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
-    prompts = [torch.full((64,), float(number)) for number in range(num_calls)]
-    barrier, ends = threading.Barrier(num_threads), []
-    with offloaded(monkeypatch, **options) as (device, model, handle):
-        device.scale = scale
-        model.eval()
-        for module in model.modules():
-            if isinstance(module, Timed):
-                module.device = Clock(device)
-
-        def work() -> None:
-            for _ in range(8):
-                barrier.wait(60)
-                ends.append(device.now)
-                barrier.wait(60)
-                x = torch.zeros(64)
-                with torch.no_grad():
-                    for prompt in prompts:
-                        model(x, prompt)
-
-        in_threads([work] * num_threads)
-        assert handle.stats().passes_shared == 0 or options["share_passes"]
-        return (device.now - ends[-3 * num_threads]) / 3
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "num_calls", "scale", "bar"),
-    [(1, 2, 1.0, 0.53), (1, 3, 1.0, 0.44), (4, 1, 1.0, 0.42), (2, 2, 1.0, 0.42), (1, 2, 4.9, 1.001)],
-    ids=["guidance", "three calls", "four threads", "two threads that guide", "compute bounds"],
-)
-def test_forwards_that_share_passes(
-    num_threads: int, num_calls: int, scale: float, bar: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A block takes what it takes on the link once, or what all forwards compute with it, if that is more."""
-    alone, shared = (
-        seconds_of_steps(monkeypatch, num_threads, num_calls, scale, share_passes=share) for share in (False, True)
-    )
-    assert shared <= bar * alone
-    times = num_threads * num_calls * scale
-    double, single = max(DOUBLE / LINK, DOUBLE_SECONDS * times), max(SINGLE / LINK, SINGLE_SECONDS * times)
-    assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * times)
-
-
 @contextmanager
 def guided_pipeline(
-    monkeypatch: pytest.MonkeyPatch, scale: float, **options: Any
+    monkeypatch: pytest.MonkeyPatch, scale: float, num_calls: int = 2, **options: Any
 ) -> Iterator[tuple[TimedDevice, OffloadHandle, Callable[[int], float]]]:
-    """A pipeline that calls its denoiser twice a step, and a function that runs steps and returns their seconds."""
+    """A pipeline that calls its denoiser so often in a step, and a function that runs steps and returns their seconds."""
     monkeypatch.setattr("group_offload.runtime.convoy.contract.is_function", lambda config, root: True)
     monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
-    prompts = [torch.full((64,), value) for value in (0.0, 1.0)]
+    prompts = [torch.full((64,), float(number)) for number in range(num_calls)]
     with offloaded(monkeypatch) as (device, model, handle):
         handle.remove()
         device.scale = scale
@@ -558,6 +352,24 @@ def guided_pipeline(
         pipe = SimpleNamespace(components={"transformer": model})
         yield device, enable_group_offload(pipe, "cpu", **options)["transformer"], run
         disable_group_offload(pipe)
+
+
+@pytest.mark.parametrize(("num_calls", "scale", "bar"), [(2, 1.0, 0.53), (3, 1.0, 0.44), (2, 4.9, 1.001)])
+def test_forwards_that_share_passes(num_calls: int, scale: float, bar: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block takes what it takes on the link once, or what all forwards compute with it, if that is more."""
+    took = []
+    for share in (False, True):
+        with guided_pipeline(monkeypatch, scale, num_calls, vram_budget=None, share_passes=share) as (_, handle, run):
+            run(5)
+            took.append(run(3) / 3)
+            assert bool(handle.stats().passes_predicted) == share
+    alone, shared = took
+    assert shared <= bar * alone
+    double, single = (
+        max(num_bytes / LINK, seconds * num_calls * scale)
+        for num_bytes, seconds in ((DOUBLE, DOUBLE_SECONDS), (SINGLE, SINGLE_SECONDS))
+    )
+    assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * num_calls * scale)
 
 
 @pytest.mark.parametrize(("scale", "budget", "shares"), [(1.0, 0.5, True), (4.9, 0.5, False), (4.9, 0.0, False)])

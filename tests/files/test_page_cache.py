@@ -22,7 +22,7 @@ from group_offload.base import system
 from group_offload.base.ram import locked
 from group_offload.stores.checkpoint import FileMap
 
-from ..support.models import DIM, NormedModel, RoutedModel
+from ..support.models import DIM, RoutedModel
 from ..support.on_device import Twins, assert_same_state, forward, from_file, offload, on_their_way
 from ..support.reading import eventually, num_fds
 from ..support.rigs import run
@@ -106,24 +106,6 @@ def test_outputs_and_memory(
         assert [read_only for _, read_only in locked] == [True] and locked[0][0] <= path.stat().st_size
         stats = both.handle.stats()
         assert stats.rebuilds == stats.staging_bytes == 0 and (stats.stalls == 0 or options)
-
-
-def test_two_models_of_one_file(path: Path, device: SimulatedDevice) -> None:
-    resident = RoutedModel(NARROW)
-    models = [from_file(resident, path) for _ in range(2)]
-    handles = [offload(model) for model in models]
-    assert all(in_page_cache(handles[0]) + in_page_cache(handles[1]))
-    x = torch.randn(2, DIM)
-    with torch.no_grad():
-        models[0].shift.add_(1)  # the other one's, and the file, stay what they were
-    for _ in range(2):
-        assert torch.equal(device.get(forward(device, models[1], x)), run(resident, x))
-        assert not torch.equal(device.get(forward(device, models[0], x)), run(resident, x))
-    handles[0].remove()
-    assert torch.equal(device.get(forward(device, models[1], x)), run(resident, x))
-    handles[1].remove()
-    assert load_file(path).keys() == resident.state_dict().keys()
-    assert all(torch.equal(value, resident.state_dict()[name]) for name, value in load_file(path).items())
 
 
 # ---------------------------------------------------------------- not in the page cache
@@ -285,22 +267,6 @@ def test_edits(
         assert sum(group.num_bytes for group in handle.groups) == handle.stats().host_bytes
 
 
-@pytest.mark.parametrize(("options", "edit_between"), [(MODES[0], False), (MODES[1], True)], ids=str)
-def test_forwards_that_change_their_weights(
-    options: dict[str, Any], edit_between: bool, path: Path, device: SimulatedDevice
-) -> None:
-    """A batch norm in training, counters. Each group is laid out anew in RAM once, not in each pass."""
-    with twins(device, NormedModel().train(), path, **options) as both:
-        assert all(in_page_cache(both.handle))
-        for number in range(5):
-            both.step()
-            both.check()
-            if edit_between:
-                both.edit(lambda model, at=number: model.blocks[at % 4].proj.weight.data.mul_(0.5))
-                both.edit(lambda model, at=number: model.blocks[(at + 1) % 4].norm.running_mean.add_(1))
-        assert both.handle.stats().rebuilds == (4 if edit_between else 1)
-
-
 # ---------------------------------------------------------------- what happens to the file
 
 
@@ -358,26 +324,6 @@ def test_weights_given_back_are_the_views_that_they_were(path: Path, device: Sim
     assert all(FileMap().find(parameter.detach()) is not None for parameter in model.parameters())
     path.unlink()
     assert_same_state(model, resident, device)
-
-
-def test_a_module_that_is_dropped(path: Path, device: SimulatedDevice) -> None:
-    """The pages of the file are unlocked once the copies from them are done."""
-    resident = RoutedModel(NARROW)
-    model = from_file(resident, path)
-    handle = offload(model)
-    x = torch.randn(2, DIM)
-    outputs = [forward(device, model, x) for _ in range(3)]
-    assert on_their_way(device) > 0 and device.pinned_bytes > 0
-    alive, model.alive = model.alive, []
-    del model, handle
-    gc.collect()
-    for output in outputs:
-        assert torch.equal(device.get(output), run(resident, x))
-    del outputs, output
-    alive.clear()
-    device.synchronize()
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
-    assert mappings_of(path) == []
 
 
 # ---------------------------------------------------------------- garbage

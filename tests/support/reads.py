@@ -60,7 +60,7 @@ def held_reads(*names: str) -> Iterator[HeldReads]:
     threads = ThreadPoolExecutor(16)
 
     def reading(self: Reader, job: Any, chunk: Any) -> None:
-        if any(each.label.startswith(names) for _, reads in chunk.spans for each in reads):
+        if any(each.label.startswith(names) for each in chunk.reads):
             held.wait()
         read(self, job, chunk)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -22,7 +21,7 @@ import torch
 from group_offload.base import pool
 from group_offload.base.layout import memory_of
 from group_offload.base.mapping import TwiceMapped
-from group_offload.base.pool import begin_all, finish_all, num_threads, on_pool, run_all
+from group_offload.base.pool import num_threads, run_all
 from group_offload.base.reading import read_into
 
 from ..interrupts import Strike, contained
@@ -249,20 +248,6 @@ def test_memory_is_nobody_elses_while_it_is_written(monkeypatch: pytest.MonkeyPa
         os.close(fd)
 
 
-def test_what_is_begun_can_be_waited_for_by_several() -> None:
-    work = Work()
-    tasks = begin_all(work.all(3))
-    found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.append(finish_all(tasks))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert not any(task.is_done for task in tasks)
-    work.go.set()
-    for thread in threads:
-        thread.join(60)
-    assert found == [[0, 1, 2]] * 4 and all(task.is_done for task in tasks)
-
-
 def test_work_that_comes_when_the_interpreter_exits() -> None:
     """Whoever comes before the pool ends has threads; whoever comes later does the work alone. None of it hangs."""
     script = """
@@ -279,27 +264,3 @@ on_pool(lambda: print("ended", flush=True))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert sorted(done.stdout.splitlines()) == ["ended", "late True", "sum 20"]
-
-
-def test_nobody_keeps_what_was_done_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task stays in the queue until a thread comes, which may be never."""
-
-    class Thing:
-        pass
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(pool, "_pool", pool._Pool())
-    with monkeypatch.context() as patch:
-        patch.setattr(pool._Thread, "start", refuse)
-        task = on_pool(Thing)
-        task.wait()
-        made = weakref.ref(task.result())
-        del task
-    gc.collect()
-    assert made() is None
-    later = on_pool(int)  # by a thread, which finds what is left of the first one
-    later.wait()
-    assert later.result() == 0
-    pool._pool.close()

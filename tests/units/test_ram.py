@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,7 +16,6 @@ from group_offload import StateError, apply_group_offloading
 from group_offload.base import mapping, ram, system
 from group_offload.base.ram import available_ram
 from group_offload.stores import ways
-from group_offload.stores.ways import choose_ways
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.files import failing
@@ -134,14 +132,6 @@ def test_a_group_outside_of_what_is_mounted(cgroups: Cgroups) -> None:
 # ---------------------------------------------------------------- how files are read
 
 
-class Source:
-    def avoid_readahead(self) -> None: ...
-
-
-def blobs(*sizes: int) -> list[Any]:
-    return [SimpleNamespace(layout=SimpleNamespace(num_bytes=size), is_direct=None, source=Source()) for size in sizes]
-
-
 @pytest.fixture
 def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, locked_share=0.5)
@@ -149,35 +139,6 @@ def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
     patch.setattr(ways, "available_ram", lambda: num_bytes)
-
-
-@pytest.mark.usefixtures("_may_lock_half")
-def test_plenty_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_ram(monkeypatch, 2000)
-    found = blobs(*[100] * 10)
-    assert choose_ways(found, may_lock=True) == found
-    assert not any(blob.is_direct for blob in found)
-    assert choose_ways(found, may_lock=False) == []
-    assert not any(blob.is_direct for blob in found)  # half of the RAM is enough for the page cache too
-    set_ram(monkeypatch, 1998)
-    assert choose_ways(found, may_lock=True) == []
-    set_ram(monkeypatch, 0)
-    found = blobs(0, 100, 0)
-    assert choose_ways(found, may_lock=True) == choose_ways(blobs(0), may_lock=True) == []
-    assert found[1].is_direct
-
-
-@pytest.mark.parametrize("percent", [0, 10, 33, 75, 100])
-def test_the_share_that_is_cached(percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the RAM is full of blobs, and they lie evenly among the others."""
-    num = 200
-    set_ram(monkeypatch, 2 * percent * num)  # blobs of 100 bytes each
-    found = blobs(*[100] * num)
-    choose_ways(found, may_lock=False)
-    cached = [not blob.is_direct for blob in found]
-    assert abs(sum(cached) - num * percent / 100) <= 1
-    for end in range(num):
-        assert abs(sum(cached[:end]) - end * percent / 100) <= 1
 
 
 def ways_of(rig: Rig) -> list[str]:

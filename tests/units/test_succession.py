@@ -1,8 +1,6 @@
-"""Which model of a pipeline is taken to run next, and when something is done for it."""
+"""Which model of a pipeline is taken to run next."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 
@@ -10,33 +8,8 @@ from group_offload.runtime.foresight.succession import Succession
 
 
 class Model:
-    """What is asked of a model, in order."""
-
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_reading = False
-        self.cached_bytes = 0
-        self.steps_to_read = 0
-        self.asked: list[str] = []
-        self.ahead = self
-
-    def plan_cache_reads(self, beside_bytes: int) -> None:
-        self.asked.append(f"plan beside {beside_bytes}")
-
-    def go_on(self, is_idle: Callable[[], bool]) -> bool:
-        assert is_idle()
-        self.asked.append("read")
-        self.steps_to_read -= 1
-        return self.steps_to_read > 0
-
-    def stop(self) -> None:
-        self.asked.append("stop")
-
-    def read_first(self) -> None:
-        self.asked.append("first")
-
-    def take_over(self) -> None:
-        self.asked.append("take over")
 
 
 class Company:
@@ -85,25 +58,3 @@ def test_parts_of_a_model_are_told_apart() -> None:
     image()
     image()
     assert image() == [t, None, v, e, v]
-
-
-def test_reads_end_when_another_model_runs() -> None:
-    company = Company()
-    e, t = company.models["e"], company.models["t"]
-    t.steps_to_read = 9
-    company.play("e")
-    company.succession.look(e)
-    company.play("v")
-    assert t.asked == ["plan beside 0", "read", "first", "stop"]
-
-
-def test_files_of_a_model_that_has_just_run_are_not_read_again() -> None:
-    """Two models that alternate in each step would look through their files each time."""
-    company = Company()
-    company.play("etctctv")
-    c, t = company.models["c"], company.models["t"]
-    company.play("ect")
-    t.asked.clear()
-    company.play("c")
-    company.succession.look(c)
-    assert not [asked for asked in t.asked if asked.startswith("plan")]

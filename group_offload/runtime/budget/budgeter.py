@@ -42,7 +42,6 @@ from ...stores.files import FileBlob
 from ..copies.cached import CachedFiles
 from ..copies.transfer import Transfer
 from ..groups.group import Group
-from ..measure.drive import DriveMeter
 from ..packer import Packer
 from .need import Kind
 
@@ -68,8 +67,6 @@ class Budgeter:
         self._files = files
         self._transfer = transfer
         self._packer = packer
-        self.drive = DriveMeter()
-        """The drive's speed, measured in passes."""
         self.clear()
 
     def clear(self) -> None:
@@ -251,11 +248,10 @@ class Budgeter:
             )
             for group in self.groups
         ]
-        speeds, drive = self._speeds, self.drive.bytes_per_s
         problem = Problem(
             groups=tuple(planned),
             order=tuple(index[group] for group in self._order if group in index) or tuple(range(len(planned))),
-            speeds=speeds if drive is None else replace(speeds, drive=drive),
+            speeds=self._speeds,
             budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
             num_slots=self._config.num_slots,
             staging_bytes=tuning().reading_bytes,

@@ -13,7 +13,6 @@ from ...plan.budgets import describe_bytes
 from ...stores.files import FileBlob
 from ...stores.source import Piece, SourceFile
 from ...stores.ways import choose_ways
-from .cache_reads import CacheReads
 
 logger = logging.getLogger("group_offload")
 
@@ -45,8 +44,6 @@ class CachedFiles:
         self.are_read = False
         """Whether some of the blobs are not locked, so that passes read them."""
         self._to_lock: dict[SourceFile, list[FileBlob]] = {}
-        self.ahead = CacheReads()
-        """Reads into the page cache before this module's turn."""
         self._looked_at = 0.0
         self._has_run = False
 
@@ -55,13 +52,6 @@ class CachedFiles:
         self.blobs = [blob for blob in blobs if blob.layout.num_bytes]
         self._to_lock = {}
         self._has_run = False
-
-    @property
-    def read_through_cache(self) -> list[FileBlob]:
-        """The blobs that passes read through the page cache."""
-        return [
-            blob for blob in self.blobs if not (blob.is_direct or blob.is_locked or blob.is_outdated or blob.is_packed)
-        ]
 
     def choose_ways(self) -> None:
         """Decide by the available RAM which blobs are locked, and how the others are read."""
@@ -120,7 +110,6 @@ class CachedFiles:
     def before_pass(self, name: str) -> None:
         """Give up RAM if the system runs short of it, and lock the files that were read."""
         self._has_run = True
-        self.ahead.stop()
         self._relieve(name)
         if self._to_lock:
             self.lock_what_is_there(was_read=True)

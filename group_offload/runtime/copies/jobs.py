@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from ...base.pool import signal
 from ...base.reading import BLOCK, blocks_around
 from ...stores.moves import Read
@@ -97,8 +99,7 @@ class Chunk:
     """Pieces of files that are read by one thread, one after another, into one frame."""
 
     def __init__(self, reads: list[Read]) -> None:
-        self.spans: list[tuple[Read, list[Read]]] = []
-        """What one system call reads, and the reads that are in it: several, if they lie next to each other in a file."""
+        self.reads = reads
         self.start = 0
         """Where in the staging memory the frame begins."""
         self.is_read = False
@@ -106,26 +107,19 @@ class Chunk:
         self.num_bytes = sum(read.num_bytes for read in reads)
         self.is_packed = reads[0].unpack is not None
         """Whether these are packed bytes, which go to a berth."""
-        for read in reads:
-            last, inside = self.spans[-1] if self.spans else (None, [])
-            if last is not None and _is_next_to(last, read):
-                whole = replace(last, num_bytes=read.position + read.num_bytes - last.position)
-                self.spans[-1] = whole, [*inside, read]
-            else:
-                self.spans.append((read, [read]))
 
-    def places(self) -> Iterator[tuple[Read, int, list[Read]]]:
-        """What is read at once, where in the staging memory its blocks begin, and the reads that are in it."""
+    def places(self) -> Iterator[tuple[Read, int]]:
+        """Each read, and where in the staging memory its whole blocks begin."""
         start = self.start
-        for span, reads in self.spans:
-            yield span, start, reads
-            start += blocks_around(span.position, span.num_bytes)
+        for read in self.reads:
+            yield read, start
+            start += blocks_around(read.position, read.num_bytes)
 
-    def pieces(self) -> Iterator[tuple[Read, int]]:
-        """Each read, and where in the staging memory its bytes begin."""
-        for span, start, reads in self.places():
-            for read in reads:
-                yield read, start + span.position % BLOCK + read.position - span.position
+    def pieces(self, memory: torch.Tensor) -> Iterator[tuple[Read, torch.Tensor]]:
+        """Each read, and its bytes in the staging memory."""
+        for read, start in self.places():
+            begin = start + read.position % BLOCK
+            yield read, memory[begin : begin + read.num_bytes]
 
 
 def parts_of(reads: Sequence[Read], limit: int) -> Iterator[list[Read]]:
@@ -159,9 +153,3 @@ def _in_order_of_files(reads: Sequence[Read]) -> list[Read]:
     """
     turns = {key: turn for turn, key in enumerate(dict.fromkeys((read.source, read.unpack) for read in reads))}
     return sorted(reads, key=lambda read: (turns[read.source, read.unpack], read.position))
-
-
-def _is_next_to(span: Read, read: Read) -> bool:
-    """Whether one system call may read both, and no more bytes than two calls would."""
-    gap = read.position - span.position - span.num_bytes
-    return read.source is span.source and read.is_direct == span.is_direct and 0 <= gap < BLOCK

@@ -32,9 +32,10 @@ import torch
 from ...base.device import Backend
 from ...base.layout import memory_of
 from ...base.mapping import flat_view, map_anonymous
-from ...base.pool import Task, begin_all, finish_all, num_copy_threads, num_threads, on_pool
+from ...base.pool import num_copy_threads, num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.system import forked_free
+from ...base.timeline import COPIES
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read, Unpack
@@ -62,8 +63,6 @@ class Reader:
         """The jobs that are not over. First come those with a slot, in the order in which they are copied, then the others, in
         the order in which they will be needed."""
         self._num_workers = 0
-        self._num_starting = 0
-        """The number of workers that have not yet looked for something to do."""
         self._is_waiting = False
         """Whether a worker waits for a copy to free a frame."""
         self._staging = Staging(backend)
@@ -71,27 +70,10 @@ class Reader:
         self.bytes_unpacked = 0
         self.bytes_read = {False: 0, True: 0}
         """Bytes that were read through the page cache (False), and past it (True)."""
-        self._num_reading = 0
-        self._busy_seconds = 0.0
-        self._counted_at = 0.0
-        self._reads_now = False
-        """Whether the thread that computes waits in `read_now`."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether something is read, or will be as soon as a thread or a frame is free."""
-        return bool(self._num_workers) or self._reads_now
 
     @property
     def staging_bytes(self) -> int:
         return self._staging.num_bytes
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds in which at least one thread was reading, so far."""
-        with self._lock:
-            self._count_reading(0)
-            return self._busy_seconds
 
     @property
     def has_room_ahead(self) -> bool:
@@ -181,14 +163,14 @@ class Reader:
         other = Reader(self._backend, self._recorder, self._order)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         self.retire()
-        other.num_copies, other.bytes_read, other._busy_seconds = self.num_copies, self.bytes_read, self._busy_seconds
+        other.num_copies, other.bytes_read = self.num_copies, self.bytes_read
         other.bytes_unpacked = self.bytes_unpacked
         return other
 
     def reset_after_fork(self) -> None:
         """Start from nothing in a child process, which has none of the parent's threads: forget what they had to do."""
         self._forget_jobs(GroupFileError("This process was forked while weights were read. Call the model again."))
-        self._num_workers = self._num_starting = self._num_reading = 0
+        self._num_workers = 0
         self._is_waiting = False
         self._staging.reset_after_fork()
 
@@ -208,13 +190,11 @@ class Reader:
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
             num = 1  # to wait for a frame, or to take one
-        num = min(sum(len(job.chunks) for job in unread), num) - self._num_starting
-        limit = num_threads()
+        num, limit = min(sum(len(job.chunks) for job in unread), num), num_threads()
         if all(job.is_in_ram for job in unread):  # half of the frames are filled while the others are sent
             limit = min(num_copy_threads(), self._staging.num_frames // 2 + 1)
         num = max(0, min(num, limit - self._num_workers))
         self._num_workers += num
-        self._num_starting += num
         return num
 
     def _start(self, num_workers: int) -> None:
@@ -222,8 +202,6 @@ class Reader:
             on_pool(self._work)
 
     def _work(self) -> None:
-        with self._lock:
-            self._num_starting -= 1
         try:
             while (found := self._next()) is not None:
                 self._read(*found)
@@ -265,7 +243,6 @@ class Reader:
                 chunk = job.chunks.popleft()
                 chunk.start = start
                 job.begun.append(chunk)
-                self._count_reading(1)
                 return job, chunk
         return None
 
@@ -283,26 +260,26 @@ class Reader:
         """Read a chunk, on a thread of the pool."""
         try:
             memory = self._staging.view
-            for span, start, reads in chunk.places():
+            for read, start in chunk.places():
                 if job.is_over:
                     break
-                area = memory[start : start + blocks_around(span.position, span.num_bytes)]
+                area = memory[start : start + blocks_around(read.position, read.num_bytes)]
                 started = time.perf_counter()
-                with _naming(*reads):
-                    is_direct = span.source.read(area, span.position, span.num_bytes, direct=span.is_direct)
-                if isinstance(span.source, SourceFile):
-                    self._count(is_direct, span.num_bytes)
-                    self._note_read(span, started)
+                with _naming(read):
+                    is_direct = read.source.read(area, read.position, read.num_bytes, direct=read.is_direct)
+                if isinstance(read.source, SourceFile):
+                    self._note_read(read, started, is_direct)
         except BaseException as error:
             chunk.error = error
         finally:
             with self._lock:
-                self._count_reading(-1)
                 chunk.is_read = True
                 if job.is_over:
                     self._staging.give_back(chunk.start)
 
-    def _note_read(self, read: Read, started: float) -> None:
+    def _note_read(self, read: Read, started: float, is_direct: bool) -> None:
+        with self._lock:
+            self.bytes_read[is_direct] += read.num_bytes
         trace = self._recorder.trace
         if trace is not None:
             trace.read(read.label, started, time.perf_counter(), read.num_bytes)
@@ -313,18 +290,11 @@ class Reader:
         Raises:
             GroupFileError: a file could not be read. No thread writes to `target` any more.
         """
-        self._reads_now = True
-        try:
-            finish_all(self.begin_now(target, reads))
-        finally:
-            self._reads_now = False
-        prove_all(target, reads)
-
-    def begin_now(self, target: torch.Tensor, reads: Sequence[Read]) -> list[Task[None]]:
-        """The first half of `read_now`. `finish_all` and `prove_all` are the second one."""
         num_bytes = sum(read.num_bytes for read in reads)
         limit = max(MIN_BYTES_PER_THREAD, min(tuning().chunk_bytes, -(-num_bytes // num_threads())))
-        return begin_all(partial(self._read_straight, target, part) for part in parts_of(reads, limit))
+        run_all(partial(self._read_straight, target, part) for part in parts_of(reads, limit))
+        for read in reads:
+            _prove(read, target[read.at : read.at + read.num_bytes])
 
     def _read_straight(self, target: torch.Tensor, reads: Sequence[Read]) -> None:
         for read in reads:
@@ -342,20 +312,7 @@ class Reader:
                     part.copy_(blocks[read.position % BLOCK :][: read.num_bytes])
                 else:
                     read.source.read_straight(memory_of(part), read.position)
-            self._count(is_direct, read.num_bytes)
-            self._note_read(read, started)
-
-    def _count_reading(self, num_more: int) -> None:
-        """From now on `num_more` more workers read."""
-        now = time.perf_counter()
-        if self._num_reading:
-            self._busy_seconds += now - self._counted_at
-        self._counted_at = now
-        self._num_reading += num_more
-
-    def _count(self, is_direct: bool, num_bytes: int) -> None:
-        with self._lock:
-            self.bytes_read[is_direct] += num_bytes
+            self._note_read(read, started, is_direct)
 
     # ---------------------------------------------------------------- copies
 
@@ -374,8 +331,8 @@ class Reader:
         memory, landing = self._staging.memory, job.landing
         assert memory is not None and landing is not None
         try:
-            for read, start in chunk.pieces():
-                _prove(read, memory[start : start + read.num_bytes])
+            for read, data in chunk.pieces(memory):
+                _prove(read, data)
         except GroupFileError as error:
             self._end(job, error)
             return
@@ -386,8 +343,7 @@ class Reader:
         begun = None if trace is None or chunk.is_packed else trace.now(stream)
         job.begun.popleft()
         try:
-            for read, start in chunk.pieces():
-                data = memory[start : start + read.num_bytes]
+            for read, data in chunk.pieces(memory):
                 if read.unpack is None:
                     self._backend.copy(landing.memory[read.at : read.at + read.num_bytes], data, stream)
                 else:
@@ -396,7 +352,7 @@ class Reader:
         finally:
             self._staging.give_back_after(chunk.start, stream)
         if trace is not None and begun is not None:
-            trace.copied([read.label for read, _ in chunk.pieces()], begun, stream, chunk.num_bytes)
+            trace.enqueued(COPIES, (read.label for read in chunk.reads), begun, stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
@@ -440,16 +396,6 @@ class Reader:
             self._num_workers -= 1
 
 
-def prove_all(target: torch.Tensor, reads: Sequence[Read]) -> None:
-    """Show the checks of `reads` what was read.
-
-    Raises:
-        GroupFileError: it is not what was written.
-    """
-    for read in reads:
-        _prove(read, target[read.at : read.at + read.num_bytes])
-
-
 def _prove(read: Read, data: torch.Tensor) -> None:
     if read.proof is not None:
         with _naming(read):
@@ -457,10 +403,9 @@ def _prove(read: Read, data: torch.Tensor) -> None:
 
 
 @contextmanager
-def _naming(*reads: Read) -> Iterator[None]:
-    """Name the groups in an error that is raised inside."""
+def _naming(read: Read) -> Iterator[None]:
+    """Name the group in an error that is raised inside."""
     try:
         yield
     except GroupFileError as error:
-        names = ", ".join(map(repr, dict.fromkeys(read.label for read in reads)))
-        raise GroupFileError(f"Group {names} cannot be onloaded. {error}") from error
+        raise GroupFileError(f"Group {read.label!r} cannot be onloaded. {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -11,13 +10,12 @@ import torch
 from torch.profiler import record_function
 
 from ...base.device import Event, HostBackend, Stream
+from ...base.timeline import COPIES
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
-from ..measure.drive import DriveMeter
 from ..measure.recorder import Recorder
-from ..measure.trace import WeightTrace
 from ..sharing.jobs import ShareJob
 from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
@@ -75,11 +73,6 @@ class Transfer:
         """Bytes that came from files, by the way in which they were read."""
         through_cache, direct = self.reader.bytes_read[False], self.reader.bytes_read[True]
         return {"locked": self._bytes_locked, "page cache": through_cache, "direct": direct}
-
-    def note_drive(self, meter: DriveMeter) -> None:
-        """A pass ended: let `meter` know how much was read for it."""
-        reader = self.reader
-        meter.note(time.perf_counter(), reader.busy_seconds, reader.bytes_read[False], reader.bytes_read[True])
 
     @property
     def stream(self) -> Stream:
@@ -193,14 +186,11 @@ class Transfer:
         stream, streams = landing.stream, {landing.stream, landing.copy_stream}
         for each in streams:
             self.last_copies.expect(each)
-        reads = [move for move in moves if isinstance(move, Read)]
+        reads, is_host = [move for move in moves if isinstance(move, Read)], isinstance(self._backend, HostBackend)
         begun, trace = None, self._recorder.trace
-        if (
-            trace is not None
-            and not any(isinstance(move, Unpack) for move in moves)  # each of these is recorded by itself
-            # Threads record the copies of what they read, when they enqueue them.
-            and (len(reads) < len(moves) or not reads or isinstance(self._backend, HostBackend))
-        ):
+        # Unpacking is recorded by itself, and threads record the copies of what they read when they enqueue them.
+        is_apart = (len(reads) == len(moves) and not is_host) or any(isinstance(move, Unpack) for move in moves)
+        if trace is not None and not is_apart:
             self._wait_for_room(landing)
             begun = trace.now(stream)
         if shared is not None:
@@ -223,11 +213,15 @@ class Transfer:
                         self._num_copies += 1
                     case Unpack():
                         self._unpack(landing, move)
+            if reads and is_host:
+                self.reader.read_now(landing.memory, reads)
+                self._num_copies += len(reads)
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
-            if has_failed or not reads:
-                if begun is not None:
-                    _record(trace, blobs, begun, stream)
+            if has_failed or not reads or is_host:
+                if begun is not None and trace is not None and blobs:
+                    num_bytes = sum(placed.sent_bytes for placed in blobs)
+                    trace.enqueued(COPIES, (placed.label for placed in blobs), begun, stream, num_bytes)
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
@@ -236,13 +230,7 @@ class Transfer:
             self.bytes_sent[tier] += placed.sent_bytes if shared is None else 0
             if tier is Tier.FILE and isinstance(placed, PlacedBlob) and placed.packed is None:
                 self._bytes_locked += placed.blob.pinned_bytes
-        if not reads:
-            return None
-        if isinstance(self._backend, HostBackend):
-            self.reader.read_now(landing.memory, reads)
-            self._num_copies += len(reads)
-            if begun is not None:
-                _record(trace, blobs, begun, stream)
+        if not reads or is_host:
             return None
         self._reads_memory |= _has_memory(reads)
         job = self.reader.submit(reads, landing, job)
@@ -308,12 +296,6 @@ class Transfer:
         # A job's slot may have taken the place of a larger one, and this landing the place of the rest of that.
         self.reader.order_behind_jobs()
         self._order.wait_for_room(landing)
-
-
-def _record(trace: WeightTrace | None, blobs: Sequence[PlacedBlob | PlacedImage], begun: Event, stream: Stream) -> None:
-    if blobs and trace is not None:
-        num_bytes = sum(placed.sent_bytes for placed in blobs)
-        trace.copied([placed.label for placed in blobs], begun, stream, num_bytes)
 
 
 def _is_packed(move: Move) -> bool:

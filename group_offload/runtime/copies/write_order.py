@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...base.device import Backend, Event, Stream
+from ...base.timeline import COPIES, DECODE
 from ...stores.moves import Unpack
 from ..measure.recorder import Recorder
 from ..slots.berths import Berth, Berths
@@ -80,7 +81,7 @@ class WriteOrder:
         self._backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
         berth.arrived.record(stream)
         if trace is not None and begun is not None:
-            trace.copied([label], begun, stream, source.numel())
+            trace.enqueued(COPIES, [label], begun, stream, source.numel())
 
     def unpack(self, landing: Landing, move: Unpack, packed: torch.Tensor, berth: Berth | None) -> None:
         """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
@@ -98,4 +99,4 @@ class WriteOrder:
             if berth is not None:
                 berth.unpacked.record(stream)
         if trace is not None and begun is not None:
-            trace.unpacked(move.label, begun, stream, move.num_bytes)
+            trace.enqueued(DECODE, [move.label], begun, stream, move.num_bytes)

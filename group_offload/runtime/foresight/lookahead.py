@@ -120,19 +120,18 @@ class LookAhead:
         self._is_last = is_last
         self._look()
 
-    def prepare(self, *, has_slots: bool) -> None:
-        """Start the blobs that the next pass needs first, or read them, if there are no slots. No pass is in progress."""
+    def prepare(self) -> None:
+        """Start the blobs that the next pass needs first. No pass is in progress."""
         self._is_last = False
-        if has_slots or self._may_read_ahead():
-            self._look(has_slots=has_slots)
+        self._look()
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
-        if self._is_behind or self.schedule.is_learning or (self._memory.is_just_in_time and self._has_room_again()):
+        if self._is_behind or (self._memory.is_just_in_time and self._has_room_again()):
             self._look()
 
     def after_call(self) -> None:
-        if self._is_behind or self.schedule.is_learning:
+        if self._is_behind:
             self._look()
 
     def was_released(self, group: Group) -> None:
@@ -159,22 +158,19 @@ class LookAhead:
 
     def abandon(self) -> None:
         """Give up all reads ahead: no call waits for them."""
-        self._files.ahead.wait()
         self._ahead.clear()
         self._transfer.reader.cancel_pending()
 
-    def _look(self, *, has_slots: bool = True) -> None:
+    def _look(self) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
 
         Groups in files, and in RAM that is not page-locked, are read further ahead, as far as the staging memory reaches.
-        Without slots they are only read.
         """
         if not self._use_stream:
             return
         memory = self._memory
         memory.next_bytes, self._is_behind, self._blockers = None, False, {}
-        walk = _Walk(full=set() if has_slots else {*memory.ring_sizes})
-        has_residents = has_slots and memory.resident_room > 0
+        walk, has_residents = _Walk(), memory.resident_room > 0
         run: list[Group] = []
         room, left = 0, _LOOK_BEYOND
         for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
@@ -235,38 +231,34 @@ class LookAhead:
         return self._reads_ram_ahead or self._files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
-        ahead = self._ahead_of(run)
-        if ahead is not None:
-            walk.met.add(ahead)
-            return
-        self._before_send(run)
-        self._give_up_ahead(run)
-        blobs = self._memory.fitting(_blobs_of(run))
-        reads = self._transfer.reads_of(blobs)
-        if not reads:
-            return
-        while not self._transfer.reader.has_room_ahead:
-            stale = next((ahead for ahead in reversed(self._ahead.values()) if ahead not in walk.met), None)
-            if stale is None:
-                return
-            self._give_up_ahead(stale.run)  # the walk does not expect this run so soon any more
-        ahead = _Ahead(run, self._transfer.read_ahead(reads), _states_of(blobs))
-        walk.met.add(ahead)
-        self._ahead.update(dict.fromkeys(run, ahead))
-
-    def _ahead_of(self, run: list[Group], blobs: list[PlacedBlob] | None = None) -> _Ahead | None:
-        """The good read ahead of exactly these groups."""
         ahead = self._ahead.get(run[0])
-        return ahead if ahead is not None and ahead.run == run and self._is_good(ahead, blobs) else None
+        if ahead is None or ahead.run != run or not self._is_good(ahead):
+            self._before_send(run)
+            blobs = self._memory.fitting(_blobs_of(run))
+            self._take_ahead(run, None)
+            reads = self._transfer.reads_of(blobs)
+            if not reads:
+                return
+            while not self._transfer.reader.has_room_ahead:
+                stale = next((each for each in reversed(self._ahead.values()) if each not in walk.met), None)
+                if stale is None:
+                    return
+                self._take_ahead(stale.run, None)  # the walk does not expect this run so soon any more
+            ahead = _Ahead(run, self._transfer.read_ahead(reads), _states_of(blobs))
+            self._ahead.update(dict.fromkeys(run, ahead))
+        walk.met.add(ahead)
 
-    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob]) -> ReadJob | None:
-        """The job of the good read ahead of exactly these groups. Other reads ahead of them are given up."""
-        ahead = self._ahead_of(run, blobs)
-        if ahead is None:
-            self._give_up_ahead(run)
-            return None
-        self._forget_ahead(ahead)
-        return ahead.job
+    def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob] | None) -> ReadJob | None:
+        """The job of the good read ahead of exactly these groups, for these blobs. All others of these groups are given up."""
+        job = None
+        for ahead in {self._ahead[group] for group in run if group in self._ahead}:
+            for group in ahead.run:
+                del self._ahead[group]
+            if blobs is not None and ahead.run == run and self._is_good(ahead, blobs):
+                job = ahead.job
+            else:
+                ahead.job.cancel()
+        return job
 
     def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
@@ -274,18 +266,6 @@ class LookAhead:
             return False
         blobs = self._memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
         return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
-
-    def _give_up_ahead(self, run: list[Group]) -> None:
-        """Give up the reads ahead of all groups of `run`."""
-        for group in run:
-            ahead = self._ahead.get(group)
-            if ahead is not None:
-                self._forget_ahead(ahead)
-                ahead.job.cancel()
-
-    def _forget_ahead(self, ahead: _Ahead) -> None:
-        for group in ahead.run:
-            del self._ahead[group]
 
     def _run_limit(self, group: Group) -> int:
         is_pooled = self._memory.is_just_in_time and not group.height
@@ -380,7 +360,7 @@ class LookAhead:
 class _Walk:
     """The findings so far of a walk through the groups that come next."""
 
-    full: set[int]
+    full: set[int] = field(default_factory=set)
     """The heights of groups for which there is no room."""
     soon: set[Group] = field(default_factory=set)
     """The groups that come next, up to this point of the walk."""

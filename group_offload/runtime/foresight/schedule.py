@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from ..groups.group import Group
 
-_NUMBER = re.compile(r"\d+")
 _BLOCK = re.compile(r"(.*\.)?\d+\.")
 """The beginning of the name of a layer in a block: the name of the nearest element of a list around it."""
 _NUM_ROUTES = 4
@@ -27,10 +26,7 @@ class Schedule:
     A wrong guess costs a stall, never more: no code relies on a guess to be right. Passes that begin at different modules
     (the whole model; only a VAE's decoder) are told apart by a key. A cache of diffusers skips blocks in some steps: each key
     has several routes, and the first group that the last one lacks tells that an older one is taken.
-
-    In the first pass of a kind the order of registration is a guess, and often a wrong one inside of blocks (diffusers
-    registers a block's output projection before its attention). But blocks are alike: the group after `blocks.0.ff` in the
-    first block foretells the group after `blocks.1.ff` in the second.
+    In the first pass of a kind the order of registration is a guess.
     """
 
     def __init__(self, first_guess: Sequence[Group]) -> None:
@@ -44,9 +40,8 @@ class Schedule:
         self._index: dict[Group, list[int]] = {}
         self._next = 0
         self._seen: list[Group] = []
-        self._analogy: _Analogy | None = None
         self.is_learning = False
-        """Whether this is the first pass of its kind, in which foresight gets better with each call."""
+        """Whether this is the first pass of its kind."""
         self.has_news = False
         """Whether a pass has taken a new route since `followers` was asked."""
         self._after: defaultdict[str, set[str]] = defaultdict(set)
@@ -64,11 +59,9 @@ class Schedule:
         self._key = key
         if key in self._routes:
             self._order, self._index = self._routes[key][0]
-            self._analogy = None
         else:
             self._order, self._index = _route(group for group in guess or self._first_guess if group in scope)
-            self._analogy = _Analogy(scope)
-        self.is_learning = self._analogy is not None
+        self.is_learning = key not in self._routes
         self._next = 0
         self._seen = []
 
@@ -83,10 +76,8 @@ class Schedule:
 
     def observe(self, group: Group) -> None:
         """`group` is needed now."""
-        if self._analogy is not None:
-            self._analogy.observe(self._seen[-1] if self._seen else None, group)
         self._seen.append(group)
-        if group not in self._index and self._analogy is None:
+        if group not in self._index:
             known = self._routes.get(self._key, ())
             self._order, self._index = next((route for route in known if group in route[1]), (self._order, self._index))
         positions = self._index.get(group)
@@ -96,20 +87,15 @@ class Schedule:
 
     def upcoming(self, *, wraps: bool) -> Iterator[Group]:
         """The groups that should come next, soonest first, with repeats; with `wraps`, those of the next pass follow."""
-        if self._analogy is not None:
-            yield from self._analogy.after(self._seen[-1] if self._seen else None)
         if self._key is None:
             yield from self._first_guess
-        order = self._order
-        for position in range(self._next, len(order)):
-            yield order[position]
-        if wraps and self._analogy is None:
+        yield from self._order[self._next :]
+        if wraps and not self.is_learning:
             then = self._followed_by.get(self._key, self._key)
             if then == self._key:
-                for position in range(self._next):
-                    yield order[position]
-            else:
-                yield from self._routes[then][0][0] if then in self._routes else ()
+                yield from self._order[: self._next]
+            elif then in self._routes:
+                yield from self._routes[then][0][0]
 
     def expects(self, group: Group) -> bool:
         """Whether `group` should be the very next one."""
@@ -125,7 +111,7 @@ class Schedule:
             self._routes[self._key] = [found, *(route for route in known if route is not found)][:_NUM_ROUTES]
             # `upcoming` now begins with the next pass.
             (self._order, self._index), self._next = found, len(order)
-            self._analogy, self.is_learning = None, False
+            self.is_learning = False
         self._seen = []
 
     def followers(self) -> dict[str, str]:
@@ -164,62 +150,6 @@ def _block(first: str, second: str) -> bool:
     """Whether two layers are of one block, or one of a block in the other's."""
     blocks = sorted("" if (found := _BLOCK.match(name)) is None else found[0] for name in (first, second))
     return blocks[1].startswith(blocks[0])
-
-
-class _Analogy:
-    """Foresees the order inside of blocks from the blocks before: groups are alike if their names differ in numbers only."""
-
-    def __init__(self, scope: set[Group]) -> None:
-        self._forms = {group: _form(group) for group in scope}
-        self._by_form = {form: group for group, form in self._forms.items()}
-        self._next_form: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        """For each form, the forms and numbers of the groups that followed groups of that form. The latest comes first."""
-        self._followers: dict[Group, Group | None] = {}
-        """The followers of groups that were looked up already."""
-
-    def observe(self, before: Group | None, group: Group) -> None:
-        if before is None or before not in self._forms or group not in self._forms:
-            return
-        (form, numbers), (next_form, next_numbers) = self._forms[before], self._forms[group]
-        shared = min(len(numbers), len(next_numbers))
-        step = next_form, tuple(b - a for a, b in zip(numbers, next_numbers, strict=False)) + next_numbers[shared:]
-        known = self._next_form.setdefault(form, [])
-        if known and known[0] == step:
-            return
-        if step in known:
-            known.remove(step)
-        known.insert(0, step)  # the step seen last is tried first
-        self._followers.clear()
-
-    def after(self, group: Group | None) -> Iterator[Group]:
-        """The groups that should follow `group`, as far as earlier blocks tell."""
-        for _ in range(len(self._forms)):
-            if group is None:
-                return
-            if group not in self._followers:
-                self._followers[group] = self._follower(group)
-            found = self._followers[group]
-            if found is None:
-                return
-            yield found
-            group = found
-
-    def _follower(self, group: Group) -> Group | None:
-        if group not in self._forms:
-            return None
-        form, numbers = self._forms[group]
-        for next_form, step in self._next_form.get(form, ()):
-            # Numbers that both groups have are relative, the others (a layer's place inside a block) stay the same.
-            numbers_then = tuple(a + b for a, b in zip(numbers, step, strict=False)) + step[len(numbers) :]
-            found = self._by_form.get((next_form, numbers_then))
-            if found is not None:
-                return found
-        return None
-
-
-def _form(group: Group) -> tuple[str, tuple[int, ...]]:
-    """The group's name without its numbers, and the numbers."""
-    return _NUMBER.sub("#", group.group_id), tuple(map(int, _NUMBER.findall(group.group_id)))
 
 
 def _route(groups: Iterable[Group]) -> _Route:

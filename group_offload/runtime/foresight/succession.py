@@ -2,11 +2,9 @@
 
 [Note: Models of a pipeline]
 The models of a pipeline run one after another. Passes of one model in a row are its *stint*: an encoder's mostly has one pass,
-a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Four things are done for it:
+a denoiser's as many as there are steps. The *heir* is the model whose stint should come next. Two things are done for it:
 
-- From the beginning of a stint on, while nobody reads, the heir's files are read into the page cache (`CacheReads`).
-- A pass that should be the last one of its stint begins no copy for another pass like it. Once it has read all that it
-  needs, the heir's first groups are read into the heir's staging memory.
+- A pass that should be the last one of its stint begins no copy for another pass like it.
 - At the end of that pass the heir takes over the slots. So its first groups are on their way before it is called.
 
 What models leave on the device between passes, within a budget, is taken from them only for a model that gains by it. A
@@ -46,8 +44,7 @@ Part = tuple[int, int]
 class Succession:
     """Foresees which model of a pipeline runs next. The models' passes hold it, and it keeps none of them alive.
 
-    Order of calls: `begin` in each forward, then any number of `look`. Threads that run two models of one pipeline at once
-    only spoil the guesses.
+    `begin` is called in each forward. Threads that run two models of one pipeline at once only spoil the guesses.
     """
 
     def __init__(self, models: Sequence[Model], order: Sequence[Model], run_once: Collection[Model]) -> None:
@@ -63,8 +60,6 @@ class Succession:
         self._run_once = {self._numbers[model] for model in run_once}
         self._seen: dict[tuple[Part, int], deque[int]] = {}
         """After so many passes of a part in one stint: the models of the next passes, the last time last."""
-        self._heirs: dict[Part, int] = {}
-        """The model of the stint that came after the last one that began with a part."""
         self._counts = [0] * len(self._models)
         """How many passes each model has had."""
         self._begun: dict[int, deque[list[int]]] = {}
@@ -73,11 +68,6 @@ class Succession:
         """The parts of the current stint, in order, and how many passes each has had in it."""
         self._last: Part | None = None
         """The part of the last pass."""
-        self._reader: int | None = None
-        """The number of the heir whose files are read into the page cache, or will be."""
-        self._is_planned = False
-        self._heir: int | None = None
-        """The number of the model that should run after this pass, if its first groups are still to be read."""
 
     def begin(self, model: Model, top: Hashable) -> Model | None:
         """A forward of `model` begins, at the module or method `top`.
@@ -85,32 +75,18 @@ class Succession:
         Returns:
             The model that should run next, if it is another one.
         """
-        part, before, stint = (self._numbers[model], hash(top)), self._last, self._stint
+        part, before = (self._numbers[model], hash(top)), self._last
         number = part[0]
-        if before is not None and stint[before] <= _MOST_PASSES:
-            self._seen.setdefault((before, stint[before]), deque(maxlen=_NUM_SEEN)).append(number)
+        if before is not None and self._stint[before] <= _MOST_PASSES:
+            self._seen.setdefault((before, self._stint[before]), deque(maxlen=_NUM_SEEN)).append(number)
         if before is None or before[0] != number:
-            if before is not None:
-                self._heirs[next(iter(stint), before)] = number  # an interrupt may leave it empty
-            self._begin_stint(part)
+            self._begun.setdefault(number, deque(maxlen=2)).append([*self._counts])
+            self._stint = Counter()
         self._last = part
         self._stint[part] += 1
         self._counts[number] += 1
-        self._heir = self._next(part)
-        if self._heir == number:
-            self._heir = None
-        return self._model(self._heir)
-
-    def _begin_stint(self, part: Part) -> None:
-        self._begun.setdefault(part[0], deque(maxlen=2)).append([*self._counts])
-        self._stint = Counter()
-        reader = self._model(self._reader)
-        if reader is not None:
-            reader.ahead.stop()
-        heir = self._heirs.get(part, self._first_heirs.get(part[0]))
-        # The files of a model that has just run were read then.
-        self._reader = None if self._last is not None and heir == self._last[0] else heir
-        self._is_planned = False
+        heir = self._next(part)
+        return None if heir is None or heir == number else self._models[heir]()
 
     @property
     def is_first_of_stint(self) -> bool:
@@ -121,7 +97,7 @@ class Succession:
         """The memories of other models that `model` gains too little by displacing: it should run too few times before their
         next stint. Each with the bytes that are left free for it, because it would displace `model`."""
         mine = self._numbers[model]
-        others = [(number, self._model(number)) for number in range(len(self._models)) if number != mine]
+        others = [(number, found()) for number, found in enumerate(self._models) if number != mine]
         return {
             other.memory: other.memory.wanted_bytes if self._displaces(number, mine) else 0
             for number, other in others
@@ -137,26 +113,8 @@ class Succession:
             return since >= _WORTH_IT or mine not in self._run_once
         return max(since, begun[-1][mine] - begun[0][mine]) >= _WORTH_IT
 
-    def look(self, model: Model) -> None:
-        """A call in a pass of `model` begins: if nobody reads for it, read for its heir."""
-        if (self._reader is None and self._heir is None) or model.is_reading:
-            return
-        reader, heir = self._model(self._reader), self._model(self._heir)
-        self._heir = None
-        if reader is not None and not self._is_planned:
-            reader.plan_cache_reads(model.cached_bytes)
-            self._is_planned = True
-        this = weakref.ref(model)  # threads call it, also when the model was dropped
-        if reader is None or not reader.ahead.go_on(lambda: (model := this()) is not None and not model.is_reading):
-            self._reader = None
-        if heir is not None:
-            heir.read_first()
-
     def _next(self, part: Part) -> int | None:
         seen = self._seen.get((part, self._stint[part]))
         if seen:
             return Counter(reversed(seen)).most_common(1)[0][0]
         return self._first_heirs.get(part[0]) if self.is_first_of_stint and part[0] in self._run_once else None
-
-    def _model(self, number: int | None) -> Model | None:
-        return None if number is None else self._models[number]()

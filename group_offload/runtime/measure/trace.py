@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from ...base.device import Backend, Event, Stream
@@ -37,7 +37,7 @@ class _Moment:
 
 
 class WeightTrace:
-    """Lanes for file reads, copies to the device, compute, and stalls. `now`, `copied` and `read` are thread-safe."""
+    """Lanes for file reads, copies to the device, compute, and stalls. `now`, `enqueued` and `read` are thread-safe."""
 
     def __init__(self, backend: Backend, idle: Stream) -> None:
         """
@@ -64,19 +64,11 @@ class WeightTrace:
         event.record(stream)
         return event
 
-    def copied(self, names: Sequence[str], begun: Event, stream: Stream, num_bytes: int) -> None:
-        """Copies of these groups were enqueued on `stream` behind `begun`, which `now` gave."""
-        names = [*dict.fromkeys(names)]
-        name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        self._on_device.append((COPIES, name, begun, self.now(stream), num_bytes))
-
-    def unpacked(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
-        """Unpacking of a group was enqueued on `stream` behind `begun`, which `now` gave."""
-        self._on_device.append((DECODE, name, begun, self.now(stream), num_bytes))
-
-    def gathered(self, name: str, begun: Event, stream: Stream, num_bytes: int) -> None:
-        """What other GPUs have brought of a group was enqueued on `stream` behind `begun`, which `now` gave."""
-        self._on_device.append((GATHERS, name, begun, self.now(stream), num_bytes))
+    def enqueued(self, lane: str, names: Iterable[str], begun: Event, stream: Stream, num_bytes: int) -> None:
+        """Work of a lane for these groups was enqueued on `stream` behind `begun`, which `now` gave."""
+        first, *others = dict.fromkeys(names)
+        name = f"{first} and {len(others)} more" if others else first
+        self._on_device.append((lane, name, begun, self.now(stream), num_bytes))
 
     def compute_arrives(self, stream: Stream) -> None:
         """Compute is about to wait for a group."""

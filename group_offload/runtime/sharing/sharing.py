@@ -28,6 +28,7 @@ from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
 from ...base.system import place_of_process
+from ...base.timeline import GATHERS
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
@@ -433,7 +434,7 @@ class Sharing:
         events = crew.link.send(found, places, on_begin)
         self.bytes_gathered += found.gathered_bytes
         if trace is not None:
-            trace.gathered(shared.label, begun[0], stream, found.gathered_bytes)
+            trace.enqueued(GATHERS, [shared.label], begun[0], stream, found.gathered_bytes)
         return events
 
     # ---------------------------------------------------------------- the same bytes

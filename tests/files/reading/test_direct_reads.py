@@ -19,7 +19,6 @@ from group_offload.base.mapping import cached_bytes, forget_writes
 
 from ...support.reading import (
     DEVICES,
-    TIERS,
     WIDTHS,
     Preadv,
     Rig,
@@ -112,8 +111,12 @@ def warnings_of_reads() -> Iterator[list[str]]:
 
 
 @every_rig
-@pytest.mark.parametrize(("first", "code"), [(0, errno.EINVAL), (0, errno.EFAULT), (4, errno.EOPNOTSUPP)], ids=str)
+@pytest.mark.parametrize(
+    ("what", "first", "code"),
+    [("read", 0, errno.EINVAL), ("read", 0, errno.EFAULT), ("read", 4, errno.EOPNOTSUPP), ("open", 0, errno.EINVAL)],
+)
 def test_direct_reads_that_are_refused(
+    what: str,
     first: int,
     code: int,
     where: str,
@@ -122,8 +125,19 @@ def test_direct_reads_that_are_refused(
     preadv: Preadv,
     scarce_ram: None,
     warnings_of_reads: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then files are read through the page cache, which is said once. Hazard: a file system refuses direct reads."""
+    """Then files are read through the page cache, which is said once. Hazard: a file system refuses direct reads, or to open
+    files for them."""
+    real_open = os.open
+
+    def refuse_to_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real_open(path, flags, *args, **kwargs)
+
+    if what == "open":
+        monkeypatch.setattr(os, "open", refuse_to_open)
 
     def refuse(real: Any, fd: int, buffers: Any, position: int) -> int:
         if is_direct(fd):
@@ -137,25 +151,6 @@ def test_direct_reads_that_are_refused(
         assert rig.handle.stats().bytes_read["page cache"] > 0
     told = [message for message in warnings_of_reads if "Direct reads" in message]
     assert len(told) == 1 and os.strerror(code) in told[0]
-
-
-@every_device
-def test_files_that_cannot_be_opened_for_direct_reads(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce_ram: None, warnings_of_reads: list[str]
-) -> None:
-    """Hazard: a file system refuses to open files for direct reads."""
-    real = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    for tier in TIERS:
-        with Rig(where, tier, tmp_path / tier if tier == "folder" else tmp_path) as rig:
-            rig.check(3)
-    assert len([message for message in warnings_of_reads if "Direct reads" in message]) == 1
 
 
 def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:

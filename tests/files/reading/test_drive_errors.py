@@ -5,24 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from group_offload import GroupFileError
-from group_offload.base.device import HostBackend
-from group_offload.plan.placement import Placement
 from group_offload.runtime.copies import jobs, reader
-from group_offload.runtime.copies.write_order import WriteOrder
-from group_offload.runtime.measure import drive
-from group_offload.runtime.measure.recorder import Recorder
 
-from ...support.reading import SMALL_CHUNK, Preadv, Rig, assert_tells, every_rig, within
-from ...support.speeds import KNOWN_SPEEDS
-from ...support.tuning import tune
+from ...support.reading import Preadv, Rig, assert_tells, every_rig, within
 
 # ---------------------------------------------------------------- errors of the drive
 
@@ -94,87 +85,6 @@ def test_reads_that_return_less(size: int, rig: Rig, preadv: Preadv) -> None:
         preadv.last = 40  # some reads only: byte by byte takes too long
     rig.check(2)
     assert preadv.num_faults
-
-
-# ---------------------------------------------------------------- how fast the drive is
-
-
-def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: now))
-    backend, recorder = HostBackend(), Recorder(HostBackend())
-    rig = reader.Reader(backend, recorder, WriteOrder(backend, recorder, has_two_streams=False))
-    for at, num_more, expected in [(1, 1, 0), (2, 1, 1), (5, -1, 4), (6, -1, 5), (10, 1, 5), (12, -1, 7)]:
-        now = float(at)
-        rig._count_reading(num_more)
-        assert rig.busy_seconds == expected
-    rig._count_reading(1)
-    now += 1
-    assert rig.busy_seconds == 8  # a read that is under way counts so far
-
-
-@pytest.mark.parametrize(
-    ("what", "busy", "cached", "direct", "is_known"),
-    [
-        ("the drive is read all the time", 9.0, 0, 1000, True),
-        ("it waits for slots", 7.0, 0, 1000, False),
-        ("the page cache had much of it", 9.0, 200, 800, False),
-        ("too little to tell", 9.0, 0, 99, False),
-    ],
-)
-def test_which_passes_tell_how_fast_the_drive_is(
-    what: str, busy: float, cached: int, direct: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tune(monkeypatch, min_bytes_for_speed=100)
-    meter = drive.DriveMeter()
-    meter.note(100.0, 50.0, 7, 7000)  # what was read before the first pass ended is set-up
-    assert meter.bytes_per_s is None
-    meter.note(110.0, 50.0 + busy, 7 + cached, 7000 + direct)
-    assert meter.bytes_per_s == (pytest.approx(direct / busy) if is_known else None)
-
-
-def test_the_drive_is_what_the_last_passes_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was held up by something else does not count, nor do those of long ago."""
-    tune(monkeypatch, min_bytes_for_speed=1)
-    meter, now, read = drive.DriveMeter(), 0.0, 0
-    for num_bytes, expected in [(0, None), (50, 50), (50, 50), (10, 50), (50, 50), (20, 20), (20, 20)]:
-        now, read = now + 1.0, read + num_bytes
-        meter.note(now, now, 0, read)
-        assert meter.bytes_per_s == expected, (now, num_bytes)
-
-
-@pytest.mark.parametrize(
-    ("tier", "budgets"), [("folder", {}), ("checkpoint", {"vram_budget": 120_000, "ram_budget": "auto"})], ids=str
-)
-def test_the_plan_knows_a_drive_that_became_slow(
-    budgets: dict[str, Any],
-    tier: str,
-    tmp_path: Path,
-    preadv: Preadv,
-    scarce_ram: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Much slower than when it was measured: the time of a pass that the plan predicts is that of this drive."""
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
-    monkeypatch.setattr("group_offload.plan.ram_shares.auto_ram", lambda: 0)
-    tune(monkeypatch, min_bytes_for_speed=1)
-    seconds = 0.05
-
-    def slowly(real: Any, fd: int, buffers: Any, position: int) -> int:
-        time.sleep(seconds)
-        return real(fd, buffers, position)
-
-    with Rig("simulated", tier, tmp_path, **budgets) as rig:
-        preadv.arm(0, 10**9, slowly)
-        most = SMALL_CHUNK / seconds * reader.num_threads()
-        rig.check()
-        assert rig.handle.plan.details.problem.speeds.drive == KNOWN_SPEEDS.drive > most
-        rig.check(5)
-        plan = rig.handle.plan.details
-        planned = zip(plan.problem.groups, plan.placements, strict=True)
-        read = sum(group.num_bytes for group, place in planned if place is Placement.FILE)
-        assert plan.problem.speeds.drive <= most
-        assert plan.prediction.drive_seconds >= read / most > 0
 
 
 # ---------------------------------------------------------------- what other programs do

@@ -10,24 +10,21 @@ import tempfile
 import threading
 import time
 import weakref
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from group_offload import GroupFileError, apply_group_offloading
+from group_offload import GroupFileError
 from group_offload.base import pool
 from group_offload.base.tuning import tuning
 from group_offload.runtime.copies.reader import Reader
 
 from ...support.inside import engine_of
 from ...support.models import Stop
-from ...support.on_device import exercise, from_file
 from ...support.reading import (
     SMALL_CHUNK,
     TIERS,
@@ -36,7 +33,6 @@ from ...support.reading import (
     Rig,
     Slow,
     eventually,
-    every_device,
     every_rig,
     every_tier,
     num_fds,
@@ -44,7 +40,6 @@ from ...support.reading import (
     num_threads,
 )
 from ...support.reads import late_reads
-from ...support.travellers import in_threads
 from ...support.tuning import tune
 
 # ---------------------------------------------------------------- what is left
@@ -99,7 +94,7 @@ def test_dropped_while_files_are_read(
     is_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def reading(self: Reader, job: Any, chunk: Any) -> None:
-        here.groups = {each.label for _, reads in chunk.spans for each in reads}
+        here.groups = {each.label for each in chunk.reads}
         read(self, job, chunk)
 
     def one_waits(real: Any, fd: int, buffers: Any, position: int) -> int:
@@ -177,22 +172,11 @@ def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------- late, in any order
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from(["random", "lazy", "eager"]),
-    st.sampled_from(["in_files", "in_checkpoint"]),
-    st.sampled_from([{}, {"offload_type": "leaf_level"}, {"record_stream": True}, {"use_stream": False}]),
-)
-def test_late_and_reordered_reads(seed: int, laziness: Any, tier: str, options: dict[str, Any]) -> None:
-    """Hazard: reads on the thread that launches compute overlap with nothing (diffusers #11682)."""
-    exercise(seed, laziness, {tier: True, **options}, num_passes=3)
-
-
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.sampled_from(["random", "eager"]), st.sampled_from(TIERS))
 def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> None:
-    """Every forward is right or says that a file cannot be read, and those without a fault become right again."""
+    """Every forward is right or says that a file cannot be read, and those without a fault become right again. Hazard: reads on
+    the thread that launches compute overlap with nothing (diffusers #11682)."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, late_reads(rng):
         preadv = Preadv(patch)
@@ -242,34 +226,3 @@ def test_an_interrupt_while_compute_waits_for_the_drive(tmp_path: Path, preadv: 
             signal.signal(signal.SIGINT, before)
         preadv.arm(-1, -1)
         rig.check(3)
-
-
-@every_device
-@pytest.mark.parametrize("num_models", [1, 2])
-def test_several_threads(num_models: int, where: str, tmp_path: Path) -> None:
-    """Passes of threads that run one model take turns; two models share the threads that read, of which there are few."""
-    with Rig(where, "checkpoint", tmp_path) as rig:
-        other = from_file(rig.resident, tmp_path / "model.safetensors")
-        handle = apply_group_offloading(other, "cpu", offload_device="disk")
-        models = [rig.model, other] if num_models == 2 else [rig.model] * 3
-        expected, lock = rig.expected(), threading.Lock()
-
-        def task(model: Any) -> None:
-            for _ in range(5):
-                with torch.no_grad():
-                    if rig.device is None:
-                        output = model(rig.x)
-                    else:
-                        with lock if num_models == 1 else nullcontext(), rig.device.running():
-                            output = rig.device.get(model(rig.device.put(rig.x)))
-                assert torch.equal(output, expected)
-
-        for model in models:
-            model.alive = Nothing()
-        in_threads([partial(task, model) for model in models])
-        handle.remove()
-
-
-class Nothing(list[torch.Tensor]):
-    def append(self, value: torch.Tensor) -> None:
-        pass

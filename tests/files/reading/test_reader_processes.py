@@ -42,33 +42,6 @@ def test_interpreter_exit_with_reads_in_flight(end: str, where: str, tmp_path: P
     assert "Fatal" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr[-2000:]
 
 
-def test_a_forward_at_interpreter_exit(tmp_path: Path) -> None:
-    """When no thread can be started any more: right or an error, and no hang."""
-    done = run_python(
-        _IN_A_CHILD
-        + """
-import atexit
-def last():
-    try:
-        try:
-            t.within(60, rig.forward)
-            print("ran", flush=True)
-        except (RuntimeError, GroupFileError) as error:
-            print(type(error).__name__, flush=True)
-        t.within(60, rig.handle.remove)
-        print("removed", flush=True)
-    except BaseException as error:
-        import traceback; traceback.print_exc()
-        os._exit(4)
-atexit.register(last)
-""",
-        "simulated",
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "removed" in done.stdout
-
-
 def test_fork_while_files_are_read(tmp_path: Path) -> None:
     """The child has none of its parent's threads, and ends all the same; the parent goes on. Hazard: the process hangs
     after a fork."""
