@@ -67,18 +67,19 @@ def test_ranks_that_give_up_what_they_read(tmp_path: Path) -> None:
     run(several.sends_as_gpus_do, several.reads_as_gpus_do, (several.gives_reads_up, tmp_path), num_ranks=3)
 
 
-def test_a_rank_that_dies_while_others_write_to_its_slots() -> None:
-    run(several.sends_as_gpus_do, (several.is_killed, "in a forward"), expected=(0, -several.KILLED))
-
-
-@pytest.mark.parametrize("where", ["in a forward", "between forwards"])
-def test_a_rank_that_dies_is_named_by_the_others(where: str) -> None:
-    run((several.is_killed, where), num_ranks=3, expected=(0, -several.KILLED, 0))
-
-
-def test_a_rank_that_dies_as_it_sets_up() -> None:
-    """The others would wait for minutes."""
-    run(several.is_killed_as_it_sets_up, expected=(0, -several.KILLED))
+@pytest.mark.parametrize(
+    ("cases", "num_ranks"),
+    [
+        ([(several.is_killed, "in a forward")], 3),
+        ([(several.is_killed, "between forwards")], 3),
+        ([several.sends_as_gpus_do, (several.is_killed, "in a forward")], 2),
+        ([several.is_killed_as_it_sets_up], 2),
+    ],
+    ids=["in a forward", "between forwards", "while others write to its slots", "as it sets up"],
+)
+def test_a_rank_that_dies_is_named_by_the_others(cases: list[Any], num_ranks: int) -> None:
+    """They would wait for minutes."""
+    run(*cases, num_ranks=num_ranks, expected=(0, -several.KILLED, 0)[:num_ranks])
 
 
 def test_four_ranks_in_groups_and_meshes() -> None:

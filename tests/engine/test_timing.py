@@ -26,7 +26,6 @@ from group_offload import (
     disable_group_offload,
     enable_group_offload,
 )
-from group_offload.base.text import describe_seconds
 from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
 
@@ -145,14 +144,6 @@ def test_auto_packs_only_where_that_is_faster(
         assert budget is None or device.peak_bytes_in_use() <= budget
 
 
-def test_auto_packs_nothing_where_the_host_would_set_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at leaf level: each packed group takes the host longer than its bytes take on the link."""
-    tune(monkeypatch, packed_group_seconds=0.43 / 57)
-    with offloaded(monkeypatch, pack="auto") as (device, model, handle):
-        steps(device, model, 6)
-        assert not handle.stats().packed_bytes
-
-
 PERCENTS = (10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100)
 
 
@@ -218,40 +209,6 @@ def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch
         assert prediction.compute_seconds == pytest.approx(COMPUTE * factor, rel=0.001)
         assert prediction.step_seconds == pytest.approx(seconds, rel=0.01)
         assert seconds <= 1.02 * limit(device.copied_bytes - before, COMPUTE * factor)
-
-
-def test_one_slow_pass_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
-        steps(device, model, 15)
-        before = handle.plan.details
-        device.scale = 5.0
-        steps(device, model, 1)  # the 16th is measured
-        device.scale = 1.0
-        steps(device, model, 4)
-        after = handle.plan.details
-        assert before is not None and after is not None
-        assert after.placements == before.placements
-        assert after.prediction.step_seconds == pytest.approx(before.prediction.step_seconds, rel=1e-9)
-        assert handle.plan.step_seconds == pytest.approx(before.measured_seconds, rel=0.01)
-
-
-def test_the_plan_says_what_passes_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was predicted: the link is half as fast, or twice, as it was measured to be before."""
-    for factor in (0.5, 2.0):
-        with offloaded(monkeypatch) as (device, model, handle):
-            device.bytes_per_second *= factor
-            seconds = steps(device, model, 8)[-1]
-            plan = handle.plan
-            assert plan.details is not None and plan.step_seconds == pytest.approx(seconds, rel=0.01)
-            assert plan.details.prediction.step_seconds == pytest.approx(seconds * factor, rel=0.05)
-            assert f", measured {describe_seconds(plan.step_seconds)} a forward (" in str(plan)
-
-
-def test_what_passes_took_with_another_plan_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
-        seconds = steps(device, model, 8)
-        assert seconds[0] > 1.2 * seconds[-1]
-        assert handle.plan.step_seconds == pytest.approx(seconds[-1], rel=0.01)
 
 
 @pytest.mark.parametrize("is_first_larger", [False, True])
@@ -354,24 +311,6 @@ def guided_pipeline(
         disable_group_offload(pipe)
 
 
-@pytest.mark.parametrize(("num_calls", "scale", "bar"), [(2, 1.0, 0.53), (3, 1.0, 0.44), (2, 4.9, 1.001)])
-def test_forwards_that_share_passes(num_calls: int, scale: float, bar: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block takes what it takes on the link once, or what all forwards compute with it, if that is more."""
-    took = []
-    for share in (False, True):
-        with guided_pipeline(monkeypatch, scale, num_calls, vram_budget=None, share_passes=share) as (_, handle, run):
-            run(5)
-            took.append(run(3) / 3)
-            assert bool(handle.stats().passes_predicted) == share
-    alone, shared = took
-    assert shared <= bar * alone
-    double, single = (
-        max(num_bytes / LINK, seconds * num_calls * scale)
-        for num_bytes, seconds in ((DOUBLE, DOUBLE_SECONDS), (SINGLE, SINGLE_SECONDS))
-    )
-    assert shared <= 1.01 * (19 * double + 38 * single + REST_SECONDS * num_calls * scale)
-
-
 @pytest.mark.parametrize(("scale", "budget", "shares"), [(1.0, 0.5, True), (4.9, 0.5, False), (4.9, 0.0, False)])
 def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
     scale: float, budget: float, shares: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -388,17 +327,3 @@ def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
     assert took[0] <= (0.85 if shares else 1) * took[1]
     told = [record.getMessage() for record in caplog.records if "(share_passes)" in record.getMessage()]
     assert len(told) == 1 and ("together" in told[0]) == shares, told
-
-
-def test_sharing_is_decided_anew_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All weights stay until something else takes device memory."""
-    with guided_pipeline(monkeypatch, 1.0, vram_budget=int(1.2 * TOTAL)) as (device, handle, run):
-        run(6)
-        assert not handle.stats().passes_predicted
-        taken = device.empty(int(0.8 * TOTAL))
-        run(6)
-        predicted = handle.stats().passes_predicted
-        assert predicted >= 4
-        del taken
-        run(6)
-        assert handle.stats().passes_predicted <= predicted + 1

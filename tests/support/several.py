@@ -121,7 +121,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
 
 def share_little() -> None:
     """What is tiny is shared too."""
-    tune(min_shared_bytes=1, share_patience_seconds=2.0, share_trial_bytes=1 << 20)
+    tune(min_shared_bytes=1, share_patience_seconds=10.0, share_trial_bytes=1 << 20)
 
 
 def model(num_blocks: int = 4) -> TrainingModel:

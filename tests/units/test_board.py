@@ -23,17 +23,6 @@ def test_the_last_offer_enters_the_log(its_digest: str) -> None:
     assert found.log == [("1/a", places)] and not found.offers, "what is in it arrives"
 
 
-def test_the_log_keeps_what_a_rank_has_yet_to_send() -> None:
-    found = State()
-    for key in ("1/a", "1/b"):
-        for rank in (0, 1):
-            found.offer(rank, key, "", (), 2)
-    found.forget(0)
-    assert (found.first, [key for key, _ in found.log]) == (0, ["1/a", "1/b"])
-    found.forget(1)
-    assert (found.first, [key for key, _ in found.log]) == (1, ["1/b"])
-
-
 def test_ranks_that_wait_for_each_other_break_off() -> None:
     found = State()
     found.offer(0, "1/a", "", (), 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +10,9 @@ import torch
 
 from group_offload.base.device import HostBackend
 from group_offload.runtime.sharing import crew
-from group_offload.runtime.sharing.links import PeerLink, SharedBytes
+from group_offload.runtime.sharing.links import PeerLink
 
 from ..support.allocations import FakeMemory
-from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 TOPICS = ["1/memory", "1/places", "1/reached", "1/arrived", "1/closed"]
@@ -115,27 +112,6 @@ def test_what_all_ranks_send_arrives(num_ranks: int, monkeypatch: pytest.MonkeyP
             trial.compare()
 
 
-def test_speeds_are_measured_with_all_ranks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, share_trial_bytes=1 << 16)
-    ranks, barrier = Ranks(2), threading.Barrier(2, timeout=60)
-    said: dict[tuple[str, int], Any] = {}
-    found: dict[int, Any] = {}
-
-    def measure(rank: int) -> None:
-        def exchange(topic: str, mine: Any, here: list[int]) -> list[Any]:
-            said[topic, rank] = mine
-            barrier.wait()
-            return [said[topic, each] for each in here]
-
-        roll: Any = SimpleNamespace(rank=rank, exchange=exchange)
-        found[rank] = crew._measure(ranks.trials[rank], ranks.places, roll, "1", [0, 1])
-
-    in_threads([partial(measure, rank) for rank in range(2)])
-    assert found[0] == found[1] and min(found[0].alone, found[0].shared) > 0
-    for trial in ranks.trials:
-        trial.compare()
-
-
 def test_an_address_that_is_used_again_has_another_number() -> None:
     memory, mine = FakeMemory(), torch.zeros(100, dtype=torch.uint8)
     link = PeerLink(HostBackend(), 1, 3, memory)  # type: ignore[arg-type]
@@ -150,16 +126,3 @@ def test_an_address_that_is_used_again_has_another_number() -> None:
     memory.starts.clear()
     link.forget_freed()
     assert link.handles == {}
-
-
-def test_memory_is_opened_once_and_closed_when_it_is_gone() -> None:
-    memory, mine, other = FakeMemory(), *(torch.zeros(100, dtype=torch.uint8) for _ in range(2))
-    memory.put(5, mine)
-    memory.put(6, other)
-    link = PeerLink(HostBackend(), 1, 2, memory)  # type: ignore[arg-type]
-    for _ in range(2):
-        link.look({"0": {"6": "6"}})
-        link.send(SharedBytes(mine[:4], 2, HostBackend().new_event()), {"0": (6, 0)})
-    assert memory.opened == ["6"] and memory.closed == []
-    link.look({"0": {"7": "7"}})
-    assert memory.closed == [other.data_ptr()]

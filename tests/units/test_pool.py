@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -42,26 +41,6 @@ def fresh_pool() -> Iterator[None]:
 def io_threads() -> int:
     """Of the pool that there is: those of one that a test has struck, or forgotten, may wait for ever."""
     return sum(getattr(thread, "_pool", None) is pool._pool for thread in threading.enumerate())
-
-
-class Work:
-    """Work that can be held up, and tells what was done."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-        self.ended: list[int] = []
-        self.go = threading.Event()
-        self.has_begun = threading.Event()
-
-    def do(self, number: int) -> int:
-        self.begun.append(number)
-        self.has_begun.set()
-        assert self.go.wait(60)
-        self.ended.append(number)
-        return number
-
-    def all(self, count: int) -> list[Callable[[], int]]:
-        return [partial(self.do, number) for number in range(count)]
 
 
 def test_results_come_in_order_and_errors_after_all_are_done() -> None:
@@ -125,18 +104,6 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@every_use
-@pytest.mark.parametrize("first", range(4))
-def test_a_thread_that_cannot_be_started(use: Callable[[Path], None], first: int, content: Path) -> None:
-    """From the n-th on, or only the n-th: those that are there, or the caller, do the work. Nobody writes into freed memory."""
-    for refused in (lambda number: number >= first, lambda number: number == first):
-        with refusing_starts(refused):
-            use(content)
-        assert io_threads() <= num_threads()
-        pool._pool.close()
-        pool._forget()
-
-
 @pytest.mark.parametrize("can_start", [True, False])
 @every_use
 def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, content: Path) -> None:
@@ -177,39 +144,6 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
         line += 1 + line // 80  # the loop over the parts comes again and again
     assert num_interrupts > 80
     use(content)
-
-
-def test_an_interrupt_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has begun is waited for, and the rest never begins: no late read overwrites what has the memory next."""
-    work, withdraw, left, are_withdrawn = Work(), pool.Task.withdraw, [*range(100)], threading.Event()
-
-    def withdraw_one(self: pool.Task[int]) -> None:
-        withdraw(self)
-        left.pop()
-        if not left:
-            are_withdrawn.set()
-
-    def interrupt() -> None:
-        assert work.has_begun.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert are_withdrawn.wait(60)
-        work.go.set()
-
-    monkeypatch.setattr(pool.Task, "withdraw", withdraw_one)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread = threading.Thread(target=interrupt)
-    try:
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            run_all(work.all(100))
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert 0 < len(work.begun) <= num_threads()
-    assert sorted(work.ended) == sorted(work.begun)
-    run_all([lambda: None] * 100)  # after all that was in the queue
-    assert len(work.begun) <= num_threads()
 
 
 def test_memory_is_nobody_elses_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,19 +47,6 @@ def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.close(each)
 
 
-def test_links_and_fifos_are_refused_without_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(b"content")
-    (tmp_path / "link").symlink_to("file")
-    os.mkfifo(tmp_path / "fifo")
-    _lack(monkeypatch, "O_NOFOLLOW")
-    monkeypatch.setattr(system, "TO_READ", os.O_RDONLY)
-    os.close(system.open_to_read(tmp_path / "file"))
-    os.close(system.open_to_read(tmp_path / "link", follows_links=True))
-    for name in ("link", "fifo", "missing"):
-        with pytest.raises(OSError, match=r"regular file|Too many|No such file"):
-            system.open_to_read(tmp_path / name)
-
-
 def test_group_files_where_no_open_file_is_renamed_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows: a file is closed before it gets its name."""
     monkeypatch.setattr(system, "IS_WINDOWS", True)
@@ -103,11 +90,6 @@ def test_another_file_behind_the_name_of_a_shared_one(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             system.open_shared_file(name)
     os.close(fd)
-
-
-def test_a_sandbox_that_does_not_tell_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", failing(errno.EINVAL), raising=False)
-    assert system.num_cores() == (os.cpu_count() or 1)
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
