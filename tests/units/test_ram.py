@@ -19,7 +19,6 @@ from group_offload.stores import ways
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.files import failing
-from ..support.models import RoutedModel
 from ..support.on_device import offload
 from ..support.reading import Rig, num_mappings
 from ..support.rigs import run
@@ -32,27 +31,9 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     return Cgroups(tmp_path, monkeypatch)
 
 
-def test_no_limit(cgroups: Cgroups) -> None:
-    """No control groups, the root alone, a list that nobody understands, and groups that say so."""
-    assert available_ram() == 100 * GIB  # no /proc/self/cgroup
-    for line in ("0::/", "", "nonsense"):
-        cgroups.say(line)
-        assert available_ram() == 100 * GIB
-    cgroups.say("5:memory:/a", "0::/a")
-    cgroups.write("a", memory__max="max", memory__current=GIB, memory__stat=stat(0, 0))
-    unlimited = 0x7FFFFFFFFFFFF000  # what version 1 says then
-    cgroups.write("a", 1, memory__limit_in_bytes=unlimited, memory__usage_in_bytes=GIB, memory__stat=stat(0, 0))
-    assert available_ram() == 100 * GIB
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "no /proc"), OSError(24, "no descriptor left")])
-def test_where_the_system_shows_no_figures(error: OSError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_system_shows_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sandbox has no /proc, or the process has no descriptor left: models are offloaded all the same."""
-    known = psutil.virtual_memory()
-
-    def fails(*args: object) -> None:
-        raise error
-
+    known, fails = psutil.virtual_memory(), failing(errno.EMFILE)
     monkeypatch.setattr(psutil, "virtual_memory", fails)
     monkeypatch.setattr(psutil, "Process", fails)
     monkeypatch.setattr(ram, "kernel_says", fails)
@@ -66,67 +47,50 @@ def test_where_the_system_shows_no_figures(error: OSError, monkeypatch: pytest.M
     handle.remove()
 
 
-def test_what_the_page_cache_can_give_up_counts(cgroups: Cgroups) -> None:
-    for name in ("/", "/user/app"):
-        cgroups.say(f"0::{name}")
-        cgroups.write(name, memory__max=10 * GIB, memory__current=7 * GIB, memory__stat=stat(2 * GIB, GIB))
-        assert available_ram() == 6 * GIB
-    cgroups.say("12:cpu,cpuacct:/a", "5:memory:/docker/abc", "1:name=systemd:/x", "0::/y")
-    limits = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 5 * GIB}
-    cgroups.write("docker/abc", 1, **limits, memory__stat=stat(GIB, 0))
-    assert available_ram() == 4 * GIB
+LIMITED = {"memory__max": 10 * GIB, "memory__current": 7 * GIB, "memory__stat": stat(2 * GIB, GIB)}
+OLD = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 5 * GIB, "memory__stat": stat(GIB, 0)}
+TOTALS = f"{stat(0, 0)}\ntotal_inactive_file {GIB}\ntotal_active_file {2 * GIB}"
+UNLIMITED = {"memory__max": "max", "memory__current": GIB, "memory__stat": stat(0, 0)}
 
 
-def test_version_1_counts_the_page_cache_of_groups_inside(cgroups: Cgroups) -> None:
-    """As a batch system makes them: the job has the limit, and a task inside of it the page cache. Else RAM looks scarce once
-    files were read.
-    """
-    cgroups.say("5:memory:/job/step")
-    for name, own in (("job", 0), ("job/step", 30)):
-        cgroups.write(
-            name,
-            1,
-            memory__limit_in_bytes=(32 if name == "job" else 1 << 30) * GIB,
-            memory__usage_in_bytes=31 * GIB,
-            memory__stat=f"{stat(0, own * GIB)}\ntotal_inactive_file {10 * GIB}\ntotal_active_file {20 * GIB}",
-        )
-    assert available_ram() == 31 * GIB
-
-
-def test_the_nearest_limit_counts(cgroups: Cgroups) -> None:
-    """Of all groups around the process's own."""
-    cgroups.say("0::/a/b/c")
-    cgroups.write("a/b/c", memory__max="max", memory__current=GIB, memory__stat=stat(0, 0))
-    cgroups.write("a/b", memory__max=20 * GIB, memory__current=GIB, memory__stat=stat(0, 0))
-    cgroups.write("a", memory__max=10 * GIB, memory__current=8 * GIB, memory__stat=stat(GIB, 0))
-    assert available_ram() == 3 * GIB
-    cgroups.write("a", memory__max=1000 * GIB)
-    assert available_ram() == 19 * GIB
-    assert ram.fits(17 * GIB) and not ram.fits(19 * GIB)  # some is left for others
-    cgroups.write("a/b", memory__max=1000 * GIB)
-    assert available_ram() == 100 * GIB
-    cgroups.write("a", memory__max=GIB, memory__current=3 * GIB)  # over its limit
-    assert available_ram() == 0
-
-
-@pytest.mark.parametrize("file", ["memory__max", "memory__current", "memory__stat"])
-def test_files_that_nobody_understands(file: str, cgroups: Cgroups) -> None:
-    cgroups.say("0::/a")
-    for broken in ("", "nonsense", "3 4", "-", "anon 5\nodd\n\nfile x\n"):
-        cgroups.write("a", memory__max=GIB, memory__current=0, memory__stat=stat(0, 0))
-        cgroups.write("a", **{file: broken})
-        assert available_ram() == (GIB if file == "memory__stat" else 100 * GIB)
-    (cgroups.root / "a" / file.replace("__", ".")).unlink()
-    assert available_ram() == (GIB if file == "memory__stat" else 100 * GIB)
-
-
-def test_a_group_outside_of_what_is_mounted(cgroups: Cgroups) -> None:
-    """In a container the name may be that of the host: then the limit of the root that is mounted counts."""
-    cgroups.say("0::/../../other")
-    cgroups.write("/", memory__max=2 * GIB, memory__current=GIB, memory__stat=stat(0, 0))
-    assert available_ram() == GIB
-    cgroups.say("0::/kubepods/pod1/not-here")
-    assert available_ram() == GIB
+@pytest.mark.parametrize(
+    ("said", "groups", "expected"),
+    [
+        ((), {}, 100),
+        (("nonsense",), {}, 100),
+        (("0::/a",), {"a": UNLIMITED}, 100),
+        (("5:memory:/a",), {"1 a": {**OLD, "memory__limit_in_bytes": 0x7FFFFFFFFFFFF000}}, 100),  # it has none
+        # What the page cache can give up counts. Version 1 counts it in groups inside apart, as a batch system makes them.
+        (("0::/user/app",), {"user/app": LIMITED}, 6),
+        (("12:cpu,cpuacct:/a", "5:memory:/docker/abc", "1:name=systemd:/x", "0::/y"), {"1 docker/abc": OLD}, 4),
+        (("5:memory:/job/step",), {"1 job": {**OLD, "memory__stat": TOTALS}}, 6),
+        # Of all groups around the process's own, the nearest limit.
+        (("0::/a/b/c",), {"a/b/c": UNLIMITED, "a/b": {**LIMITED, "memory__max": 20 * GIB}, "a": LIMITED}, 6),
+        (
+            ("0::/a/b/c",),
+            {"a/b": {**LIMITED, "memory__max": 20 * GIB}, "a": {**LIMITED, "memory__max": 1000 * GIB}},
+            16,
+        ),
+        (("0::/a",), {"a": {"memory__max": GIB, "memory__current": 3 * GIB}}, 0),
+        # Files that nobody understands.
+        (("0::/a",), {"a": {**LIMITED, "memory__max": "nonsense"}}, 100),
+        (("0::/a",), {"a": {**LIMITED, "memory__current": ""}}, 100),
+        (("0::/a",), {"a": {**LIMITED, "memory__stat": "anon 5\nodd\n\nfile x\n"}}, 3),
+        # In a container the name may be that of the host: then the limit of the root that is mounted counts.
+        (("0::/../../other",), {"/": LIMITED}, 6),
+        (("0::/kubepods/pod1/not-here",), {"/": LIMITED}, 6),
+    ],
+)
+def test_control_groups(
+    said: tuple[str, ...], groups: dict[str, dict[str, Any]], expected: int, cgroups: Cgroups
+) -> None:
+    cgroups.say(*said)
+    for name, files in groups.items():
+        cgroups.write(name.removeprefix("1 "), 1 if name.startswith("1 ") else 2, **files)
+    assert available_ram() == expected * GIB
+    assert ram.fits(max(0, expected - 2) * GIB) == (expected > 0) and not ram.fits(
+        expected * GIB
+    )  # some is left for others
 
 
 # ---------------------------------------------------------------- how files are read
@@ -145,29 +109,11 @@ def ways_of(rig: Rig) -> list[str]:
     return [group.way for group in rig.handle.groups if group.num_bytes]
 
 
-def test_ways_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_bytes = sum(parameter.nbytes for parameter in RoutedModel([64] * 8).parameters())
-    for available, expected in ((0, {"direct"}), (num_bytes, {"direct", "page cache"}), (GIB, {"page cache"})):
-        set_ram(monkeypatch, available)
-        (folder := tmp_path / str(available)).mkdir()
-        with Rig("simulated", "checkpoint", folder, [64] * 8, low_cpu_mem_usage=True) as rig:
-            ways = ways_of(rig)
-            assert set(ways) == expected
-            if len(expected) == 2:
-                assert 3 <= ways.count("direct") <= 6
-                blocks = [group.way for group in rig.handle.groups if group.group_id.startswith("blocks")]
-                assert all(left != right for left, right in zip(blocks[1:-1:2], blocks[2:-1:2], strict=True))
-            rig.check(2)
-
-
 # ---------------------------------------------------------------- locked in the page cache
 
 
 @pytest.mark.usefixtures("_may_lock_half")
-@pytest.mark.parametrize(
-    ("tier", "options"),
-    [("checkpoint", {}), ("folder", {"offload_type": "leaf_level"}), ("checkpoint", {"record_stream": True})],
-)
+@pytest.mark.parametrize(("tier", "options"), [("checkpoint", {}), ("folder", {"offload_type": "leaf_level"})])
 def test_files_are_locked_once_they_are_cached(
     options: dict[str, Any], tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
