@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import disable_group_offload, remove_group_offloading
+from group_offload import remove_group_offloading
 from group_offload.runtime.foresight.lookahead import LookAhead
 
 from ..support.inside import engine_of
-from ..support.models import WIDTH, Model
+from ..support.models import WIDTH
 from ..support.on_device import any_mode, forward
-from ..support.pretend import IMAGE, WITH_CONTROLNET, PretendPipeline
+from ..support.pretend import IMAGE, PretendPipeline
 from ..support.reads import watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -78,40 +78,18 @@ def test_the_next_model_takes_no_memory_beside_the_last(options: dict[str, Any],
     pipe.remove()
 
 
-def test_models_that_alternate_send_each_group_once_a_step(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device).offload()
-    pipe.image(WITH_CONTROLNET)
-    image = pipe.image(WITH_CONTROLNET)
-    first = WITH_CONTROLNET.index("transformer")
-    # The last step is taken for one more, so the control net's first groups are sent once in vain.
-    for passed in image[first:-1]:
-        assert passed.onloads == len(pipe.handles[passed.name].groups) and passed.before > 0, passed
-    pipe.remove()
-
-
 @any_mode
 def test_a_wrong_guess_costs_no_bits(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """Images of other steps, models that are left out, and models that are called twice."""
+    """Images of other steps, models that are left out or called twice, and weights that change after they were sent ahead."""
     pipe = PretendPipeline(device).offload(**options)
     pipe.image(), pipe.image()
-    for image in (
-        ("encoder", *["transformer"] * 4, "vae"),
-        ("transformer", "vae", "encoder", "encoder"),
-    ):
-        pipe.image(image)
-    pipe.remove()
-
-
-def test_weights_that_change_after_they_were_sent_ahead(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device).offload()
-    pipe.image(), pipe.image()
-    for name in ("encoder", "transformer", "transformer", "transformer"):
-        pipe.call(name)
+    pipe.image(("encoder", *["transformer"] * 4, "vae"))
+    pipe.image(("transformer", "vae", "encoder", "encoder"))
+    pipe.image(("encoder", *["transformer"] * 3))
     for model in (pipe.components["vae"], pipe.resident["vae"]):
-        assert isinstance(model, Model)
         with torch.no_grad(), device.running():
-            model.blocks[0].up.weight.data.mul_(2)
-    assert pipe.call("vae").onloads > 0
+            model.get_parameter("blocks.0.up.weight").data.mul_(2)
+    pipe.call("vae")
     pipe.remove()
 
 
@@ -121,27 +99,26 @@ def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> Non
     pipe.image(), pipe.image()
     for name in ("encoder", "transformer", "transformer"):
         pipe.call(name)
+    held, done = threading.Event(), threading.Event()
     if how == "removed":
         remove_group_offloading(pipe.components["vae"])
-    if how == "gone":
+    elif how == "gone":
         vae = weakref.ref(pipe.components.pop("vae"))
         del pipe.handles["vae"]
         gc.collect()
         assert vae() is None
-    if how == "interrupted":
+    elif how == "interrupted":
         handle = pipe.components["vae"].register_forward_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             pipe.call("vae")
         handle.remove()
-    held = threading.Event()
-    if how == "running":
-        lock, done = engine_of(pipe.handles["vae"]).lock, threading.Event()
-        thread = threading.Thread(target=lambda: _hold(lock, held, done))
+    else:
+        thread = threading.Thread(target=_hold, args=(engine_of(pipe.handles["vae"]).lock, held, done))
         thread.start()
-        assert held.wait(60)
+        assert held.wait(240)
     pipe.call("transformer")
+    done.set()
     if how == "running":
-        done.set()
         thread.join()
     for name in ("encoder", "transformer"):
         pipe.call(name)
@@ -155,7 +132,7 @@ def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> Non
 def _hold(lock: Any, held: threading.Event, done: threading.Event) -> None:
     with lock:
         held.set()
-        assert done.wait(60)
+        assert done.wait(240)
 
 
 def _interrupt(*args: Any) -> None:
@@ -186,31 +163,4 @@ def test_what_is_raised_for_the_next_model(
             pipe.call("transformer", x)
     assert pipe.call("vae").before == 0
     pipe.image()
-    pipe.remove()
-
-
-def test_a_pipeline_that_is_restored_and_offloaded_again(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device).offload()
-    pipe.image()
-    disable_group_offload(pipe)
-    again = PretendPipeline(device)
-    again.components, again.resident = pipe.components, pipe.resident
-    again.offload()
-    again.image()
-    assert [passed.before > 0 for passed in again.image()] == [False, True, False, False, True]
-    again.remove()
-
-
-def test_training_foresees_nothing(device: SimulatedDevice) -> None:
-    """A backward comes after a forward that records a graph, whatever came after it before."""
-    pipe = PretendPipeline(device)
-    pipe.components["transformer"].requires_grad_(False)
-    pipe.offload()
-    pipe.image(), pipe.image()
-    pipe.call("encoder")
-    with device.running():
-        for _ in range(3):
-            x = device.put(torch.randn(3, WIDTH)).requires_grad_()
-            pipe.components["transformer"](x).sum().backward()
-    assert pipe.call("vae").before == 0
     pipe.remove()

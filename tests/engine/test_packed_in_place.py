@@ -14,7 +14,6 @@ import torch
 
 from group_offload import GroupFileError, OffloadHandle
 from group_offload.base import ram
-from group_offload.base.pool import Task
 from group_offload.base.release import wait_for_releases
 from group_offload.stores.packed import PackedImage
 
@@ -149,35 +148,6 @@ def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice
         models[0].alive.clear()
         handle.remove()
     models.clear()  # a plain model has lost its weights
-
-
-def test_an_interrupt_before_packed_bytes_are_proven(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was not proven is not used."""
-    resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-
-    result = Task.result
-
-    def interrupt(task: Any) -> Any:
-        if result(task) == "The file cannot be used":
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return result(task)
-
-    scale(2, model, resident)
-    monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
-    monkeypatch.setattr(Task, "result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        check(device, model, resident, 2)
-    in_files = [image.contents.is_proven for image in images_of(handle) if image.contents is not None]
-    assert len(in_files) == 3 and all(in_files)
-    check(device, model, resident, 3)
-    in_files = [image.contents.is_proven for image in images_of(handle) if image.contents is not None]
-    assert len(in_files) == 4 and all(in_files)
-    end(device, model, resident, handle)
 
 
 @pytest.mark.parametrize("do", ["delete", "touch", "rename"])

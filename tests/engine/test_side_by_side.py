@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import apply_group_offloading, free_slots, remove_group_offloading
+from group_offload import apply_group_offloading
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
@@ -37,23 +37,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
     with use_simulated_device(SimulatedDevice(0, "random")) as device:
         yield device
-
-
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_models_that_alternate_share_the_room(share: float, device: SimulatedDevice) -> None:
-    """They keep what they have there side by side, and a step sends no more than what has no room."""
-    pipe = PretendPipeline(device)
-    total = sum(tensor.nbytes for name in ("controlnet", "transformer") for tensor in pipe.resident[name].parameters())
-    budget = peak_without_budget(device) + int(share * total)
-    pipe.offload(vram_budget=budget)
-    pipe.image(WITH_CONTROLNET)
-    device.reset_peak()
-    steps = [passed for passed in settled(pipe, WITH_CONTROLNET) if passed.name in ("controlnet", "transformer")][2:]
-    assert device.peak_bytes_in_use() <= budget
-    groups = [group.num_bytes for name in ("controlnet", "transformer") for group in pipe.handles[name].groups]
-    for one, two in zip(steps[::2], steps[1::2], strict=True):
-        assert one.num_bytes + two.num_bytes <= sum(groups) - (share * total - max(groups))
-    pipe.remove()
 
 
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
@@ -116,17 +99,6 @@ def _fail(*args: Any) -> None:
     raise ValueError("stop")
 
 
-def test_free_slots_frees_what_stays_there(device: SimulatedDevice) -> None:
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, IMAGE)
-    free_slots()
-    gc.collect()
-    device.synchronize()
-    assert not device.memory.now
-    pipe.image()
-    pipe.remove()
-
-
 def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
     """One that is called inside of another one's forward takes what is left."""
     pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
@@ -148,23 +120,6 @@ def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
     assert engine_of(pipe.handles["vae"]).memory.residents == []
     pipe.image()
     handle.remove()
-    pipe.remove()
-
-
-@pytest.mark.parametrize("how", ["restored", "gone"])
-def test_a_model_that_is_restored_or_gone_leaves_nothing_there(how: str, device: SimulatedDevice) -> None:
-    """Neither other models nor what they have learnt keep its memory."""
-    pipe = PretendPipeline(device).offload(vram_budget=EVERYTHING)
-    settled(pipe, WITH_CONTROLNET)
-    before, staying = device.memory.now, pipe.handles["controlnet"].stats().resident_bytes
-    assert staying
-    if how == "restored":
-        remove_group_offloading(pipe.components["controlnet"])
-    del pipe.handles["controlnet"], pipe.components["controlnet"]
-    gc.collect()
-    device.synchronize()
-    assert device.memory.now <= before - staying
-    pipe.image()
     pipe.remove()
 
 
