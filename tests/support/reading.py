@@ -177,7 +177,7 @@ def assert_tells(error: GroupFileError, rig: Rig, what: str) -> None:
     assert what in message and "Reload the model" in message, message
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 240.0) -> bool:
     """Threads of the pools may still be on their way out of a read."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -52,7 +52,7 @@ class Travelling(nn.Module):
         return x * self.shift
 
 
-def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 60) -> None:
+def in_threads(jobs: Sequence[Callable[[], object]], seconds: float = 240) -> None:
     """Run each job in a thread of its own. A deadlock is a failure, with the stacks of the threads."""
     errors: list[BaseException] = []
 
@@ -87,7 +87,13 @@ def taken_as_shared() -> Iterator[None]:
 
 
 def travel(
-    seed: int, laziness: Any, options: dict[str, Any], *, num_threads: int = 3, num_passes: int = 4, seconds: float = 60
+    seed: int,
+    laziness: Any,
+    options: dict[str, Any],
+    *,
+    num_threads: int = 3,
+    num_passes: int = 4,
+    seconds: float = 240,
 ) -> Any:
     """Random forwards of several threads on the simulated device, each on a stream of its own. Every output is right.
 
@@ -143,7 +149,7 @@ def travel(
     return stats
 
 
-def interrupt_where_it_waits(num_strikes: int, seconds: float = 20) -> None:
+def interrupt_where_it_waits(num_strikes: int, seconds: float = 240) -> None:
     """Ctrl-C strikes a forward where it gives way, or once more where it waits to end that call. The others are right."""
     device = SimulatedDevice(0, "lazy")
     model = Travelling([8] * 4)
@@ -214,6 +220,6 @@ def interrupt_on_lines(seed: int, num_strikes: int) -> None:
     with use_simulated_device(device), taken_as_shared():
         handle = offload(model, share_passes=True)
         for _ in range(num_strikes):
-            in_threads([struck, usual, usual], 30)
+            in_threads([struck, usual, usual])
         handle.remove()
         assert device.allocated_bytes == 0

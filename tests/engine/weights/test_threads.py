@@ -18,6 +18,7 @@ from group_offload.runtime.threads import where_it_waits
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.models import WIDTH, Model, inputs, make
+from ...support.reading import eventually
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 from ...support.travellers import in_threads
 from ...support.tuning import tune
@@ -56,13 +57,13 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
 ) -> None:
     """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
     tune(monkeypatch, turn_patience_seconds=0.05)
-    began, got_on, looks = threading.Event(), threading.Event(), []
+    began, got_on, is_over, looks = threading.Event(), threading.Event(), threading.Event(), []
 
     def look(thread: int) -> Any:
         found = where_it_waits(thread)
         looks.append(found)
         got_on.clear()
-        assert got_on.wait(60)
+        assert eventually(lambda: got_on.is_set() or is_over.is_set())
         return found
 
     monkeypatch.setattr(passes, "where_it_waits", look)
@@ -89,7 +90,8 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
         began.clear()
         handle, is_offloaded = offload_to(None, model), True
         first = pool.submit(run_onloaded, model, x)
-        assert began.wait(60)
+        first.add_done_callback(lambda _: is_over.set())
+        assert began.wait(240)
         second = pool.submit(run_onloaded, model, x, call=model.blocks[0] if calls_a_part else model)
         for found, expected in zip((first, second), wanted, strict=True):
             assert_same(found.result(), expected)

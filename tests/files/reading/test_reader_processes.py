@@ -57,7 +57,7 @@ for _ in range(4):
     child = os.fork()
     if not child:
         sys.exit(0) if _ % 2 else os._exit(0)
-    for _ in range(1200):
+    for _ in range(4000):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             break
@@ -90,8 +90,8 @@ os.preadv = real
 if not child:
     try:
         if which != "removed":
-            t.within(60, lambda: rig.check(3))
-        t.within(60, rig.handle.remove)
+            t.within(200, lambda: rig.check(3))
+        t.within(200, rig.handle.remove)
         rig.check_at_rest()
     except BaseException:
         import traceback; traceback.print_exc()
@@ -137,10 +137,10 @@ def fails():
 try:
     rig.model.route = rig.resident.route = [3, 2, 1, 0]  # so that there is something to read
     for number in range(2):
-        assert t.within(60, fails), number
+        assert t.within(200, fails), number
     is_full = False
-    t.within(60, lambda: rig.check(3))
-    t.within(60, rig.handle.remove)
+    t.within(200, lambda: rig.check(3))
+    t.within(200, rig.handle.remove)
     rig.check_at_rest()
 except BaseException:
     import traceback; traceback.print_exc()
