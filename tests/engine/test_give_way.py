@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def test_what_a_backward_takes(asked: Counter[str], tmp_path: Path) -> None:
     """Trained parameters, slots, and copies of weights for a graph that may outlive them."""
     for step in (training.plain, training.doubled):
         backward.check(step, "random", tmp_path, vram_budget=120_000)
-    assert asked["trained._bring"] and asked["backward.copy_of"]
+    assert asked["trained._move"] and asked["backward.copy_of"]
 
 
 def test_what_activations_take(asked: Counter[str]) -> None:
@@ -125,28 +124,3 @@ def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch
             assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
         handle.remove()
     assert asked[place]
-
-
-def test_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the package, for anybody: of a device that something is offloaded to, and of another one."""
-    tune(monkeypatch, device_margin_bytes=0)
-    monkeypatch.setattr(arena, "_arenas", weakref.WeakValueDictionary())  # models of other tests may be there yet
-    device = SimulatedDevice()
-    refused = iter([True, False])
-
-    def make() -> str:
-        if next(refused):
-            raise torch.OutOfMemoryError("It is full.")
-        return "made"
-
-    with use_simulated_device(device):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
-        handle = offload(model, vram_budget=1 << 20)
-        for _ in range(3):
-            forward(device, model, torch.randn(2, 64))
-        before = handle.stats().resident_bytes
-        with pytest.raises(StopIteration):
-            arena.retried(torch.device("meta"), lambda: next(iter(())), 1)
-        assert arena.retried(torch.device("cpu"), make, 1) == "made"
-        assert handle.stats().resident_bytes < before
-        handle.remove()

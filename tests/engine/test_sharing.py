@@ -142,7 +142,9 @@ def test_an_interrupt_on_any_line() -> None:
     interrupt_on_lines(0, 8)
 
 
-def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
+def test_memory_that_runs_out_in_a_shared_pass(
+    device: SimulatedDevice, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forward is made again alone, and fewer share a pass from then on."""
     model = Travelling([8] * 4)
     resident = copy.deepcopy(model)
@@ -155,6 +157,7 @@ def test_memory_that_runs_out_in_a_shared_pass(device: SimulatedDevice, said: Ca
         together.append(traveller.convoy.size if traveller is not None else 1)
         if not failed and together[-1] > 1 and engine_of(handle).counters.shared > 3:
             failed.append(together[-1])
+            tune(monkeypatch, convoy_wait_seconds=0.1)  # from now on not all have room
             raise torch.OutOfMemoryError("no room")
 
     model.on_block = run_out
