@@ -187,14 +187,6 @@ def test_page_locking(
     assert f"pinned {locked} of {tried}" in row["found"]
 
 
-def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
-    monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-    rows = ask()
-    assert rows["page_locking"]["verdict"] == rows["mapped_files"]["verdict"] == "slower"
-    assert "64 KiB of it allocated by the driver" in rows["page_locking"]["found"]
-
-
 @pytest.mark.parametrize(("release", "size"), [("6.8.0-generic", "48 KiB"), ("6.6.87-microsoft-WSL2", "16 KiB")])
 def test_no_more_is_locked_than_is_left(
     release: str, size: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch

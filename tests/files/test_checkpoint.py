@@ -17,13 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import T5EncoderModel
 
-from group_offload import ConfigError, OffloadHandle, apply_group_offloading
-from group_offload.stores.checkpoint import FileMap
-from group_offload.stores.files import Checkpoint, FileBlob
+from group_offload import OffloadHandle, apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_at_rest
-from ..support.models import DIM, Model, RoutedModel, aligned
+from ..support.models import DIM, RoutedModel, aligned
 from ..support.on_device import from_file
 from ..support.rigs import LEVELS, run
 
@@ -153,24 +151,6 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
     assert tree(tmp_path / "model") == before
 
 
-def test_a_parameter_that_is_in_no_file(tmp_path: Path) -> None:
-    resident = RoutedModel([16] * 3).eval()
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    for twin in (model, resident):
-        twin.blocks[1].up.weight = nn.Parameter(torch.ones_like(twin.blocks[1].up.weight))
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with pytest.raises(ConfigError, match="offload_to_disk_path") as caught:
-        offload(model)
-    assert "'blocks.1.up.weight'" in str(caught.value) and "file, and 1 is in none" in str(caught.value)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    handle = offload(model, offload_to_disk_path=tmp_path / "groups")
-    assert len([*(tmp_path / "groups").glob("*.safetensors")]) == 1
-    x = torch.randn(2, DIM)
-    assert torch.equal(run(model, x), run(resident, x))
-    handle.remove()
-    assert_at_rest(model, resident)
-
-
 # ---------------------------------------------------------------- edits
 
 
@@ -216,18 +196,3 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, tmp_p
     handle.remove()
     assert_at_rest(model, resident)
     assert path.read_bytes() == content
-
-
-def test_pages_of_a_blob_that_was_never_closed_are_nobodys(tmp_path: Path) -> None:
-    """Their next edits may be those of a blob of another `Checkpoint`, which has to find them."""
-    model = from_file(Model(1, 64), tmp_path / "model.safetensors")
-    weights = [model.blocks[0].up.weight.detach(), model.gain.detach()]
-    spans = [span for span in map(FileMap().find, weights) if span is not None]
-    checkpoint = Checkpoint.of(spans)
-    blobs = [FileBlob.of([""], [weight], [span], checkpoint) for weight, span in zip(weights, spans, strict=True)]
-    assert not checkpoint.commit_edits(lambda: None)
-    del blobs[0]
-    weights[0].fill_(1.0)
-    assert not checkpoint.commit_edits(lambda: None)
-    assert weights[0].eq(1.0).all()
-    blobs[0].close()

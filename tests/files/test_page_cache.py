@@ -270,20 +270,6 @@ def test_edits(
 # ---------------------------------------------------------------- what happens to the file
 
 
-@pytest.mark.parametrize("what", ["deleted", "replaced"])
-def test_a_file_that_goes(what: str, path: Path, device: SimulatedDevice) -> None:
-    """What was mapped is still there, however often the groups are made again."""
-    with twins(device, RoutedModel(WIDE), path) as both:
-        both.step()
-        both.check()
-        path.unlink() if what == "deleted" else replace_file(path)
-        for number in range(3):
-            if number:
-                both.edit(lambda model: edit_in_place(model.blocks[1].down.weight))
-            both.step()
-            both.check()
-
-
 @pytest.mark.parametrize("what", ["written to", "cut off"])
 def test_a_file_that_is_changed(what: str, path: Path, device: SimulatedDevice) -> None:
     """By another program, in place: the next forward says so, and none is silently wrong."""

@@ -14,10 +14,7 @@ from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def lora(seed: int, rank: int, alpha: float) -> dict[str, torch.Tensor]:

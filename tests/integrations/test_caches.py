@@ -19,11 +19,11 @@ import torch
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from torch.utils._pytree import tree_leaves
 
-from group_offload import StateError, apply_group_offloading, enable_group_offload
+from group_offload import StateError, apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
+from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs
 from ..support.rigs import LEVELS, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
@@ -110,35 +110,6 @@ def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> N
 
     for (_, actual), (_, wanted) in zip(life(counted, offload), expected(name), strict=True):
         assert_same(actual, wanted)
-
-
-@needs("mag-wan")
-@pytest.mark.parametrize(("level", "order"), [("block_level", "before"), ("leaf_level", "after")])
-def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path) -> None:
-    """As in Wan 2.2, each with a cache of its own, which counts steps (diffusers #14025): two images, as resident."""
-
-    def images(is_offloaded: bool) -> list[torch.Tensor]:
-        pipe = tiny.wan_pipeline()
-        models = pipe.transformer, pipe.transformer_2
-        for when in ("after", "cache", "before"):
-            if when == "cache":
-                for model in models:
-                    model.enable_cache(mag(Clock()))
-            elif is_offloaded and order == when:
-                enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
-        pipe.to(tiny.device())
-        calls = [0, 0]
-
-        def count(number: int) -> Callable[..., None]:
-            return lambda *_: calls.__setitem__(number, calls[number] + 1)
-
-        for number, model in enumerate(models):
-            model.blocks[0].norm1.register_forward_hook(count(number))
-        made = [tiny.run(pipe, num_inference_steps=NUM_STEPS) for _ in range(2)]
-        assert sum(calls) < 4 * NUM_STEPS and all(calls), calls
-        return [*made, torch.tensor(calls)]
-
-    assert_same(images(True), images(False))
 
 
 @needs("text-kv-nucleus")

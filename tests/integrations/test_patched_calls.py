@@ -276,14 +276,6 @@ def test_accelerate_takes_the_weights_of_an_offloaded_model(
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
-def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> None:
-    model = tiny.flux_transformer()
-    accelerate.hooks.add_hook_to_module(model.proj_out, accelerate.hooks.ModelHook())
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    apply_group_offloading(model, device)
-    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-
-
 def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:
     for part in (tiny.flux_transformer(), tiny.flux_transformer().transformer_blocks):
         imported_before_patching(part, device, num_blocks_per_group=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -86,17 +85,6 @@ def test_disable_gives_everything_back(
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
-def test_disable_finds_a_model_that_was_put_into_another_one() -> None:
-    """As a ControlNet is put into a `MultiControlNetModel`."""
-    pipe: Any = SimpleNamespace(components={"controlnet": nn.Linear(2, 2)})
-    enable_group_offload(pipe, onload_device="cpu")
-    first = pipe.components["controlnet"]
-    pipe.components["controlnet"] = nn.ModuleList([first, nn.Linear(2, 2)])
-    disable_group_offload(pipe)
-    assert handle_of(first) is None
-    enable_group_offload(pipe, onload_device="cpu")["controlnet"].remove()
-
-
 @pytest.mark.parametrize("excluded", ["vae", ["vae", "text_encoder"], ("text_encoder_2", "tokenizer", "transfomer")])
 def test_excluded_modules_stay_whole(
     excluded: Any, device: torch.device, resident_outputs: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
@@ -166,28 +154,6 @@ def test_something_else_than_a_pipeline(given: Any, said: str, device: torch.dev
         with pytest.raises(ConfigError, match=rf"^Expected a diffusers pipeline, {said}") as caught:
             call(given)
         assert "\n" not in str(caught.value)
-
-
-def test_an_option_of_single_models() -> None:
-    with pytest.raises(TypeError, match=r"'block_modules'\. .* model_options=\{NAME: \{'block_modules': \.\.\.\}\}"):
-        enable_group_offload(tiny.flux_pipeline(), block_modules=["transformer_blocks"])  # type: ignore[call-arg]
-
-
-def test_model_options(device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]) -> None:
-    """A count of blocks for all has no meaning for a model that is cut into layers, and is not its contradiction."""
-    pipe, blocks = tiny.flux_pipeline(), ["transformer_blocks", "single_transformer_blocks"]
-    special = {
-        "vae": {"offload_type": "leaf_level"},
-        "transformer": {"offload_to_disk_path": tmp_path, "num_blocks_per_group": 1, "block_modules": blocks},
-    }
-    handles = enable_group_offload(pipe, onload_device=device, num_blocks_per_group=2, model_options=special)
-    assert handles["vae"].config.offload_type.value == "leaf_level"
-    assert handles["transformer"].config.block_modules == tuple(blocks)
-    assert handles["transformer"].stats().file_bytes > 0
-    assert handles["transformer"].config.num_blocks_per_group == 1
-    assert handles["text_encoder_2"].config.num_blocks_per_group == 2
-    assert handles["text_encoder_2"].stats().file_bytes == 0
-    assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
 def test_a_model_with_two_names(device: torch.device) -> None:

@@ -138,20 +138,6 @@ def test_a_lora_on_a_saved_model(name: str, checkpoints: dict[Any, Path], tmp_pa
     assert_same(output_of(adapted(open_offloaded(model_class, tmp_path / "saved", None, tmp_path / "files"))), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "bitsandbytes" in name or "SDNQ" in name])
-def test_after_dequantize(name: str, checkpoints: dict[Any, Path], offload_either: Offload) -> None:
-    model_class, config, _ = needs(name)
-    model, reference = (load(model_class, checkpoints[model_class], config()) for _ in range(2))
-    offload_either(model)
-    assert_same(output_of(model), output_of(reference))
-    try:
-        reference.dequantize()
-    except (NotImplementedError, RuntimeError, AssertionError):
-        pytest.skip("the library does not dequantise it on this machine")
-    model.dequantize()
-    assert_same(output_of(model), output_of(reference))
-
-
 # ------------------------------------------------------------------------------------------------ GGUF
 
 BLOCKS = {"Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q6_K": (210, (208,))}

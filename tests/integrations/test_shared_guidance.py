@@ -126,20 +126,6 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
     assert len(told) == (kind not in ("a listed class", "by itself"))
 
 
-def test_encoders_and_decoders_are_not_told_to_share_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody expects it of them: they run once an image."""
-    caplog.set_level(logging.INFO, "group_offload")
-    with use_simulated_device(SimulatedDevice()):
-        pipe = tiny.wan_pipeline()
-        enable_group_offload(pipe, "cpu", share_passes="auto")
-        assert handle_of(pipe.vae) is not None
-        assert "separately" not in caplog.text
-        disable_group_offload(pipe)
-        apply_group_offloading(pipe.vae, "cpu", share_passes="auto")
-        assert "AutoencoderKLWan separately" in caplog.text
-        disable_group_offload(pipe)
-
-
 def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "group_offload")
     pipe, handle = offloaded()

@@ -52,11 +52,6 @@ def test_every_byte_comes_back(given: list[torch.Tensor], num_tiles: int | None)
         assert torch.equal(found, image[start : start + strip.plain_bytes])
 
 
-def test_a_strip_takes_no_more_than_its_buffer() -> None:
-    """Weights that do not pack make the largest one."""
-    assert packed_size((Span(0, Tuning().strip_bytes),), 0) <= 64 << 20
-
-
 def test_the_cpu_packs_where_the_device_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     image, layout = image_of([packable()])
     count = operators.count_exponents
@@ -129,7 +124,7 @@ def test_a_part_needs_a_part_of_the_packed_bytes(length: int) -> None:
         assert torch.equal(found, image[start:end]), (start, end)
 
 
-IMAGE, PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])
+PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])[1]
 
 
 @given(st.data())
@@ -142,12 +137,4 @@ def test_damaged_bytes_lead_nowhere(data: st.DataObject) -> None:
         place = data.draw(st.integers(0, damaged.numel() - 1) | st.integers(0, 2048))
         damaged[place : place + data.draw(st.sampled_from([1, 8, 3000]))] = data.draw(st.integers(0, 255))
     with suppress(GroupFileError):
-        unpacked(damaged, PACKED.layout)
-
-
-def test_codes_that_ask_for_escapes_that_are_not_there() -> None:
-    (strip,) = PACKED.layout.strips
-    damaged = PACKED.data.clone()
-    damaged[strip.places[0] : strip.places[1]] = 0xFF
-    with pytest.raises(GroupFileError, match="ask for other escapes"):
         unpacked(damaged, PACKED.layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import re
@@ -24,18 +23,17 @@ from group_offload import (
     enable_group_offload,
     write_report,
 )
-from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from group_offload.base.timeline import COMPUTE, COPIES, READS, STALLS
 from group_offload.handle import report_of
 from group_offload.plan.budgets import describe_bytes
-from group_offload.report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
-from group_offload.report.page import write_page
+from group_offload.report.facts import ModelFacts, Place
 from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
 
 from ..support import tiny_models as tiny
 from ..support.files import failing
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import forward, offload, options_for
+from ..support.on_device import forward, offload
 from ..support.pages import Page
 from ..support.pipelines import models_of
 from ..support.rigs import run
@@ -46,7 +44,6 @@ from ..support.tuning import tune
 
 LINK = 1e6
 BYTES, SECONDS = 4096, 0.003
-GIB = 1 << 30
 
 
 class Timed(nn.Module):
@@ -186,23 +183,6 @@ def test_what_recording_costs(device: CountingDevice) -> None:
     handle.remove()
 
 
-def test_while_work_is_on_its_way() -> None:
-    """The page is right, and changes nothing, when kernels and copies have not run yet."""
-    with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for({"in_files": True}) as given:
-        model = RoutedModel([16, 24, 16, 16])
-        resident = copy.deepcopy(model)
-        handle = offload(model, **given)
-        x = torch.randn(2, DIM)
-        for _ in range(3):
-            output = forward(device, model, x)
-            facts = facts_of(handle)
-            assert facts.figures["Statistics since the module was offloaded"] == asdict(handle.stats())
-            assert torch.equal(device.get(output), run(resident, x))
-        assert {COPIES, COMPUTE} <= {each.lane for each in facts.passes[-1].slices}
-        model.alive.clear()
-        handle.remove()
-
-
 def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
     with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
         model = RoutedModel([16] * 3)
@@ -311,23 +291,3 @@ def test_a_pipeline(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- lanes
-
-
-def test_what_the_pointer_tells(tmp_path: Path) -> None:
-    """A group's times, its bytes and the speed. A lane that is not used is left out, and what is held around others apart."""
-    slices = [Slice(DECODE, "a", 0.0, 0.1, 1), Slice(COPIES, "a", 0.1, 0.35, 10**9), Slice(COMPUTE, "a", 0.5, 2, 1)]
-    slices += [Slice(COMPUTE, "outer", -1, 1, 1), Slice(STALLS, "late", 1.5, 2, 1)]
-    groups = [
-        GroupFacts(name=f"blocks.{n}", num_bytes=1000, place=[*Place][n % 2], detail="a file") for n in range(200)
-    ]
-    groups.append(GroupFacts(name="outer", num_bytes=1, place=Place.PASS, is_outer=True))
-    one = PassFacts(title="forward 1", seconds=1.0, slices=slices)
-    model = ModelFacts(name="", model_class="Model", groups=groups, passes=[one], sentences=["A verdict."])
-    memory = MemoryFacts(name="RAM", parts=[("weights", GIB, "ram")], budget_bytes=4 * GIB)
-    path = write_page(ReportFacts(title="One", models=[model], memories=[memory], sentences=[]), tmp_path / "one.html")
-    page = Page(path)
-    assert "RAM: 1 GiB, budget 4 GiB" in page.words
-    assert "forward 1, 1 s: link 250 ms, decode 100 ms, compute 500 ms. 0 s 250 ms 500 ms 750 ms 1 s" in page.words
-    assert page.words.endswith("1 s link decode around compute")
-    assert "a: 250 ms, from 100 ms, 954 MiB at 4 GB/s" in page.hints
-    assert "blocks.0: 1000 B, on the device, a file" in page.hints and "101 more runs of groups" in page.words

@@ -49,7 +49,6 @@ ABOUT_LINUX = {
     "integrations/test_quantising.py": "models opened in place, as the page map tells which weights are views of files",
     "files/test_files_of_others.py": "owners and modes of files",
     "files/test_folder.py::test_a_folder_that_somebody_keeps_locked": "locks of files",
-    "files/test_folder.py::test_files_that_go_meanwhile": "the calls that look at a folder",
     "files/test_folder.py::test_temporary_files_that_a_set_up_does_not_remove": "locks of files",
     "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",

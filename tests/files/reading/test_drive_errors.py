@@ -13,7 +13,7 @@ import pytest
 from group_offload import GroupFileError
 from group_offload.runtime.copies import jobs, reader
 
-from ...support.reading import Preadv, Rig, assert_tells, every_rig, within
+from ...support.reading import Preadv, Rig, assert_tells, every_rig, is_direct, within
 
 # ---------------------------------------------------------------- errors of the drive
 
@@ -77,14 +77,26 @@ def test_remove_while_every_read_fails(rig: Rig, preadv: Preadv) -> None:
     rig.check_at_rest()
 
 
-@pytest.mark.parametrize("size", [1, 5000])
-def test_reads_that_return_less(size: int, rig: Rig, preadv: Preadv) -> None:
+@every_rig
+@pytest.mark.parametrize(("size", "direct"), [(1, False), (5000, False), (4096, True), (1000, True)])
+def test_reads_that_return_less(
+    size: int, direct: bool, where: str, tier: str, tmp_path: Path, preadv: Preadv, request: pytest.FixtureRequest
+) -> None:
     """Hazard: a read returns less than was asked for, and the rest of the buffer is garbage."""
-    preadv.arm(0, 10**9, lambda real, fd, buffers, position: real(fd, [buffers[0][:size]], position))
-    if size == 1:
-        preadv.last = 40  # some reads only: byte by byte takes too long
-    rig.check(2)
-    assert preadv.num_faults
+    if direct:
+        request.getfixturevalue("scarce_ram")
+
+    def short(real: Any, fd: int, buffers: Any, position: int) -> int:
+        count: int = real(fd, buffers, position)
+        if is_direct(fd) == direct:
+            count = min(count, size)
+            buffers[0][count:] = bytes(len(buffers[0]) - count)  # it did not come
+        return count
+
+    with Rig(where, tier, tmp_path) as rig:
+        preadv.arm(0, 40 if size == 1 else 10**9, short)  # byte by byte takes too long
+        rig.check(2)
+        assert preadv.num_faults
 
 
 # ---------------------------------------------------------------- what other programs do
