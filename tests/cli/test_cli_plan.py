@@ -34,7 +34,6 @@ from ..support import tiny_models
 from ..support.pages import Page
 from ..support.speeds import SPEEDS, measure_little
 from ..support.terminal import Terminal
-from ..support.tuning import tune
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -401,21 +400,6 @@ def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyP
     assert "Bottleneck: compute, predicted 500 ms a forward (" in said and "assumed" not in said
 
 
-def test_packed(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in bf16 are assumed to take 0.72 of their bytes on the link, in RAM and where they stay on the device."""
-    tune(monkeypatch, min_packed_bytes=1024)
-    for dtype in (torch.bfloat16, torch.float32):
-        tiny_models.flux_transformer().to(dtype).save_pretrained(tmp_path / str(dtype))
-    model = tmp_path / "torch.bfloat16"
-    (before,), (after,) = plan(run, model)["models"], plan(run, model, "--pack")["models"]
-    for name in ("ram_bytes", "h2d_seconds"):
-        assert after[name] == pytest.approx(0.72 * before[name], rel=0.02)
-    (other,) = plan(run, tmp_path / "torch.float32", "--pack")["models"]
-    assert other["ram_bytes"] == other["num_bytes"] - other["outer_bytes"]
-    text = run("plan", model, "--pack")
-    assert "RAM, packed" in text and "unpacking 400 GB/s (assumed)." in text and "need offload_to_disk_path" in text
-
-
 def test_plan_of_a_pipeline(pipeline: Path, run: Terminal) -> None:
     """RAM goes to what runs most often first."""
     arguments = pipeline, "--vram", "2GiB", "--ram", "14GiB", "--step-seconds", "0.1"
@@ -471,11 +455,6 @@ def test_a_part_that_cannot_be_read(
     (sentence,) = (each for each in planned["sentences"] if each.startswith("Not planned: tower. "))
     assert reason in sentence
     assert sentence.split()[-1] in run("plan", pipeline)
-    (pipeline / "model_index.json").write_text(json.dumps({"tower": part}))
-    assert reason in run("plan", pipeline, status=2)
-    for name in ("../text_encoder", "", "vae", "a/b"):
-        (pipeline / "model_index.json").write_text(json.dumps({name: ["diffusers", "Model"]}))
-        assert "without safetensors" in run("plan", pipeline, status=2)
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {

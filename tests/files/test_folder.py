@@ -129,16 +129,6 @@ def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls[-4:] == ["fsync", "link", "fsync folder", "unlink"] and set(calls[:-4]) == {"write"}
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE])
-def test_a_folder_that_cannot_be_searched(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be opened is left alone, and another name is used. What isn't about the file is told."""
-    folder = Folder(tmp_path)
-    put(folder, weights())
-    monkeypatch.setattr(folder.owners, "open", failing(code))
-    with pytest.raises(GroupFileError, match=os.strerror(code)):
-        put(folder, weights())
-
-
 @pytest.mark.parametrize("call", ["open", "fsync"])
 def test_file_system_that_does_not_sync_folders(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SMB and 9p refuse it; a folder that may be written to and not be read cannot even be opened. Hazard: every set-up

@@ -169,21 +169,6 @@ def test_a_checkpoint_that_is_the_same_under_new_facts(
 # ------------------------------------------------------------------------------------------------ damage
 
 
-@pytest.mark.parametrize("what", ["byte", "cut", "table"])
-def test_a_damaged_file(tmp_path: Path, what: str) -> None:
-    found = packed(tmp_path, TENSORS)
-    data = bytearray(found.path.read_bytes())
-    if what == "cut":
-        del data[-4096:]
-    else:
-        data[found.start + (10 if what == "table" else 70_000)] ^= 1
-    found.path.write_bytes(data)
-    with pytest.raises(GroupFileError, match="Delete it, and it is packed again"):
-        image_in(found)
-    again = packed(tmp_path, TENSORS)
-    assert again.path != found.path and torch.equal(image_in(again), IMAGE)
-
-
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_headers(tmp_path: Path, data: st.DataObject) -> None:

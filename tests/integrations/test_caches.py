@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from group_offload import StateError, apply_group_offloading
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs
-from ..support.rigs import LEVELS, run, run_onloaded
+from ..support.rigs import run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
-from ..support.tuning import tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
 
@@ -210,30 +207,3 @@ def test_a_block_that_raises_beside_a_cache() -> None:
     counted.model._reset_stateful_cache()
     assert_same(counted.steps()[0], reference.steps()[0])
     handle.remove()
-
-
-@needs("mag-flux")
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
-    tune(monkeypatch, device_margin_bytes=0)
-    monkeypatch.setattr(
-        "group_offload.runtime.budget.budgeter.known_speeds", lambda *_, **__: replace(KNOWN_SPEEDS, h2d=2)
-    )
-    model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
-    budget, resident = sum(weight.nbytes for weight in model.parameters()), []
-    with use_simulated_device(SimulatedDevice(0, "random")) as device:
-        handle = apply_group_offloading(model, "cpu", offload_type=level, vram_budget=budget)
-        for each in (model, reference):
-            each.enable_cache(CACHES["mag-flux"].config(Clock()))
-        for step in range(3 * NUM_STEPS):
-            given = flux_inputs(step % NUM_STEPS)
-            inputs = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
-            with reference.cache_context("only"), model.cache_context("only"):
-                with torch.no_grad(), device.running():
-                    output = model(**inputs)[0]
-                assert_same(device.get(output), run(reference, **given)[0])
-            resident.append(handle.stats().resident_bytes)
-        assert device.peak_bytes_in_use() <= budget
-        assert 0 < 0.9 * resident[-NUM_STEPS] < resident[-1]
-        handle.remove()

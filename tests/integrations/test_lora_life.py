@@ -363,44 +363,6 @@ def bytes_in(folder: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def swap_many(twins: Twins, way: str, rounds: int) -> Iterator[tuple[Any, int]]:
-    """Rounds of one way to swap LoRAs. Gives what the folder and the RAM have after each, and how many files are mapped."""
-    for seed in range(rounds):
-        if way == "load and delete":
-            twins.do(load(lora(seed), f"adapter {seed}"))
-            twins.check(passes=1)
-            twins.do(lambda pipe, seed=seed: pipe.delete_adapters(f"adapter {seed}"))
-        elif way == "hotswap":
-            twins.do(load(lora(seed), "one", hotswap=seed > 0))
-        else:
-            twins.do(load(lora(seed), "one"))
-            twins.do(lambda pipe: pipe.fuse_lora())
-            if way == "fuse and unfuse":
-                twins.check(passes=1)
-                twins.do(lambda pipe: pipe.unfuse_lora())
-            twins.do(lambda pipe: pipe.unload_lora_weights())
-        twins.check(passes=1)
-        stats = twins.handle.stats()
-        mapped = {line.split(maxsplit=5)[4] for line in Path("/proc/self/maps").read_text().splitlines()}
-        yield (bytes_in(twins.folder), stats.host_bytes, stats.pinned_bytes, stats.file_bytes), len(mapped)
-
-
-@pytest.mark.parametrize(
-    ("way", "tier"),
-    [
-        ("load and delete", "ram"),
-        ("hotswap", "files"),
-        ("fuse and unfuse", "checkpoint and files"),
-        ("fuse", "checkpoint"),
-    ],
-)
-def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path) -> None:
-    twins = Twins(tier, "block_level", tmp_path)
-    first, *others = swap_many(twins, way, 20)
-    assert {taken for taken, _ in others} == {first[0]}
-    assert max(num_mapped for _, num_mapped in others) <= first[1]  # of files that are deleted, too
-
-
 # ------------------------------------------------------------------------------------------------ off, and wrong
 
 

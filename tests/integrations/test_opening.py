@@ -245,16 +245,6 @@ def test_parts_that_are_passed(pipelines: dict[str, Path], tmp_path: Path) -> No
     assert opened.text_encoder_2 is None and opened.text_encoder.dtype == BF16
 
 
-def test_a_part_that_cannot_be_offloaded(pipelines: dict[str, Path], tmp_path: Path) -> None:
-    """Parts that were passed are given back as they were."""
-    transformer = tiny.flux_transformer(5)
-    options = {"transformer": transformer, "model_options": {"vae": {"block_modules": ["no_such_child"]}}}
-    with pytest.raises(ConfigError):
-        open_(DiffusionPipeline, pipelines["flux"], tmp_path, dtype=FP32, **options)
-    assert handle_of(transformer) is None
-    assert_is(transformer, tiny.flux_transformer(5))
-
-
 # ------------------------------------------------------------------------------------------------ errors
 
 

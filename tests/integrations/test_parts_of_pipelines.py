@@ -28,14 +28,7 @@ def tiled(vae: Any) -> None:
         vae.tile_sample_min_size, vae.tile_latent_min_size = 8, 4
 
 
-def no_blocks() -> Any:
-    """An autoencoder that does not say where its blocks are."""
-    model = tiny.sd_kl()
-    model.__class__ = type("PlainKL", (diffusers.AutoencoderKL,), {"_group_offload_block_modules": None})
-    return model
-
-
-VAES = {"kl": tiny.kl, "sd_kl": tiny.sd_kl, "wan_kl": tiny.wan_kl, "no blocks": no_blocks}
+VAES = {"kl": tiny.kl, "sd_kl": tiny.sd_kl, "wan_kl": tiny.wan_kl}
 
 
 @pytest.mark.parametrize("name", VAES)

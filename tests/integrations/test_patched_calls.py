@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -36,10 +35,8 @@ from group_offload import (
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import (
-    any_case,
     assert_same_weights,
     models_of,
-    tier_options,
     traces,
     weights_of,
 )
@@ -108,6 +105,7 @@ def test_calls_of_programs(
             assert torch.equal(queue.submit(tiny.run, pipe).result(60), resident_outputs["flux"])
     handle = handle_of(pipe.transformer)
     assert handle is not None and handle.stats().passes > 0
+    assert (handle.config.vram_budget, handle.config.share_passes) == (None, False)  # as diffusers' own call
     assert any(tmp_path.iterdir()) == (name == "leaves in files")
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
@@ -170,39 +168,6 @@ def test_models_that_do_not_support_it(device: torch.device, patched: None) -> N
 
 
 # ---------------------------------------------------------------- compiled
-
-
-@functools.cache
-def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
-    """What it gives, and how many graphs it takes."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    model = tiny.flux_transformer().to(device)
-    model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
-
-
-@any_case
-@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
-def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
-    """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""
-    expected, num_graphs = compiled_resident(device)
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    model = tiny.flux_transformer()
-    if is_first:
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    handle = apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
-    if not is_first:
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for _ in range(3):
-        before = handle.stats().onloads
-        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-        num_blocks = len(model.transformer_blocks) + len(model.single_transformer_blocks)
-        is_in_place = device.type == "cpu" and handle.groups[0].tier == "ram"
-        assert is_in_place or handle.stats().onloads >= before + num_blocks
-    assert counter.frame_count == num_graphs
-    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------- what diffusers sees, and what is refused

@@ -9,8 +9,6 @@ import diffusers
 import diffusers.hooks.group_offloading as stock
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading as stock_group_offloading
-from safetensors import safe_open
 from torch import nn
 
 from group_offload import (
@@ -169,15 +167,8 @@ def test_a_model_with_two_names(device: torch.device) -> None:
     with pytest.raises(StateError, match=r"^transformer_2 .* leave it out of exclude_modules"):
         enable_group_offload(pipe, exclude_modules="transformer_2")
     disable_group_offload(pipe)
-    for given, said in (
-        ({"model_options": {**special, "transformer": {"verify_files": False}}}, r"names of one model.*verify_files=F"),
-        (
-            {"model_options": special, "exclude_modules": "transformer"},
-            r"\['transformer', 'transformer_2'\] are in excl",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            enable_group_offload(pipe, onload_device=device, **given)
+    with pytest.raises(ConfigError, match=r"names of one model.*verify_files=F"):
+        enable_group_offload(pipe, device, model_options={**special, "transformer": {"verify_files": False}})
     assert handle_of(pipe.transformer) is None
     handles = enable_group_offload(pipe, onload_device=device, exclude_modules="transformer_2")
     assert handles.keys().isdisjoint({"transformer", "transformer_2"})
@@ -207,14 +198,6 @@ def test_components_of_one_class_share_a_folder(
     # Where names do not tell the components apart, groups of one name whose bytes are the same may share a file.
     assert len(set(files)) == len(files) or through == "models"
     assert {file.name for file in tmp_path.glob("*.safetensors")} == set(files)
-    for name in ("transformer", "transformer_2"):
-        expected = weights_of(getattr(tiny.wan_pipeline(), name))
-        found = {}
-        for where in [where for group in handles[name].groups for where in group.where.split(", ")]:
-            with safe_open(tmp_path / where, "pt") as file:
-                found.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-        for fqn, tensor in expected.items():
-            assert torch.equal(found[fqn], tensor), fqn
 
 
 # ---------------------------------------------------------------- weights at rest
@@ -232,50 +215,3 @@ def test_save_pretrained_of_an_offloaded_model(
     tiny.call(model, inputs())
     model.save_pretrained(tmp_path / "saved")
     assert_same_weights(type(model).from_pretrained(tmp_path / "saved"), weights_of(make()))
-
-
-# ---------------------------------------------------------------- files
-
-
-DIFFUSERS_MODELS = [name for name in tiny.MODELS if name not in ("clip", "t5")]
-
-
-def files_in(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors in each group file, without the bytes that align them."""
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            keys = [key for key in opened.keys() if not key.startswith("__padding")]  # noqa: SIM118
-            found[file.name] = {key: opened.get_tensor(key) for key in keys}
-    return found
-
-
-def contents_of(tensors: dict[str, torch.Tensor]) -> list[tuple[Any, bytes]]:
-    """Whatever their keys."""
-    return sorted((tuple(each.shape), each.contiguous().numpy().tobytes()) for each in tensors.values())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offload_type": "block_level", "num_blocks_per_group": 1},
-        {"offload_type": "block_level", "num_blocks_per_group": 2},
-        {"offload_type": "leaf_level"},
-    ],
-    ids=["one block", "two blocks", "leaves"],
-)
-@pytest.mark.parametrize("name", DIFFUSERS_MODELS)
-def test_files_are_those_of_diffusers(name: str, options: dict[str, Any], device: torch.device, tmp_path: Path) -> None:
-    """And each weight is written once."""
-    make, _ = tiny.MODELS[name]
-    model, expected = make(), weights_of(make())
-    apply_group_offloading(model, device, offload_to_disk_path=tmp_path / "ours", **options)
-    stock_group_offloading(make(), torch.device("cpu"), offload_to_disk_path=str(tmp_path / "stock"), **options)
-    ours, stock = files_in(tmp_path / "ours"), files_in(tmp_path / "stock")
-    assert ours.keys() == stock.keys()
-    for file, tensors in ours.items():
-        assert contents_of(tensors) == contents_of(stock[file]), file
-    written = [(key, tensor) for tensors in ours.values() for key, tensor in tensors.items()]
-    assert sorted(key for key, _ in written) == sorted(expected)
-    for key, tensor in written:
-        assert torch.equal(tensor, expected[key]), key

@@ -32,12 +32,12 @@ from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
 from ..support import tiny_models as tiny
 from ..support.files import failing
 from ..support.inside import engine_of
-from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import forward, offload
+from ..support.models import inputs, make
+from ..support.on_device import offload
 from ..support.pages import Page
 from ..support.pipelines import models_of
 from ..support.rigs import run
-from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
 from ..support.tuning import tune
@@ -166,37 +166,6 @@ def test_passes_that_are_recorded(device: CountingDevice, tmp_path: Path) -> Non
     assert last.title == "forward 16" and len(engine_of(handle).recorder.passes) == NUM_RECORDED
     assert SENT_AHEAD in {each.name for each in last.slices}
     handle.remove()
-
-
-def test_what_recording_costs(device: CountingDevice) -> None:
-    """[Note: What recording costs], counted: no event in a pass that is not recorded."""
-    model = timed_model(device)
-    handle = offload(model)
-    events = []
-    for _ in range(8):
-        before, copies = device.num_events, handle.stats().copies
-        forward_of(model)
-        events.append((device.num_events - before, handle.stats().copies - copies))
-    assert events[4] == events[5] == events[6] == (0, 8)
-    # The pass, and three for each group; the trace's beginning, what was sent ahead, two for each copy.
-    assert events[7] == (2 + 3 * 8 + 2 + 2 * 8, 8)
-    handle.remove()
-
-
-def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
-    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-        model = RoutedModel([16] * 3)
-        handle = offload(model)
-        x = torch.randn(2, DIM)
-        model.stop_at = 1
-        with pytest.raises(Stop):
-            forward(device, model, x)
-        assert "No complete forward was recorded." in Page(handle.report(tmp_path / "run.html")).words
-        model.stop_at = -1
-        forward(device, model, x)
-        assert titles(handle) == ["forward 2"]
-        model.alive.clear()
-        handle.remove()
 
 
 @pytest.mark.parametrize("tier", ["ram", "file"])

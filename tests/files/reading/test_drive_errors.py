@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from group_offload import GroupFileError
-from group_offload.runtime.copies import jobs, reader
 
 from ...support.reading import Preadv, Rig, assert_tells, every_rig, is_direct, within
 
 # ---------------------------------------------------------------- errors of the drive
-
-
-def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that found nothing to do, and is slow to end, does not count as one that will look again. Hazard: a read
-    comes while the last thread is on its way out, and the forward waits forever."""
-    monkeypatch.setattr(reader, "num_threads", lambda: 1)
-    next_chunk, wait, is_waited_for = reader.Reader._next, jobs.ReadJob.wait, threading.Event()
-
-    def leave_late(self: reader.Reader) -> Any:
-        found = next_chunk(self)
-        if found is None:
-            is_waited_for.wait(0.1)
-            is_waited_for.clear()
-        return found
-
-    def wait_and_tell(self: jobs.ReadJob) -> None:
-        is_waited_for.set()
-        wait(self)
-
-    monkeypatch.setattr(reader.Reader, "_next", leave_late)
-    monkeypatch.setattr(jobs.ReadJob, "wait", wait_and_tell)
-    within(60, lambda: rig.check(3))
 
 
 def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
