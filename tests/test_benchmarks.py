@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import arms, card, disk, models, packing, pipeline, processes
+from benchmarks import disk, models, packing, processes
 from benchmarks.__main__ import NAMES, main
 from group_offload import apply_group_offloading
 
@@ -143,31 +143,6 @@ def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
             assert first["is_image_equal"] and second["is_latents_equal"] and second["lora_s"] > 0
             assert first["latents_sha256"] != second["latents_sha256"] and first["shape"] != second["shape"]
             assert len(first["steps"]) == 2
-
-
-def test_arms_are_read() -> None:
-    """Those of one model with budgets and limits, those of pipelines, and those from files."""
-    arm = arms.arm_of("ours block, disk @12GiB vram=6GiB ram=auto")
-    assert arm.ram_limit_bytes == 12 << 30 and arm.on_disk and arm.is_from_checkpoint and arm.is_cold
-    assert (arm.options["vram_budget"], arm.options["ram_budget"]) == ("6GiB", "auto")
-    arm = arms.arm_of("ours+auto+pack+noexpand")
-    assert arm.options == {"vram_budget": "auto", "pack": True}
-    assert [*arm.environment.values()] == ["expandable_segments:False"]
-    assert arms.arm_of("ours+budget=7GiB+leaf").options == {"vram_budget": "7GiB", "offload_type": "leaf_level"}
-    assert arms.arm_of("ours+checkpoint, cold, 4 steps").num_steps == 4
-    for name in (
-        "theirs",
-        "no such arm",
-        "ours+budget",
-        "ours block @much",
-        "ours, 4 steps, lukewarm",
-        "diffusers+pack",
-    ):
-        with pytest.raises(SystemExit, match=name.partition(" @")[0].replace("+", ".")):
-            arms.choose([name], "cpu")
-    for name in (*arms.ARMS, *pipeline.ARMS, *pipeline.CASES, *card.DEFAULTS):
-        assert arms.arm_of(name).name == name
-    assert [arm.name for arm in arms.choose(["ours leaf vram=25%", "resident", "resident"], "cpu")] == ["resident"]
 
 
 def test_committed_results_are_rendered(benchmark_here: Run) -> None:

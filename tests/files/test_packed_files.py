@@ -134,19 +134,6 @@ def find(folder: Path, wanted: Wanted) -> tuple[Path | None, int]:
     return None if found is None else found.path, files.num_changed
 
 
-def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> None:
-    """Hazard: a packed file of a checkpoint that changed since is used."""
-    packed(tmp_path, TENSORS[:1], from_checkpoint(checkpoint).origin)
-    changed = [weights("normal", len(TENSORS[0]), seed=9)]
-    save_file({"a": changed[0]}, checkpoint)
-    now = from_checkpoint(checkpoint)
-    assert find(tmp_path, now) == (None, 1)
-    second = packed(tmp_path, changed, now.origin)
-    assert torch.equal(image_in(second), image_of(changed)[0])
-    assert find(tmp_path, now) == (second.path, 0)
-    assert len(headers_in(tmp_path)) == 2
-
-
 @pytest.mark.parametrize("is_full", [False, True], ids=["", "full"])
 def test_a_checkpoint_that_is_the_same_under_new_facts(
     is_full: bool, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

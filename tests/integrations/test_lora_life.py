@@ -78,16 +78,6 @@ def lora(seed: int, rank: int = 4, names: tuple[str, ...] = FEW, *, dora: bool =
     return state
 
 
-def lokr(seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, layer in layers_of(transformer(), ("to_q", "proj_mlp")).items():
-        state[f"transformer.{name}.lokr_w1"] = torch.randn(4, 4, generator=generator) * 0.2
-        shape = layer.out_features // 4, layer.in_features // 4
-        state[f"transformer.{name}.lokr_w2"] = torch.randn(shape, generator=generator) * 0.2
-    return state
-
-
 def load(state: Any, name: str, **options: Any) -> Step:
     # Each pipeline gets tensors of its own: peft may exchange those of a larger rank for the pipeline's.
     return lambda pipe: pipe.load_lora_weights({k: v.clone() for k, v in state.items()}, adapter_name=name, **options)
@@ -224,7 +214,6 @@ def choose(rng: random.Random, twins: Twins) -> tuple[str, Step | None]:
         f"load {name}": load(lora(seed, rank, names), name),
         f"load {name} with words": load(lora(seed, rank, names, words=True), name),
         f"load DoRA {name}": load(lora(seed, rank, names, dora=True), name),
-        f"load LoKr {name}": lambda pipe: pipe.transformer.load_lora_adapter(lokr(seed), adapter_name=name),
         f"inject LoHa {name}": add(LoHaConfig(r=2, target_modules=["to_q"], init_weights=False), name),
         f"add LoRA {name}": add(
             LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False), name, "add"

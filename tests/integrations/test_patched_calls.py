@@ -201,16 +201,6 @@ def test_devices_that_diffusers_sees(
     assert pipe.device.type == pipe._execution_device.type == "cpu"
 
 
-@pytest.mark.parametrize("call", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_other_offload_modes_are_refused(call: str, device: torch.device) -> None:
-    pipe = tiny.flux_pipeline()
-    apply_group_offloading(pipe.vae, device)
-    with pytest.raises(ValueError, match="group offloading"):
-        getattr(pipe, call)(device="cuda")
-    remove_group_offloading(pipe.vae)
-    assert not pipe._maybe_raise_error_if_group_offload_active(raise_error=True)
-
-
 ACCELERATE: dict[str, Callable[[Any], object]] = {
     "model": lambda model: accelerate.cpu_offload_with_hook(model, execution_device=CPU),
     "sequential": lambda model: accelerate.cpu_offload(model, execution_device=CPU),

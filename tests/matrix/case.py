@@ -19,6 +19,12 @@ def ints(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
 
 
+def denoiser(hidden_states: Any, encoder_hidden_states: Any, timestep: Any, **others: Any) -> dict[str, Any]:
+    """What most denoisers are called with, in the order in which they take it."""
+    given = {"hidden_states": hidden_states, "encoder_hidden_states": encoder_hidden_states, "timestep": timestep}
+    return {**given, **others}
+
+
 def encode_and_decode(module: Any, sample: torch.Tensor) -> Any:
     """What pipelines call of an autoencoder, which is never its forward."""
     encoded = module.encode(sample)

@@ -54,7 +54,7 @@ ABOUT_LINUX = {
     "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
     "files/test_files.py::test_small_weights_share_a_mapping": "the kernel's list of mappings",
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
-    "files/reading/test_drive_errors.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
+    "files/reading/test_reader.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
     "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
     "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",
