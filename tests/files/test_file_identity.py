@@ -11,20 +11,18 @@ import os
 import resource
 import subprocess
 from contextlib import nullcontext
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.files import failing, loaded
-from ..support.models import DIM, Model, NormedModel, inputs, make
+from ..support.models import Model, inputs, make
 from ..support.processes import in_new_process
 from ..support.rigs import check, offload_to, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -214,36 +212,6 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
     """After the weights were loaded from them, and before they are offloaded; also if they have no name any more.
     Hazard: a checkpoint is truncated after loading, and set-up ends in a SIGBUS."""
     assert "done\n" in in_new_process(set_up_with_what_was_cut_off, place)
-
-
-def cut_off_while_a_norm_changes(root: str) -> None:
-    os.fsync = os.fstat  # type: ignore[assignment]
-    for tier in ("groups", "checkpoint"):
-        model: Any = make(NormedModel).train()
-        folder = Path(root) / tier
-        folder.mkdir()
-        options: dict[str, Any] = {"offload_to_disk_path": folder}
-        if tier == "checkpoint":
-            save_file(model.state_dict(), folder / "model.safetensors")
-            model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
-            options = {"offload_device": "disk"}
-        handle = apply_group_offloading(model, "cpu", **options)
-
-        def cut_all(*args: Any, folder: Path = folder) -> None:
-            for path in folder.glob("*.safetensors"):
-                cut(path)
-
-        model.blocks[1].norm.register_forward_hook(cut_all)
-        forward = partial(model, torch.randn(3, DIM))
-        for step in (forward, forward, handle.refresh, handle.remove):
-            with torch.no_grad():
-                print(tier, outcome(step), flush=True)
-
-
-def test_a_file_that_is_cut_off_while_a_forward_changes_weights(place: Path) -> None:
-    """The new values of a batch norm would be written to pages that are not there any more."""
-    said = in_new_process(cut_off_while_a_norm_changes, place)
-    assert said.split() == [word for tier in ("groups", "checkpoint") for word in [tier, "told"] * 4]
 
 
 @pytest.mark.parametrize("what", ["rm", "mv", "in no file"])

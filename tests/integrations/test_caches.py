@@ -18,11 +18,12 @@ import torch
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from torch.utils._pytree import tree_leaves
 
-from group_offload import StateError, apply_group_offloading
+from group_offload import StateError, apply_group_offloading, enable_group_offload
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs
+from ..support.pipelines import any_case, tier_options
 from ..support.rigs import run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -121,6 +122,32 @@ def test_prompts_that_are_told_apart_by_their_addresses() -> None:
     with counted.model.cache_context("cond"), pytest.raises(StateError, match="encoder_hidden_states is on meta"):
         run(counted.model, **inputs)
     assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("order", ["before", "after"])
+@any_case
+def test_bits_beside_cache_dit(tier: str, level: str, order: str, tmp_path: Path) -> None:
+    """Its cache is enabled before the models are offloaded, or after."""
+    cache_dit = pytest.importorskip("cache_dit")
+
+    def cached(pipe: Any) -> None:
+        sizes = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 2, "residual_diff_threshold": 0.9}
+        cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(**sizes))
+
+    resident, pipe = tiny.flux_pipeline(), tiny.flux_pipeline()
+    plain = tiny.run(resident, num_inference_steps=6)
+    cached(resident)
+    expected = tiny.run(resident, num_inference_steps=6)
+    assert not torch.equal(expected, plain)
+    if order == "before":
+        cached(pipe)
+    handles = enable_group_offload(pipe, offload_type=level, **tier_options(tier, tmp_path))
+    if order == "after":
+        cached(pipe)
+    for _ in range(2):
+        assert torch.equal(tiny.run(pipe, num_inference_steps=6), expected)
+    assert handles["transformer"].stats().onloads
 
 
 def _sent_by_steps(

@@ -20,7 +20,6 @@ from torch import nn
 from transformers import MixtralConfig, MixtralModel, PreTrainedTokenizerFast
 
 from group_offload import ConfigError, ModuleError, apply_group_offloading, handle_of
-from group_offload.integrations.casts import PostponedCasts
 from group_offload.integrations.opening import from_pretrained
 
 from ..support import tiny_models as tiny
@@ -331,27 +330,6 @@ def test_the_environment_is_as_before(flux: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", value)
         open_(FluxTransformer2DModel, flux, dtype=FP32)
         assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == value
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_functions_that_loaders_call(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed diffusers and transformers ask for casts and views only, and so load without RAM for weights.
-
-    (Another function costs RAM for the weight that it is called with, and is right all the same.)
-    """
-
-    def makes(casts: PostponedCasts, value: Any) -> Any:
-        assert not isinstance(value, torch.Tensor) or casts._seems(value) is None, "a weight is made in RAM"
-        return value
-
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setattr(PostponedCasts, "made", makes)
-    model = MODELS[name][0]()
-    model.save_pretrained(tmp_path)
-    with PostponedCasts() as casts:
-        loaded = load(type(model), tmp_path, torch_dtype=BF16)
-    assert casts.refusal is None
-    assert set(casts.casts_of(loaded).values()) == {BF16}
 
 
 # ------------------------------------------------------------------------------------------------ memory

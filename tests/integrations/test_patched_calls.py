@@ -158,15 +158,6 @@ def test_unpatch_restores_diffusers(device: torch.device, resident_outputs: dict
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-def test_models_that_do_not_support_it(device: torch.device, patched: None) -> None:
-    pipe = tiny.flux_pipeline()
-    pipe.transformer.__class__ = type("Own", (type(pipe.transformer),), {"_supports_group_offloading": False})
-    for each in (pipe.transformer, pipe):
-        with pytest.raises(ModuleError, match=r"support group offloading .*exclude_modules"):
-            each.enable_group_offload(device)
-    assert not any(stock._is_group_offload_enabled(part) for part in models_of(pipe).values())
-
-
 # ---------------------------------------------------------------- compiled
 
 

@@ -15,11 +15,9 @@ from torch import nn
 
 from group_offload import (
     ConfigError,
-    StateError,
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
-    handle_of,
 )
 
 from ..support import tiny_models as tiny
@@ -154,27 +152,6 @@ def test_something_else_than_a_pipeline(given: Any, said: str, device: torch.dev
         with pytest.raises(ConfigError, match=rf"^Expected a diffusers pipeline, {said}") as caught:
             call(given)
         assert "\n" not in str(caught.value)
-
-
-def test_a_model_with_two_names(device: torch.device) -> None:
-    """Either name gives its options, and excludes it. What the two say of one option has to be the same."""
-    pipe = tiny.wan_pipeline()
-    pipe.register_modules(transformer_2=pipe.transformer)
-    leaves, verified = {"offload_type": "leaf_level"}, {"verify_files": True}
-    special = {"transformer": leaves, "transformer_2": verified}
-    handles = enable_group_offload(pipe, onload_device=device, model_options=special)
-    config = handles["transformer"].config
-    assert handles["transformer_2"].config is config
-    assert config.offload_type == "leaf_level" and config.verify_files
-    with pytest.raises(StateError, match=r"^transformer_2 .* leave it out of exclude_modules"):
-        enable_group_offload(pipe, exclude_modules="transformer_2")
-    disable_group_offload(pipe)
-    with pytest.raises(ConfigError, match=r"names of one model.*verify_files=F"):
-        enable_group_offload(pipe, device, model_options={**special, "transformer": {"verify_files": False}})
-    assert handle_of(pipe.transformer) is None
-    handles = enable_group_offload(pipe, onload_device=device, exclude_modules="transformer_2")
-    assert handles.keys().isdisjoint({"transformer", "transformer_2"})
-    assert next(pipe.transformer.parameters()).device == device
 
 
 @pytest.mark.parametrize(

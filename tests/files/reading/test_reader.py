@@ -1,4 +1,4 @@
-"""Files that are read under a running model: what is left, what is counted, and reads that come late in any order."""
+"""Files that are read under a running model: what is left, reads that come late in any order, and errors of the drive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from group_offload import GroupFileError
 from group_offload.base import pool
+from group_offload.runtime.copies import jobs, reader
 
 from ...support.models import Stop
 from ...support.reading import (
@@ -80,9 +82,6 @@ def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: 
     assert num_threads("lock") == 0
 
 
-# ---------------------------------------------------------------- what is counted
-
-
 @every_tier
 def test_staging_memory_is_a_formula(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed number of chunks, or fewer for a small model."""
@@ -131,6 +130,28 @@ def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> N
 
 
 # ---------------------------------------------------------------- errors of the drive
+
+
+def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that found nothing to do, and is slow to end, does not count as one that will look again. Hazard: a read
+    comes while the last thread is on its way out, and the forward waits forever."""
+    monkeypatch.setattr(reader, "num_threads", lambda: 1)
+    next_chunk, wait, is_waited_for = reader.Reader._next, jobs.ReadJob.wait, threading.Event()
+
+    def leave_late(self: reader.Reader) -> Any:
+        found = next_chunk(self)
+        if found is None:
+            is_waited_for.wait(0.1)
+            is_waited_for.clear()
+        return found
+
+    def wait_and_tell(self: jobs.ReadJob) -> None:
+        is_waited_for.set()
+        wait(self)
+
+    monkeypatch.setattr(reader.Reader, "_next", leave_late)
+    monkeypatch.setattr(jobs.ReadJob, "wait", wait_and_tell)
+    within(60, lambda: rig.check(3))
 
 
 def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
