@@ -126,9 +126,6 @@ def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> N
             rig.check(2)
 
 
-# ---------------------------------------------------------------- exceptions and several threads
-
-
 # ---------------------------------------------------------------- errors of the drive
 
 
