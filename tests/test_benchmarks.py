@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import arms, card, disk, gaps, machine, models, packing, pipeline, processes, training
+from benchmarks import disk, models, packing, processes
 from benchmarks.__main__ import NAMES, main
 from group_offload import apply_group_offloading
 
@@ -130,17 +129,6 @@ def test_files_with_little_ram(tmp_path: Path, benchmark_here: Run) -> None:
     assert "group_error" in arm or 0 < arm["group_peak_bytes"] <= arm["group_limit_bytes"] == 1 << 30
 
 
-def test_limit_of_a_training_step_is_the_sum_of_both_phases() -> None:
-    """Forward waits for the link, backward computes; activations go out beside weights, and come back after them."""
-    resident = {"bits": "a", "step_s": 4.0, "forward_s": 1.0, "backward_s": 3.0}
-    ours = {"bits": "a", "step_s": 10.0, "sent_forward_bytes": 20, "sent_backward_bytes": 10}
-    both = {**ours, "bits": "b", "out_bytes": 30, "back_bytes": 30}
-    arms = {"resident": resident, "ours block": ours, "ours block + activations": both}
-    training.judge({"machine": {"pinned_h2d_bytes_per_s": 10.0}, "arms": arms})
-    assert (ours["link_s"], ours["limit_s"], ours["times_of_limit"], ours["is_equal"]) == (3.0, 5.0, 2.0, True)
-    assert (both["link_s"], both["limit_s"], both["is_equal"]) == (7.0, 7.0, False)
-
-
 def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
     """The ballast needs a GPU. The arms, what they are asked for, and whether bits are equal do not."""
     file, options = tmp_path / "card.json", (*CPU, "--steps", "2", "--images", "2")
@@ -157,61 +145,12 @@ def test_a_full_card_runs(tmp_path: Path, benchmark_here: Run) -> None:
             assert len(first["steps"]) == 2
 
 
-def test_arms_are_read() -> None:
-    """Those of one model with budgets and limits, those of pipelines, and those from files."""
-    arm = arms.arm_of("ours block, disk @12GiB vram=6GiB ram=auto")
-    assert arm.ram_limit_bytes == 12 << 30 and arm.on_disk and arm.is_from_checkpoint and arm.is_cold
-    assert (arm.options["vram_budget"], arm.options["ram_budget"]) == ("6GiB", "auto")
-    arm = arms.arm_of("ours+auto+pack+noexpand")
-    assert arm.options == {"vram_budget": "auto", "pack": True}
-    assert [*arm.environment.values()] == ["expandable_segments:False"]
-    assert arms.arm_of("ours+budget=7GiB+leaf").options == {"vram_budget": "7GiB", "offload_type": "leaf_level"}
-    assert arms.arm_of("ours+checkpoint, cold, 4 steps").num_steps == 4
-    for name in (
-        "theirs",
-        "no such arm",
-        "ours+budget",
-        "ours block @much",
-        "ours, 4 steps, lukewarm",
-        "diffusers+pack",
-    ):
-        with pytest.raises(SystemExit, match=name.partition(" @")[0].replace("+", ".")):
-            arms.choose([name], "cpu")
-    for name in (*arms.ARMS, *pipeline.ARMS, *pipeline.CASES, *card.DEFAULTS):
-        assert arms.arm_of(name).name == name
-    assert [arm.name for arm in arms.choose(["ours leaf vram=25%", "resident", "resident"], "cpu")] == ["resident"]
-
-
-def test_peaks_outlast_resets_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = [0]
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 0))
-    monkeypatch.setattr(machine, "allocator", lambda device, key: peak[0] + (key == machine.RESERVED))
-    reset = torch.cuda.reset_peak_memory_stats
-    with machine.PeakWatch(torch.device("cuda")) as watch:
-        peak[0] = 7
-        torch.cuda.reset_peak_memory_stats(torch.device("cuda"))
-        peak[0] = 5
-    assert (watch.allocated, watch.reserved) == (7, 8)
-    assert torch.cuda.reset_peak_memory_stats is reset
-
-
 def test_committed_results_are_rendered(benchmark_here: Run) -> None:
     """Each arm has its row."""
     for file in (file for file in RESULTS if file.parent.name in NAMES):
         tables = benchmark_here(file.parent.name, "--table", file)
         for arm in json.loads(file.read_text())["arms"]:
             assert f"| {arm} " in tables, file
-
-
-def test_the_package_that_python_path_names_is_measured(tmp_path: Path) -> None:
-    """An older package beside this one: PYTHONPATH goes before the current directory."""
-    (tmp_path / "group_offload").mkdir()
-    (tmp_path / "group_offload" / "__init__.py").write_text("")
-    code = "import benchmarks.__main__ as it; it.put_python_path_first(); import group_offload; print(group_offload.__file__)"
-    for path, expected in ((str(tmp_path), tmp_path), ("", ROOT)):
-        command = [sys.executable, "-c", f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"]
-        found = subprocess.check_output(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": path})
-        assert Path(found.strip()).parent == expected / "group_offload"
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
@@ -241,22 +180,3 @@ def test_several_gpus_are_measured(tmp_path: Path, benchmark_here: Run) -> None:
     assert not [arm for arm in report["arms"].values() if "error" in arm]
     assert table.count("| yes") == 3 and "**no**" not in table, table
     assert all(each["anonymous_bytes"] > 0 for arm in report["arms"].values() for each in arm["ranks"])
-
-
-def test_gaps_are_where_neither_kernels_nor_copies_run() -> None:
-    """What the host does in a gap is named."""
-    spans = {
-        ("kernel", "matmul"): [(0, 1000), (5000, 1000), (6500, 500)],
-        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"): [(500, 2000)],
-        ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)"): [(3000, 1000)],
-        ("cuda_runtime", "cudaMalloc"): [(2400, 1500)],
-    }
-    events = [
-        {"cat": kind, "name": name, "ts": begin, "dur": took}
-        for (kind, name), each in spans.items()
-        for begin, took in each
-    ]
-    facts = gaps.facts_of([*events, {"ph": "M", "name": "process_name"}])
-    assert (facts["span_s"], facts["compute_s"], facts["copies_s"], facts["neither_s"]) == (0.007, 0.0025, 0.002, 0.003)
-    assert facts["gaps"] == [{"at_s": 0.0025, "s": 0.0025, "host": {"cudaMalloc": 0.0014}}] and facts["num_gaps"] == 1
-    assert facts["driver_calls"] == {"cudaMalloc": {"number": 1, "s": 0.0015, "longest_s": 0.0015}}

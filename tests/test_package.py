@@ -9,10 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 import group_offload
-from group_offload.base.device import AcceleratorBackend
 
 from .support.portable import ABOUT_LINUX
 from .support.slow import slow_tests
@@ -82,13 +79,6 @@ def test_public_names() -> None:
     assert all(each.__module__.startswith("group_offload.") for each in found.values())
     errors = [each for name, each in found.items() if name.endswith("Error")]
     assert all(issubclass(error, group_offload.GroupOffloadError) for error in errors)
-
-
-def test_streams_are_entered_by_objects_of_their_own() -> None:
-    """What was current before is kept in the object: threads that enter the same stream must not share one."""
-    stream = torch.Stream(device="cpu")
-    entered = AcceleratorBackend(stream.device).on_stream(stream)
-    assert entered == stream and entered is not stream
 
 
 def test_tests_that_lists_name_exist() -> None:

@@ -26,9 +26,3 @@ def test_files_name_this_version(file: str) -> None:
     assert re.search(
         rf"^(version: |## ){re.escape(group_offload.__version__)}\b", (ROOT / file).read_text(), re.MULTILINE
     )
-
-
-def test_issues_begin_with_the_doctor() -> None:
-    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "problem.yml").read_text()
-    first = text.partition("  - type: ")[2].partition("  - type: ")[0]
-    assert "`group-offload doctor DIR`" in first and "required: true" in first

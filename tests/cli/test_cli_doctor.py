@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-import group_offload
 from group_offload.base import pagemap
 from group_offload.cli import doctor
 from group_offload.plan.budgets import describe_bytes
@@ -144,6 +143,74 @@ def test_a_probe_that_fails_is_a_row(ask: Ask, device: SimulatedDevice, monkeypa
 # ---------------------------------------------------------------- rows
 
 
+def memory(total: float, available: float) -> Callable[[pytest.MonkeyPatch], None]:
+    found = SimpleNamespace(total=int(total * GIB), available=int(available * GIB))
+    return lambda patch: patch.setattr(psutil, "virtual_memory", lambda: found)
+
+
+def answers(place: Any, name: str, *answer: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A call that gives this, or raises if no answer is given."""
+    return lambda patch: patch.setattr(place, name, (lambda *_, **__: answer[0]) if answer else raises)
+
+
+def no_direct_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(doctor, "open_direct", os.dup)
+    patch.setattr(doctor, "read_part", failing(errno.EINVAL))
+
+
+def no_diffusers(patch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "peft":
+            raise doctor.PackageNotFoundError(name)
+        return "0.20"
+
+    patch.setattr(doctor, "version", version)
+
+
+def a_driver_beside_a_torch_for_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(doctor, "nvidia_driver", lambda: "570.1")
+    patch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+Change = Callable[[pytest.MonkeyPatch], None]
+INSTALL = "pip install 'group-offload[diffusers]'"
+ROWS_OF: list[tuple[str, Change, str, str, str]] = [
+    ("ram", memory(64, 40), "ok", '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now', ""),
+    ("ram", memory(64, 0.5), "missing", "", ""),
+    ("direct_reads", no_direct_reads, "slower", "no O_DIRECT", ""),
+    ("direct_reads", answers(doctor, "open_direct", None), "slower", "no O_DIRECT", ""),
+    ("drive", answers(doctor, "measure_drive", (10**9, "")), "ok", "xfs, ", ""),
+    ("drive", answers(doctor, "measure_drive", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
+    ("drive", answers(doctor, "measure_drive", (None, "it is asleep")), "unknown", "it is asleep", ""),
+    ("device", answers(torch.accelerator, "current_accelerator"), "missing", "out of", ""),
+    ("device", a_driver_beside_a_torch_for_the_cpu, "missing", "", ""),
+    ("versions", no_diffusers, "missing", "peft 0.20", INSTALL),
+    ("page_locking", lambda patch: None, "ok", "not needed", ""),
+]
+"""A row, what changes on the machine, and what the row says then: its verdict, words of it, and words of the remedy."""
+
+
+@pytest.mark.parametrize(("name", "change", "verdict", "found", "remedy"), ROWS_OF)
+def test_rows(
+    name: str,
+    change: Change,
+    verdict: str,
+    found: str,
+    remedy: str,
+    ask: Ask,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mounts = [("/", "zfs"), (str(folder.parent), "xfs"), (str(folder)[:-1], "nfs"), (str(folder / "in"), "vfat")]
+    disks = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: disks)
+    Cgroups(tmp_path, monkeypatch).say("0::/docker")
+    change(monkeypatch)
+    row = ask(device=None if found == "out of" else "cpu")[name]
+    assert row["verdict"] == verdict and found in row["found"] and remedy in row["remedy"]
+
+
 @pytest.mark.skipif(not pagemap.can_detect_writes(), reason="this system does not tell which pages were written")
 def test_page_map(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
@@ -157,12 +224,6 @@ def test_page_map(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         pagemap._Known.forget()
-
-
-def test_the_cpu_needs_no_link_and_no_page_locking(ask: Ask) -> None:
-    rows = ask()
-    assert all(rows[name]["verdict"] == "ok" for name in ("page_locking", "mapped_files", "link", "device"))
-    assert "not needed" in rows["page_locking"]["found"] and "ulimit -l: " in rows["page_locking"]["found"]
 
 
 @pytest.mark.parametrize(("num_locked", "verdict"), [(4, "ok"), (2, "slower"), (0, "missing")])
@@ -179,109 +240,22 @@ def test_page_locking(
 
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
-    monkeypatch.setattr(doctor, "measure_link", lambda *args: 1)  # it locks too
-    row = ask()["page_locking"]
+    monkeypatch.setattr(doctor, "measure_link", lambda *args: 6 * 10**9)  # it locks too
+    rows = ask()
+    row = rows["page_locking"]
     assert row["verdict"] == verdict and ("--ulimit memlock=-1" in row["remedy"]) == (verdict != "ok")
     assert sum(asked) == min(num_locked + 1, 4) * SEGMENT_BYTES
     locked, tried = describe_bytes(num_locked * SEGMENT_BYTES), describe_bytes(sum(asked))
     assert f"pinned {locked} of {tried}" in row["found"]
+    assert (rows["link"]["verdict"], rows["link"]["found"]) == ("slower", "6.0 GB/s from RAM to the device")
 
 
-def test_memory_of_the_drivers_own(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: False)
-    monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-    rows = ask()
-    assert rows["page_locking"]["verdict"] == rows["mapped_files"]["verdict"] == "slower"
-    assert "64 KiB of it allocated by the driver" in rows["page_locking"]["found"]
-
-
-@pytest.mark.parametrize(("release", "size"), [("6.8.0-generic", "48 KiB"), ("6.6.87-microsoft-WSL2", "16 KiB")])
-def test_no_more_is_locked_than_is_left(
-    release: str, size: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quarter of what is available, and under WSL2 half of the RAM at most."""
-    monkeypatch.setattr(platform, "release", lambda: release)
+def test_half_of_the_ram_under_wsl2(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87-microsoft-WSL2")
     memory = SimpleNamespace(total=2 * SEGMENT_BYTES, available=12 * SEGMENT_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    rows = ask()
-    assert release in rows["versions"]["found"]
-    assert f"pinned {size} of {size}" in rows["page_locking"]["found"]
-    assert (".wslconfig" in rows["page_locking"]["remedy"]) == ("microsoft" in release)
-
-
-@pytest.mark.parametrize("when", ["opened", "read"])
-def test_direct_reads(when: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = ask()
-    if rows["drive"]["found"].partition(",")[0] in ("ext4", "xfs", "btrfs"):
-        assert rows["direct_reads"]["verdict"] == "ok" and "O_DIRECT works" in rows["direct_reads"]["found"]
-    monkeypatch.setattr(doctor, "open_direct", os.dup if when == "read" else lambda fd: None)
-    monkeypatch.setattr(doctor, "read_part", failing(errno.EINVAL))
-    row = ask()["direct_reads"]
-    assert row["verdict"] == "slower" and "no O_DIRECT" in row["found"]
-
-
-@pytest.mark.parametrize(("speed", "verdict"), [(10**9, "ok"), (10**9 - 1, "slower"), (None, "unknown")])
-def test_drive(speed: int | None, verdict: str, ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the folder."""
-    mounts = [("/", "zfs"), (str(folder.parent), "xfs"), (str(folder)[:-1], "nfs"), (str(folder / "in"), "vfat")]
-    found = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: found)
-    monkeypatch.setattr(doctor, "measure_drive", lambda *args: (speed, "" if speed else "it is asleep"))
-    row = ask()["drive"]
-    said = "1.00 GB/s from disk to RAM" if speed else "it is asleep"
-    assert row["verdict"] == verdict and re.fullmatch(rf"xfs, [0-9.]+ \w+ free.* {said}", row["found"])
-
-
-def test_ram_and_the_limit_of_a_container(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = Cgroups(tmp_path, monkeypatch)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=40 * GIB))
-    groups.say("0::/docker")
-    row = ask()["ram"]
-    assert row["verdict"] == "ok" and row["found"] == '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now'
-    groups.write("/docker", memory__max=8 * GIB)
-    row = ask()["ram"]
-    assert row["verdict"] == "slower" and "limit is 8 GiB" in row["found"] and "--memory" in row["remedy"]
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=GIB // 2))
-    assert ask()["ram"]["verdict"] == "missing"
-
-
-def test_a_driver_that_raises(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
-    rows = ask(device=None)
-    assert rows["device"]["verdict"] == "missing" and "out of" in rows["device"]["found"]
-    assert rows["drive"]["verdict"] in ("ok", "slower")
-
-
-def test_a_torch_for_the_cpu_beside_a_driver(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--device cpu` on a machine where all is well nothing is missing."""
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: "570.1")
-    for sees_it, verdict in ((False, "missing"), (True, "ok")):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda sees_it=sees_it: sees_it)
-        rows = ask()
-        assert rows["device"]["verdict"] == verdict and "driver 570.1" in rows["versions"]["found"]
-
-
-def test_device_and_link(ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    for speed, verdict in ((10, "ok"), (6, "slower")):
-        monkeypatch.setattr(doctor, "measure_link", lambda *args, speed=speed: speed * 10**9)
-        rows = ask()
-        assert rows["link"]["verdict"] == verdict
-        assert rows["link"]["found"] == f"{speed}.0 GB/s from RAM to the device"
-    size = describe_bytes(device.capacity)
-    assert rows["device"]["verdict"] == "ok" and rows["device"]["found"].endswith(f"{size}, {size} free")
-
-
-def test_versions(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name != "peft":
-            raise doctor.PackageNotFoundError(name)
-        return "0.20"
-
-    monkeypatch.setattr(doctor, "version", version)
-    row = ask()["versions"]
-    assert row["verdict"] == "missing" and "pip install 'group-offload[diffusers]'" in row["remedy"]
-    assert "transformers -" in row["found"] and "peft 0.20" in row["found"]
-    assert f"group_offload {group_offload.__version__}" in row["found"] and f"torch {torch.__version__}" in row["found"]
+    row = ask()["page_locking"]
+    assert "pinned 16 KiB of 16 KiB" in row["found"] and ".wslconfig" in row["remedy"]
 
 
 @pytest.mark.gpu

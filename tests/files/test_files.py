@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,11 +18,10 @@ from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import files
 from group_offload.stores.checkpoint import FileMap
-from group_offload.stores.folder import Folder, file_name
+from group_offload.stores.folder import file_name
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
 from ..support.files import flip_a_bit
-from ..support.folders import headers_in, put
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import LEVELS, check, offload_to, pair, run
@@ -134,25 +132,6 @@ def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pyt
     assert_at_rest(model, reference)
 
 
-@every_level
-def test_edit_of_one_model_leaves_the_other(level: str, tmp_path: Path) -> None:
-    """Two models share files; the one that wrote them moves on."""
-    (model, reference), (other, unchanged) = pair(), pair()
-    offload_to(tmp_path, model, level)
-    handle = offload_to(tmp_path, other, level)
-    for twin in (model, reference):
-        twin.gain.data[0] += 1
-        twin.half()
-    check(model, reference, inputs().half())
-    check(other, unchanged, inputs())
-    for twin in (other, unchanged):
-        twin.gain.data[1] += 1
-    check(other, unchanged, inputs())
-    check(model, reference, inputs().half())
-    handle.remove()
-    assert_at_rest(other, unchanged)
-
-
 def test_a_file_that_took_the_name_meanwhile(tmp_path: Path) -> None:
     """Weights do not return to it, though it holds the same: another program may change it. Hazard: another program's file
     that took a group's name is used or deleted."""
@@ -235,28 +214,6 @@ def test_write_that_fails_in_the_middle(code: int, after: int, tmp_path: Path, m
         assert path.suffix == ".safetensors" and load_file(path)
     offload_to(tmp_path, model)
     check(model, reference, inputs())
-
-
-def test_descriptors_do_not_grow(tmp_path: Path) -> None:
-    """One for each file; also with edits."""
-
-    def num_open() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    offload_to(tmp_path / "first", make(Model)).remove()  # what is opened once a process is open now
-    before = num_open()
-    torch.manual_seed(0)
-    models = [Model(30).eval() for _ in range(2)]
-    handles = [offload_to(tmp_path, model, "leaf_level") for model in models]
-    most = num_open()
-    for _ in range(3):
-        for model in models:
-            run(model, inputs())
-            model.gain.data.add_(1)
-        assert num_open() <= most
-    for handle in handles:
-        handle.remove()
-    assert num_open() <= before  # others' may have gone meanwhile
 
 
 def test_small_weights_share_a_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,27 +304,3 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
         flip_a_bit(path, position)
         check(model, reference, inputs(), passes=2)
     handle.remove()
-
-
-def test_all_that_a_layout_can_hold(tmp_path: Path) -> None:
-    """Strides, scalars, nothing, tied and overlapping tensors, and dtypes that the format lacks; or no tensor at all."""
-    base = torch.arange(100.0)
-    named = {
-        "plain": torch.randn(3, 5),
-        "transposed": torch.randn(4, 4).t(),
-        "nothing": torch.zeros(0, 3),
-        "scalar": torch.zeros(()),
-        "half": torch.randn(3).half(),
-        "complex": torch.randn(2).to(torch.complex64),
-        "left": base[10:50],
-        "right": base[20:80],
-        "tied": base[20:80],
-        "expanded": torch.ones(1).expand(7),
-    }
-    for given in (named, {}):
-        found = put(Folder(tmp_path, "Model"), given)
-        loaded = load_file(found.path)
-        assert found.path.read_bytes()[:8][1:3] == b"\x0f\x00"  # the data begins at byte 4096
-        assert all(torch.equal(loaded[name], named[name]) for name in ("plain", "nothing", "scalar", "half") if given)
-        assert not given or loaded["complex"].dtype == torch.uint8
-    assert len(headers_in(tmp_path)) == 2

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from group_offload import GroupFileError
-from group_offload.base import publish as publish_module
 from group_offload.base import tuning
 from group_offload.stores.folder import Folder, file_name
 
@@ -128,45 +127,6 @@ def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, name, watch(name, getattr(os, name)))
     put(Folder(tmp_path), weights())
     assert calls[-4:] == ["fsync", "link", "fsync folder", "unlink"] and set(calls[:-4]) == {"write"}
-
-
-@pytest.mark.parametrize("has_links", [True, False])
-def test_a_name_that_was_taken_meanwhile(has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = tmp_path / file_name(GROUPS[0])
-    taken.symlink_to(tmp_path / "nowhere")
-    if has_links:  # it was free when somebody looked
-        monkeypatch.setattr(os.path, "lexists", lambda path: path != taken)
-    else:
-        monkeypatch.setattr(os, "link", failing(errno.EPERM))
-    assert publish_module.publish(taken, [b"content"], replaces=False) is None and taken.is_symlink()
-    assert publish_module.publish(tmp_path / "free", [b"content"], replaces=False) is not None
-    assert names(tmp_path) == {taken.name, "free"} and (tmp_path / "free").read_bytes() == b"content"
-
-
-def test_a_temporary_file_that_another_set_up_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the process for dead, which did not get the lock. Hazard: a set-up fails beside another one."""
-    real, removed = os.link, []
-
-    def late(source: Any, target: Any) -> None:
-        if not removed:
-            removed.append(source)
-            os.unlink(source)
-        real(source, target)
-
-    monkeypatch.setattr(os, "link", late)
-    file = put(Folder(tmp_path), weights())
-    assert removed and names(tmp_path) == {file.path.name}
-    headers_in(tmp_path)
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE])
-def test_a_folder_that_cannot_be_searched(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be opened is left alone, and another name is used. What isn't about the file is told."""
-    folder = Folder(tmp_path)
-    put(folder, weights())
-    monkeypatch.setattr(folder.owners, "open", failing(code))
-    with pytest.raises(GroupFileError, match=os.strerror(code)):
-        put(folder, weights())
 
 
 @pytest.mark.parametrize("call", ["open", "fsync"])
@@ -360,45 +320,6 @@ def test_a_folder_that_somebody_keeps_locked(
 
 
 # ---------------------------------------------------------------- files that go while they are looked at
-
-
-def vanishing(monkeypatch: pytest.MonkeyPatch, step: int, victims: list[Path]) -> Callable[[], bool]:
-    """Before the n-th call that looks at the folder, files go. Tells whether there was such a call."""
-    counter, was_reached = itertools.count(1), []
-
-    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(counter) == step:
-                was_reached.append(step)
-                for path in victims:
-                    path.unlink(missing_ok=True)
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in ("open", "stat", "lstat", "fstat", "listdir", "scandir"):
-        monkeypatch.setattr(os, name, watch(getattr(os, name)))
-    monkeypatch.setattr(Path, "lstat", watch(Path.lstat))
-    return lambda: bool(was_reached)
-
-
-@pytest.mark.parametrize("goes", ["all", "temporary", "foreign"])
-def test_files_that_go_meanwhile(goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any step of a set-up: they are not there, which is no error. Hazard: a file goes while the folder is listed,
-    and counts as damaged."""
-    patterns = {"all": "*", "temporary": ".probe*", "foreign": "for*"}
-    for step in itertools.count(1):
-        folder = tmp_path / str(step)
-        set_up(folder)
-        (folder / "foreign").write_bytes(b"")
-        (folder / f".probe.1.{0:016}.tmp").write_bytes(b"")
-        with monkeypatch.context() as patch:
-            was_reached = vanishing(patch, step, list(folder.glob(patterns[goes])))
-            files = set_up(folder, seed=2)
-        assert_holds(files, seed=2)
-        if not was_reached():
-            break
-    assert step > 8
 
 
 # ---------------------------------------------------------------- what the dead leave

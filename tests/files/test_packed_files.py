@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from group_offload import GroupFileError
-from group_offload.base.layout import BlobLayout, lay_out
 from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
 from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted
@@ -59,13 +58,6 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     other_class = find_or_pack(Folder(tmp_path, "Other"), Wanted("blocks_0", LAYOUT, TENSORS))
     assert third is not None and other_class is not None
     assert len({first.path, second.path, third.path, other_class.path}) == 4
-
-
-def test_what_does_not_pack_is_in_no_file(tmp_path: Path) -> None:
-    tensors = [torch.randn(10_000)]
-    layout = image_of(tensors)[1]
-    assert find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", layout, tensors)) is None
-    assert not groups_in(tmp_path)
 
 
 NUM_BLOBS = 9
@@ -125,18 +117,6 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-def test_tensors_of_a_checkpoint_in_another_order(tmp_path: Path) -> None:
-    """There the offsets follow the file, not the module."""
-    tensors = [weights("cauchy", 3000), packable()]
-    layout = lay_out(["b", "a"], tensors[::-1])
-    layout = BlobLayout(layout.specs[::-1], layout.extents[::-1], layout.num_bytes)
-    layout = replace(layout, extents=tuple(replace(extent, tensors=(i,)) for i, extent in enumerate(layout.extents)))
-    found = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", layout, tensors))
-    assert found is not None
-    assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image_in(found)), tensors, strict=True))
-    headers_in(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------ by facts
 
 
@@ -152,27 +132,6 @@ def find(folder: Path, wanted: Wanted) -> tuple[Path | None, int]:
     if found is not None:
         os.close(found.fd)
     return None if found is None else found.path, files.num_changed
-
-
-def test_it_is_found_without_reading_the_weights(tmp_path: Path, checkpoint: Path) -> None:
-    wanted = from_checkpoint(checkpoint)
-    first = packed(tmp_path, TENSORS[:1], wanted.origin)
-    assert find(tmp_path, wanted) == (first.path, 0)
-    assert torch.equal(image_in(first), image_of(TENSORS[:1])[0])
-    assert find(tmp_path, from_checkpoint(checkpoint, 72)) == (None, 0)
-
-
-def test_a_checkpoint_that_changed_since(tmp_path: Path, checkpoint: Path) -> None:
-    """Hazard: a packed file of a checkpoint that changed since is used."""
-    packed(tmp_path, TENSORS[:1], from_checkpoint(checkpoint).origin)
-    changed = [weights("normal", len(TENSORS[0]), seed=9)]
-    save_file({"a": changed[0]}, checkpoint)
-    now = from_checkpoint(checkpoint)
-    assert find(tmp_path, now) == (None, 1)
-    second = packed(tmp_path, changed, now.origin)
-    assert torch.equal(image_in(second), image_of(changed)[0])
-    assert find(tmp_path, now) == (second.path, 0)
-    assert len(headers_in(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["", "full"])
@@ -195,21 +154,6 @@ def test_a_checkpoint_that_is_the_same_under_new_facts(
 
 
 # ------------------------------------------------------------------------------------------------ damage
-
-
-@pytest.mark.parametrize("what", ["byte", "cut", "table"])
-def test_a_damaged_file(tmp_path: Path, what: str) -> None:
-    found = packed(tmp_path, TENSORS)
-    data = bytearray(found.path.read_bytes())
-    if what == "cut":
-        del data[-4096:]
-    else:
-        data[found.start + (10 if what == "table" else 70_000)] ^= 1
-    found.path.write_bytes(data)
-    with pytest.raises(GroupFileError, match="Delete it, and it is packed again"):
-        image_in(found)
-    again = packed(tmp_path, TENSORS)
-    assert again.path != found.path and torch.equal(image_in(again), IMAGE)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

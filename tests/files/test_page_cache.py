@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,15 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from group_offload import GroupFileError, OffloadHandle
+from group_offload import OffloadHandle
 from group_offload.base import system
 from group_offload.base.ram import locked
-from group_offload.stores.checkpoint import FileMap
 
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import Twins, assert_same_state, forward, from_file, offload, on_their_way
 from ..support.reading import eventually, num_fds
-from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -268,62 +265,6 @@ def test_edits(
 
 
 # ---------------------------------------------------------------- what happens to the file
-
-
-@pytest.mark.parametrize("what", ["deleted", "replaced"])
-def test_a_file_that_goes(what: str, path: Path, device: SimulatedDevice) -> None:
-    """What was mapped is still there, however often the groups are made again."""
-    with twins(device, RoutedModel(WIDE), path) as both:
-        both.step()
-        both.check()
-        path.unlink() if what == "deleted" else replace_file(path)
-        for number in range(3):
-            if number:
-                both.edit(lambda model: edit_in_place(model.blocks[1].down.weight))
-            both.step()
-            both.check()
-
-
-@pytest.mark.parametrize("what", ["written to", "cut off"])
-def test_a_file_that_is_changed(what: str, path: Path, device: SimulatedDevice) -> None:
-    """By another program, in place: the next forward says so, and none is silently wrong."""
-    resident = RoutedModel(NARROW)
-    model = from_file(resident, path)
-    handle = offload(model)
-    x = torch.randn(2, DIM)
-    output = forward(device, model, x)
-    assert torch.equal(device.get(output), run(resident, x))
-    device.synchronize()
-    whole = path.read_bytes()
-    # Through the file, so that all mappings see it. (The last page stays: what reads beyond the end is killed.)
-    with path.open("r+b") as file:
-        if what == "cut off":
-            file.truncate(len(whole) - 4)
-        else:
-            file.seek(len(whole) - 64)
-            file.write(b"\1" * 64)
-    for _ in range(2):
-        with pytest.raises(GroupFileError, match=path.name):
-            forward(device, model, x)
-    with pytest.raises(GroupFileError, match=path.name):
-        handle.refresh()
-    path.write_bytes(whole)
-    os.utime(path, (1e9, 1e9))
-    with pytest.raises(GroupFileError, match=path.name):  # nobody can tell that this is what it was
-        forward(device, model, x)
-    model.alive.clear()
-
-
-def test_weights_given_back_are_the_views_that_they_were(path: Path, device: SimulatedDevice) -> None:
-    """A model that does not fit in RAM can be given back too."""
-    resident = RoutedModel(NARROW)
-    model = from_file(resident, path)
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    offload(model).remove()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
-    assert all(FileMap().find(parameter.detach()) is not None for parameter in model.parameters())
-    path.unlink()
-    assert_same_state(model, resident, device)
 
 
 # ---------------------------------------------------------------- garbage

@@ -9,14 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from ..support.blocks import python_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
+pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -16,7 +16,6 @@ from ..support.rigs import run
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
     pytest.mark.filterwarnings("ignore"),  # what the packages say about each other
 ]
 

@@ -11,17 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import apply_group_offloading, enable_group_offload, handle_of
+from group_offload import apply_group_offloading
 
-from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.models import Model
 from ..support.travellers import in_threads
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
+pytestmark = pytest.mark.gpu
 
 WIDTH = 1024
 OPTIONS: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}, {"use_stream": False}]
@@ -114,6 +110,12 @@ def test_guidance(options: dict[str, Any], device: torch.device) -> None:
         for one, other in zip(loop.run(model), wanted, strict=True):
             assert_same(one, other)
     assert handle.stats().passes_predicted >= 8
+    before = torch.accelerator.memory_allocated(device)
+    for _ in range(3):
+        loop.run(model)
+    gc.collect()
+    # (With a budget, residents may still come.)
+    assert "vram_budget" in options or torch.accelerator.memory_allocated(device) <= before + (1 << 20)
     handle.remove()
 
 
@@ -131,31 +133,3 @@ def test_autocast_and_a_stream_of_the_caller(device: torch.device) -> None:
     stream.synchronize()
     assert handle.stats().passes_predicted == 5
     handle.remove()
-
-
-def test_nothing_is_left(device: torch.device) -> None:
-    """No memory."""
-    torch.manual_seed(0)
-    model = Guided(6, WIDTH).to(torch.bfloat16).eval()
-    loop = Loop(device)
-    loop.run(copy.deepcopy(model).to(device), 2)  # what kernels take for themselves stays
-    handle = apply_group_offloading(model, device, share_passes=True)
-    loop.run(model)
-    before = torch.accelerator.memory_allocated(device)
-    for _ in range(3):
-        loop.run(model)
-    gc.collect()
-    assert torch.accelerator.memory_allocated(device) <= before + (1 << 20)
-    handle.remove()
-
-
-def test_a_pipeline(device: torch.device) -> None:
-    """Wan with two experts."""
-    options = {"num_inference_steps": 6, "guidance_scale": 3.0}
-    wanted = tiny.run(tiny.wan_pipeline().to(device), **options)
-    pipe = tiny.wan_pipeline()
-    enable_group_offload(pipe, device, share_passes=True, vram_budget=None)  # else all stays, and none is shared
-    for _ in range(2):
-        assert_same(tiny.run(pipe, **options), wanted)
-    handle = handle_of(pipe.transformer_2)
-    assert handle is not None and handle.stats().passes_predicted

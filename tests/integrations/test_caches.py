@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ from group_offload import StateError, apply_group_offloading, enable_group_offlo
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
-from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs, mag
-from ..support.rigs import LEVELS, run, run_onloaded
+from ..support.caches import CACHES, NUM_STEPS, CacheCase, Clock, flux_inputs
+from ..support.pipelines import any_case, tier_options
+from ..support.rigs import run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
-from ..support.tuning import tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # FasterCache
 
@@ -112,35 +110,6 @@ def test_bits(name: str, tier: str, level: str, order: str, tmp_path: Path) -> N
         assert_same(actual, wanted)
 
 
-@needs("mag-wan")
-@pytest.mark.parametrize(("level", "order"), [("block_level", "before"), ("leaf_level", "after")])
-def test_two_transformers_that_take_turns(level: str, order: str, tmp_path: Path) -> None:
-    """As in Wan 2.2, each with a cache of its own, which counts steps (diffusers #14025): two images, as resident."""
-
-    def images(is_offloaded: bool) -> list[torch.Tensor]:
-        pipe = tiny.wan_pipeline()
-        models = pipe.transformer, pipe.transformer_2
-        for when in ("after", "cache", "before"):
-            if when == "cache":
-                for model in models:
-                    model.enable_cache(mag(Clock()))
-            elif is_offloaded and order == when:
-                enable_group_offload(pipe, tiny.device(), offload_type=level, offload_to_disk_path=tmp_path)
-        pipe.to(tiny.device())
-        calls = [0, 0]
-
-        def count(number: int) -> Callable[..., None]:
-            return lambda *_: calls.__setitem__(number, calls[number] + 1)
-
-        for number, model in enumerate(models):
-            model.blocks[0].norm1.register_forward_hook(count(number))
-        made = [tiny.run(pipe, num_inference_steps=NUM_STEPS) for _ in range(2)]
-        assert sum(calls) < 4 * NUM_STEPS and all(calls), calls
-        return [*made, torch.tensor(calls)]
-
-    assert_same(images(True), images(False))
-
-
 @needs("text-kv-nucleus")
 def test_prompts_that_are_told_apart_by_their_addresses() -> None:
     """A prompt that each call brings to the device has another one's address there sooner or later. Hazard: a cache
@@ -153,6 +122,32 @@ def test_prompts_that_are_told_apart_by_their_addresses() -> None:
     with counted.model.cache_context("cond"), pytest.raises(StateError, match="encoder_hidden_states is on meta"):
         run(counted.model, **inputs)
     assert_same(counted.steps(), dict(expected("text-kv-nucleus"))["with a new cache"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("order", ["before", "after"])
+@any_case
+def test_bits_beside_cache_dit(tier: str, level: str, order: str, tmp_path: Path) -> None:
+    """Its cache is enabled before the models are offloaded, or after."""
+    cache_dit = pytest.importorskip("cache_dit")
+
+    def cached(pipe: Any) -> None:
+        sizes = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 2, "residual_diff_threshold": 0.9}
+        cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(**sizes))
+
+    resident, pipe = tiny.flux_pipeline(), tiny.flux_pipeline()
+    plain = tiny.run(resident, num_inference_steps=6)
+    cached(resident)
+    expected = tiny.run(resident, num_inference_steps=6)
+    assert not torch.equal(expected, plain)
+    if order == "before":
+        cached(pipe)
+    handles = enable_group_offload(pipe, offload_type=level, **tier_options(tier, tmp_path))
+    if order == "after":
+        cached(pipe)
+    for _ in range(2):
+        assert torch.equal(tiny.run(pipe, num_inference_steps=6), expected)
+    assert handles["transformer"].stats().onloads
 
 
 def _sent_by_steps(
@@ -239,30 +234,3 @@ def test_a_block_that_raises_beside_a_cache() -> None:
     counted.model._reset_stateful_cache()
     assert_same(counted.steps()[0], reference.steps()[0])
     handle.remove()
-
-
-@needs("mag-flux")
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_budget_beside_a_cache(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays on the device is the same for whole steps and for cached ones, and the peak is within the budget."""
-    tune(monkeypatch, device_margin_bytes=0)
-    monkeypatch.setattr(
-        "group_offload.runtime.budget.budgeter.known_speeds", lambda *_, **__: replace(KNOWN_SPEEDS, h2d=2)
-    )
-    model, reference = (tiny.flux_transformer(num_single_layers=8) for _ in range(2))
-    budget, resident = sum(weight.nbytes for weight in model.parameters()), []
-    with use_simulated_device(SimulatedDevice(0, "random")) as device:
-        handle = apply_group_offloading(model, "cpu", offload_type=level, vram_budget=budget)
-        for each in (model, reference):
-            each.enable_cache(CACHES["mag-flux"].config(Clock()))
-        for step in range(3 * NUM_STEPS):
-            given = flux_inputs(step % NUM_STEPS)
-            inputs = {name: device.put(value) if torch.is_tensor(value) else value for name, value in given.items()}
-            with reference.cache_context("only"), model.cache_context("only"):
-                with torch.no_grad(), device.running():
-                    output = model(**inputs)[0]
-                assert_same(device.get(output), run(reference, **given)[0])
-            resident.append(handle.stats().resident_bytes)
-        assert device.peak_bytes_in_use() <= budget
-        assert 0 < 0.9 * resident[-NUM_STEPS] < resident[-1]
-        handle.remove()

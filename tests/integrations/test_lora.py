@@ -17,6 +17,7 @@ from group_offload import apply_group_offloading, handle_of
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import any_case, tier_options
+from ..support.rigs import LEVELS, run_onloaded
 
 
 def forward(model: Any) -> torch.Tensor:
@@ -87,6 +88,23 @@ def test_changes(name: str, tier: str, level: str, order: str, device: torch.dev
     copied_back = handle.stats().tensors_brought_back
     forward(model)
     assert handle.stats().tensors_brought_back == copied_back, "eviction is free"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_lora_that_is_scaled_for_one_forward(level: str, device: torch.device) -> None:
+    """By `attention_kwargs`: what a forward changes in its modules is changed back at its end. Hazard: the scale of one
+    forward is taken for a change of weights."""
+    model, reference = tiny.flux_transformer(), tiny.flux_transformer().to(device)
+    handle = apply_group_offloading(model, device, offload_type=level)
+    for each in (model, reference):
+        each.load_lora_adapter(tiny.lora_of(each, ("to_q", "proj_out")), prefix=None, adapter_name="one")
+    seen = []
+    for scale in (1.0, 0.3, 1.0):
+        inputs = {**tiny.flux_inputs(), "joint_attention_kwargs": {"scale": scale}}
+        seen.append(tiny.call(reference, inputs))
+        assert torch.equal(run_onloaded(model, **inputs)[0].cpu(), seen[-1])
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert handle.stats().rebuilds <= 1
 
 
 @any_case

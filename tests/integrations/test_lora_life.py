@@ -25,7 +25,6 @@ from group_offload import ModuleError, apply_group_offloading, enable_group_offl
 from ..support import tiny_models as tiny
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward as forward_on
-from ..support.on_device import from_file
 from ..support.on_device import offload as offload_on
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -76,16 +75,6 @@ def lora(seed: int, rank: int = 4, names: tuple[str, ...] = FEW, *, dora: bool =
         state[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator) * 0.2
         if dora and name.startswith("transformer"):
             state[f"{name}.lora_magnitude_vector"] = torch.rand(layer.out_features, generator=generator) + 0.5
-    return state
-
-
-def lokr(seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, layer in layers_of(transformer(), ("to_q", "proj_mlp")).items():
-        state[f"transformer.{name}.lokr_w1"] = torch.randn(4, 4, generator=generator) * 0.2
-        shape = layer.out_features // 4, layer.in_features // 4
-        state[f"transformer.{name}.lokr_w2"] = torch.randn(shape, generator=generator) * 0.2
     return state
 
 
@@ -225,7 +214,6 @@ def choose(rng: random.Random, twins: Twins) -> tuple[str, Step | None]:
         f"load {name}": load(lora(seed, rank, names), name),
         f"load {name} with words": load(lora(seed, rank, names, words=True), name),
         f"load DoRA {name}": load(lora(seed, rank, names, dora=True), name),
-        f"load LoKr {name}": lambda pipe: pipe.transformer.load_lora_adapter(lokr(seed), adapter_name=name),
         f"inject LoHa {name}": add(LoHaConfig(r=2, target_modules=["to_q"], init_weights=False), name),
         f"add LoRA {name}": add(
             LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False), name, "add"
@@ -362,68 +350,6 @@ def test_hot_swaps_of_a_compiled_model(tier: str, level: str, order: str, repeat
 def bytes_in(folder: Path) -> tuple[int, int]:
     sizes = [file.stat().st_size for file in folder.glob("*")]
     return len(sizes), sum(sizes)
-
-
-def swap_many(twins: Twins, way: str, rounds: int) -> Iterator[tuple[Any, int]]:
-    """Rounds of one way to swap LoRAs. Gives what the folder and the RAM have after each, and how many files are mapped."""
-    for seed in range(rounds):
-        if way == "load and delete":
-            twins.do(load(lora(seed), f"adapter {seed}"))
-            twins.check(passes=1)
-            twins.do(lambda pipe, seed=seed: pipe.delete_adapters(f"adapter {seed}"))
-        elif way == "hotswap":
-            twins.do(load(lora(seed), "one", hotswap=seed > 0))
-        else:
-            twins.do(load(lora(seed), "one"))
-            twins.do(lambda pipe: pipe.fuse_lora())
-            if way == "fuse and unfuse":
-                twins.check(passes=1)
-                twins.do(lambda pipe: pipe.unfuse_lora())
-            twins.do(lambda pipe: pipe.unload_lora_weights())
-        twins.check(passes=1)
-        stats = twins.handle.stats()
-        mapped = {line.split(maxsplit=5)[4] for line in Path("/proc/self/maps").read_text().splitlines()}
-        yield (bytes_in(twins.folder), stats.host_bytes, stats.pinned_bytes, stats.file_bytes), len(mapped)
-
-
-@pytest.mark.parametrize(
-    ("way", "tier"),
-    [
-        ("load and delete", "ram"),
-        ("hotswap", "files"),
-        ("fuse and unfuse", "checkpoint and files"),
-        ("fuse", "checkpoint"),
-    ],
-)
-def test_twenty_swaps_take_no_more_than_one(way: str, tier: str, tmp_path: Path) -> None:
-    twins = Twins(tier, "block_level", tmp_path)
-    first, *others = swap_many(twins, way, 20)
-    assert {taken for taken, _ in others} == {first[0]}
-    assert max(num_mapped for _, num_mapped in others) <= first[1]  # of files that are deleted, too
-
-
-@pytest.mark.parametrize("laziness", ["eager", "lazy", "random"])
-@pytest.mark.parametrize("where", ["disk", "files", "cpu"])
-def test_weights_return_while_copies_are_on_their_way(where: str, laziness: str, tmp_path: Path) -> None:
-    resident = make(Model)
-    device = SimulatedDevice(0, laziness)
-    options: dict[str, Any] = (
-        {"offload_to_disk_path": tmp_path / "groups"} if where == "files" else {"offload_device": where}
-    )
-    with use_simulated_device(device):
-        model = from_file(resident, tmp_path / "model.safetensors")
-        handle = offload_on(model, **options)
-        first = [group.where for group in handle.groups]
-        for _ in range(3):
-            for factor in (2.0, 0.5):  # exact
-                for twin in (model, resident):
-                    twin.blocks[1].up.weight.data.mul_(factor)
-                assert torch.equal(device.get(forward_on(device, model, inputs())), run(resident, inputs()))
-                is_back = [group.where for group in handle.groups] == first
-                assert (
-                    is_back == (factor == 0.5) or "safetensors" not in first[-1]
-                )  # RAM, where weights cannot rest in it
-        handle.remove()
 
 
 # ------------------------------------------------------------------------------------------------ off, and wrong

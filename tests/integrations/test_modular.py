@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from diffusers.utils import torch_utils
 from torch import nn
 
 from group_offload import (
-    ConfigError,
     GroupOffloadStrategy,
     apply_group_offloading,
     disable_group_offload,
@@ -190,20 +188,6 @@ def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, m
 
 
 @pytest.mark.skipif(not TAKES_STRATEGIES, reason="managers of this diffusers take no strategy")
-def test_a_strategy_of_the_users_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def strategy(hooks: Any, model_id: str, model: nn.Module, execution_device: torch.device) -> Any:
-        asked.append((len(hooks), model))
-        return hooks[1:]
-
-    managed = Managed(monkeypatch, device, 1 << 40, MIB, MIB)
-    managed.begin("ours first", strategy)
-    managed.run()
-    assert asked == [(2, managed.model)] and managed.are_there == [True, False]
-
-
-@pytest.mark.skipif(not TAKES_STRATEGIES, reason="managers of this diffusers take no strategy")
 def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
     memory."""
@@ -228,12 +212,6 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
         assert torch.equal(device.get(forward(device, model, inputs(0))), run(resident, inputs(0)))
         del moved
         handle.remove()
-
-
-def test_a_strategy_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "diffusers.modular_pipelines.components_manager", None)
-    with pytest.raises(ConfigError, match=r"pip install 'group-offload\[diffusers\]'"):
-        GroupOffloadStrategy()
 
 
 @any_order

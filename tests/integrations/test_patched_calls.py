@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -36,10 +35,8 @@ from group_offload import (
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import (
-    any_case,
     assert_same_weights,
     models_of,
-    tier_options,
     traces,
     weights_of,
 )
@@ -108,6 +105,7 @@ def test_calls_of_programs(
             assert torch.equal(queue.submit(tiny.run, pipe).result(60), resident_outputs["flux"])
     handle = handle_of(pipe.transformer)
     assert handle is not None and handle.stats().passes > 0
+    assert (handle.config.vram_budget, handle.config.share_passes) == (None, False)  # as diffusers' own call
     assert any(tmp_path.iterdir()) == (name == "leaves in files")
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
@@ -160,49 +158,7 @@ def test_unpatch_restores_diffusers(device: torch.device, resident_outputs: dict
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-def test_models_that_do_not_support_it(device: torch.device, patched: None) -> None:
-    pipe = tiny.flux_pipeline()
-    pipe.transformer.__class__ = type("Own", (type(pipe.transformer),), {"_supports_group_offloading": False})
-    for each in (pipe.transformer, pipe):
-        with pytest.raises(ModuleError, match=r"support group offloading .*exclude_modules"):
-            each.enable_group_offload(device)
-    assert not any(stock._is_group_offload_enabled(part) for part in models_of(pipe).values())
-
-
 # ---------------------------------------------------------------- compiled
-
-
-@functools.cache
-def compiled_resident(device: torch.device) -> tuple[torch.Tensor, int]:
-    """What it gives, and how many graphs it takes."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    model = tiny.flux_transformer().to(device)
-    model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    return [tiny.call(model, tiny.flux_inputs()) for _ in range(3)][-1], counter.frame_count
-
-
-@any_case
-@pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
-def test_compile_repeated_blocks(tier: str, level: str, is_first: bool, device: torch.device, tmp_path: Path) -> None:
-    """diffusers' regional compilation, in whole graphs: as many of them as for a resident model, however many blocks."""
-    expected, num_graphs = compiled_resident(device)
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    model = tiny.flux_transformer()
-    if is_first:
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    handle = apply_group_offloading(model, device, offload_type=level, **tier_options(tier, tmp_path))
-    if not is_first:
-        model.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for _ in range(3):
-        before = handle.stats().onloads
-        assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
-        num_blocks = len(model.transformer_blocks) + len(model.single_transformer_blocks)
-        is_in_place = device.type == "cpu" and handle.groups[0].tier == "ram"
-        assert is_in_place or handle.stats().onloads >= before + num_blocks
-    assert counter.frame_count == num_graphs
-    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------- what diffusers sees, and what is refused
@@ -236,16 +192,6 @@ def test_devices_that_diffusers_sees(
     assert pipe.device.type == pipe._execution_device.type == "cpu"
 
 
-@pytest.mark.parametrize("call", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_other_offload_modes_are_refused(call: str, device: torch.device) -> None:
-    pipe = tiny.flux_pipeline()
-    apply_group_offloading(pipe.vae, device)
-    with pytest.raises(ValueError, match="group offloading"):
-        getattr(pipe, call)(device="cuda")
-    remove_group_offloading(pipe.vae)
-    assert not pipe._maybe_raise_error_if_group_offload_active(raise_error=True)
-
-
 ACCELERATE: dict[str, Callable[[Any], object]] = {
     "model": lambda model: accelerate.cpu_offload_with_hook(model, execution_device=CPU),
     "sequential": lambda model: accelerate.cpu_offload(model, execution_device=CPU),
@@ -274,14 +220,6 @@ def test_accelerate_takes_the_weights_of_an_offloaded_model(
         tiny.run(pipe)
     accelerate.hooks.remove_hook_from_module(pipe.transformer, recurse=True)
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-
-
-def test_a_tracing_hook_of_accelerate_is_no_offloading(device: torch.device) -> None:
-    model = tiny.flux_transformer()
-    accelerate.hooks.add_hook_to_module(model.proj_out, accelerate.hooks.ModelHook())
-    expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
-    apply_group_offloading(model, device)
-    assert torch.equal(tiny.call(model, tiny.flux_inputs()), expected)
 
 
 def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:

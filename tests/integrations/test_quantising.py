@@ -16,9 +16,7 @@ from diffusers.quantizers import PipelineQuantizationConfig
 from torch import nn
 
 from group_offload.api import handle_of
-from group_offload.integrations import quantising
 from group_offload.integrations.opening import from_pretrained
-from group_offload.integrations.patching import swap
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same, named_tensors, same_bits
@@ -67,22 +65,6 @@ def test_bits_are_those_of_the_librarys_own_quantised_model(dtype: torch.dtype, 
             assert_same(run(opened, **inputs), run(reference.to(tiny.device()), **inputs))
 
 
-def test_an_interrupt_before_loading_leaves_the_libraries_as_they_were(
-    flux: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from diffusers.quantizers.auto import DiffusersAutoQuantizer
-
-    def interrupt(*args: Any) -> None:
-        swap(*args)
-        raise KeyboardInterrupt
-
-    before = vars(DiffusersAutoQuantizer)["from_config"]
-    monkeypatch.setattr(quantising, "swap", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        open_(flux)
-    assert vars(DiffusersAutoQuantizer)["from_config"] is before
-
-
 def test_several_threads_at_once(flux: Path, tmp_path: Path) -> None:
     """One of them loads without this package. The libraries' methods are as before in the end."""
     from diffusers.quantizers.auto import DiffusersAutoQuantizer
@@ -129,6 +111,3 @@ def test_a_quantised_checkpoint_is_opened_in_place(flux: Path, tmp_path: Path) -
     reference = FluxTransformer2DModel.from_pretrained(tmp_path / "quantised", dtype=BF16)
     for name, tensor in named_tensors(reference):
         assert same_bits(opened.get_parameter(name), tensor)
-
-
-# ------------------------------------------------------------------------------------------------ memory

@@ -12,7 +12,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
-from group_offload import apply_group_offloading, disable_group_offload, enable_group_offload, handle_of
+from group_offload import apply_group_offloading, enable_group_offload, handle_of
 from group_offload.runtime.convoy.contract import LISTED
 
 from ..matrix.case import Case, mapped, tensors_of
@@ -40,16 +40,6 @@ def offloaded(**options: Any) -> tuple[Any, Any]:
     pipe = tiny.wan_pipeline()
     enable_group_offload(pipe, tiny.device(), share_passes=True, **options)
     return pipe, handle_of(pipe.transformer_2)
-
-
-@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-def test_a_pipeline_with_guidance(level: str) -> None:
-    pipe, handle = offloaded(offload_type=level)
-    for _ in range(2):
-        assert_same(run_wan(pipe), expected())
-    stats = handle.stats()
-    assert stats.passes_predicted >= STEPS // 2 and not stats.passes_discarded
-    disable_group_offload(pipe)
 
 
 LATENTS = ("hidden_states", "sample", "x")
@@ -124,20 +114,6 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
         handle.remove()
     told = [record for record in caplog.records if "share_passes=True" in record.getMessage()]
     assert len(told) == (kind not in ("a listed class", "by itself"))
-
-
-def test_encoders_and_decoders_are_not_told_to_share_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody expects it of them: they run once an image."""
-    caplog.set_level(logging.INFO, "group_offload")
-    with use_simulated_device(SimulatedDevice()):
-        pipe = tiny.wan_pipeline()
-        enable_group_offload(pipe, "cpu", share_passes="auto")
-        assert handle_of(pipe.vae) is not None
-        assert "separately" not in caplog.text
-        disable_group_offload(pipe)
-        apply_group_offloading(pipe.vae, "cpu", share_passes="auto")
-        assert "AutoencoderKLWan separately" in caplog.text
-        disable_group_offload(pipe)
 
 
 def test_a_cache_with_named_contexts_goes_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,8 +78,8 @@ def worse_model() -> AutoGuidance:
 
 @pytest.mark.parametrize("guider", [skipped_at_first, worse_model])
 def test_branches_that_change_hooks_go_alone(guider: Callable[[], Any]) -> None:
-    """The others of the step share a pass nevertheless. Hazard: a guider announces all calls of a step, and one of them
-    changes hooks of the model."""
+    """The others of the step share a pass nevertheless. Hazard: guidance registers hooks for one forward of a step (skipped
+    layers); a guider announces all calls of a step, and one of them changes hooks of the model."""
     pipe = pipeline(guider=guider)
     wanted = run(pipe.to(tiny.device()))
     handles = offloaded(pipe)

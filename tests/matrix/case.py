@@ -19,6 +19,12 @@ def ints(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
 
 
+def denoiser(hidden_states: Any, encoder_hidden_states: Any, timestep: Any, **others: Any) -> dict[str, Any]:
+    """What most denoisers are called with, in the order in which they take it."""
+    given = {"hidden_states": hidden_states, "encoder_hidden_states": encoder_hidden_states, "timestep": timestep}
+    return {**given, **others}
+
+
 def encode_and_decode(module: Any, sample: torch.Tensor) -> Any:
     """What pipelines call of an autoencoder, which is never its forward."""
     encoded = module.encode(sample)
@@ -34,8 +40,9 @@ class Case:
     """The class, as `library` exports it."""
     config: Mapping[str, Any]
     """What the class, or for transformers the class of its configuration, is built from."""
-    inputs: Callable[[], dict[str, Any]]
-    """Makes the arguments of one call, on the CPU."""
+    given: Mapping[str, Any] | Callable[[], dict[str, Any]]
+    """The arguments of one call, or what makes them. A tuple is the shape of random numbers, a list of numbers is a tensor, and
+    a function makes what it returns."""
     call: Callable[..., Any] | None = None
     """What is called with the module and these arguments, for a class whose users do not call its forward."""
     build: Callable[[], nn.Module] | None = None
@@ -45,6 +52,10 @@ class Case:
     @property
     def cls(self) -> Any:
         return getattr(importlib.import_module(self.library), self.name)
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of one call, on the CPU."""
+        return self.given() if callable(self.given) else {name: _made(value) for name, value in self.given.items()}
 
     def make(self) -> nn.Module:
         """The module in `eval` mode, with the same weights each time, none of which is zero."""
@@ -69,6 +80,14 @@ class Case:
         torch.manual_seed(2)
         with torch.no_grad():
             return list(tensors_of(module(**inputs) if self.call is None else self.call(module, **inputs)))
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return torch.randn(value)
+    if isinstance(value, list) and all(isinstance(each, int | float) for each in value):
+        return torch.tensor(value)
+    return value() if callable(value) else value
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

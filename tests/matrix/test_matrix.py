@@ -14,6 +14,7 @@ from torch import nn
 
 from . import page
 from .arms import ARMS, NotApplicable, Subject
+from .case import Case
 from .cases import CASES, FAMILIES, NOT_RUN
 
 QUICK = [
@@ -23,6 +24,14 @@ QUICK = [
     "UNet2DConditionModel",
     "WanTransformer3DModel",
     "CLIPTextModel",
+]
+
+READERS = [
+    "VQModel",
+    "HunyuanDiT2DModel",
+    "AutoencoderSAME",  # the others have methods that compute with weights of modules that nobody calls
+    "ConsistencyDecoderVAE",
+    "MMAudioVAE",
 ]
 
 _IMPORTS = re.compile(r"^\s*from transformers import (\([^)]*\)|[^(\n]*)$", re.MULTILINE)
@@ -89,6 +98,24 @@ def test_class(name: str, tmp_path: Path) -> None:
                 run(subject, tmp_path / arm)
         else:
             run(subject, tmp_path / arm)
+
+
+def mamba() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4}
+    return transformers.MambaModel(transformers.MambaConfig(**sizes))
+
+
+MAMBA = Case("MambaModel", {}, lambda: {"input_ids": torch.arange(6)[None]}, build=mamba)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("case", [*(CASES[name] for name in READERS), MAMBA], ids=lambda case: case.name)
+def test_a_class_that_reads_its_children(case: Case, tmp_path: Path) -> None:
+    """Nothing is read where it rests: a device could not read it there. Hazard: a module reads a child's weight without
+    calling it (diffusers #14551): `VQModel`, Mamba."""
+    subject = Subject.of(case)
+    for arm in ("RAM, blocks", "RAM, layers", "group files"):
+        ARMS[arm](subject, tmp_path)
 
 
 def test_an_arm_sees_other_bits(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from group_offload import GroupFileError
 from group_offload.base.tuning import Tuning
-from group_offload.packing import operators
 from group_offload.packing.codec import MIN_SAVING, hash_of, pack, unpack, unpack_strip
 from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedLayout, Span, packed_size
 
@@ -50,26 +49,6 @@ def test_every_byte_comes_back(given: list[torch.Tensor], num_tiles: int | None)
         mine = packed.data[place : place + strip.packed_bytes].clone()
         found = written_by(lambda out, mine=mine, strip=strip: unpack_strip(mine, strip, out), strip.plain_bytes)
         assert torch.equal(found, image[start : start + strip.plain_bytes])
-
-
-def test_a_strip_takes_no_more_than_its_buffer() -> None:
-    """Weights that do not pack make the largest one."""
-    assert packed_size((Span(0, Tuning().strip_bytes),), 0) <= 64 << 20
-
-
-def test_the_cpu_packs_where_the_device_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    image, layout = image_of([packable()])
-    count = operators.count_exponents
-
-    def count_exponents(there: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        if there.device.type == "meta":
-            raise torch.OutOfMemoryError
-        return count(there, start, end)
-
-    monkeypatch.setattr(operators, "count_exponents", count_exponents)
-    found, expected = pack(image, layout, torch.device("meta")), pack(image, layout)
-    assert found is not None and expected is not None
-    assert found.layout == expected.layout and torch.equal(found.data, expected.data)
 
 
 def test_an_edge_of_the_image() -> None:
@@ -129,7 +108,7 @@ def test_a_part_needs_a_part_of_the_packed_bytes(length: int) -> None:
         assert torch.equal(found, image[start:end]), (start, end)
 
 
-IMAGE, PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])
+PACKED = packed_of([packable(), torch.randn(1000), weights("wide", 30_000), weights("constant", 3)])[1]
 
 
 @given(st.data())
@@ -142,12 +121,4 @@ def test_damaged_bytes_lead_nowhere(data: st.DataObject) -> None:
         place = data.draw(st.integers(0, damaged.numel() - 1) | st.integers(0, 2048))
         damaged[place : place + data.draw(st.sampled_from([1, 8, 3000]))] = data.draw(st.integers(0, 255))
     with suppress(GroupFileError):
-        unpacked(damaged, PACKED.layout)
-
-
-def test_codes_that_ask_for_escapes_that_are_not_there() -> None:
-    (strip,) = PACKED.layout.strips
-    damaged = PACKED.data.clone()
-    damaged[strip.places[0] : strip.places[1]] = 0xFF
-    with pytest.raises(GroupFileError, match="ask for other escapes"):
         unpacked(damaged, PACKED.layout)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,29 +22,25 @@ from group_offload import (
     enable_group_offload,
     write_report,
 )
-from group_offload.base.timeline import COMPUTE, COPIES, DECODE, READS, STALLS, Slice
+from group_offload.base.timeline import COMPUTE, COPIES, READS, STALLS
 from group_offload.handle import report_of
 from group_offload.plan.budgets import describe_bytes
-from group_offload.report.facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, Place, ReportFacts
-from group_offload.report.page import write_page
-from group_offload.runtime.measure.recorder import NUM_RECORDED, SENT_AHEAD
+from group_offload.report.facts import ModelFacts, Place
 
 from ..support import tiny_models as tiny
 from ..support.files import failing
-from ..support.inside import engine_of
-from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import forward, offload, options_for
+from ..support.models import inputs, make
+from ..support.on_device import offload
 from ..support.pages import Page
 from ..support.pipelines import models_of
 from ..support.rigs import run
-from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
 from ..support.tuning import tune
 
 LINK = 1e6
 BYTES, SECONDS = 4096, 0.003
-GIB = 1 << 30
 
 
 class Timed(nn.Module):
@@ -60,20 +54,12 @@ class Timed(nn.Module):
         return x
 
 
-class CountingDevice(TimedDevice):
-    num_events = 0
-
-    def new_event(self) -> Any:
-        self.num_events += 1
-        return super().new_event()
-
-
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimedDevice]:
     speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
     monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
     tune(monkeypatch, max_run_bytes=BYTES, resident_bytes=0, device_margin_bytes=0)
-    with use_simulated_device(CountingDevice(LINK)) as device:  # type: ignore[arg-type]
+    with use_simulated_device(TimedDevice(LINK)) as device:  # type: ignore[arg-type]
         yield device  # type: ignore[misc]
 
 
@@ -90,7 +76,7 @@ def titles(handle: OffloadHandle) -> list[str]:
     return [one.title for one in facts_of(handle).passes]
 
 
-def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_are_those_of_the_run(device: TimedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Hazard: nobody can tell where the time of a step goes (diffusers #14702)."""
     model = timed_model(device)
     with caplog.at_level("INFO", "group_offload"):
@@ -145,78 +131,6 @@ def test_numbers_are_those_of_the_run(device: CountingDevice, tmp_path: Path, ca
 def forward_of(model: nn.Module) -> None:
     with torch.no_grad():
         model(torch.zeros(1))
-
-
-def test_passes_that_are_recorded(device: CountingDevice, tmp_path: Path) -> None:
-    """Those that are timed anyway, and all inside of a trace."""
-    model = timed_model(device)
-    handle = offload(model)
-    for _ in range(7):
-        forward_of(model)
-    assert titles(handle) == [f"forward {number}" for number in (1, 2, 3, 4)]
-    with handle.trace(tmp_path / "trace.json"):
-        for _ in range(2):
-            forward_of(model)
-        assert titles(handle)[-1] == "forward 9"
-    passes = facts_of(handle).passes
-    assert titles(handle) == ["forward 3", "forward 4", "forward 8", "forward 9"]
-    # Steady passes are alike, also where the pass before was not recorded.
-    assert len({round(one.seconds, 9) for one in passes[1:]}) == 1
-    assert all(one.busy_seconds(COPIES) == pytest.approx(8 * BYTES / LINK, rel=2e-3) for one in passes)
-    for _ in range(7):
-        forward_of(model)
-    [*_, last] = facts_of(handle).passes
-    assert last.title == "forward 16" and len(engine_of(handle).recorder.passes) == NUM_RECORDED
-    assert SENT_AHEAD in {each.name for each in last.slices}
-    handle.remove()
-
-
-def test_what_recording_costs(device: CountingDevice) -> None:
-    """[Note: What recording costs], counted: no event in a pass that is not recorded."""
-    model = timed_model(device)
-    handle = offload(model)
-    events = []
-    for _ in range(8):
-        before, copies = device.num_events, handle.stats().copies
-        forward_of(model)
-        events.append((device.num_events - before, handle.stats().copies - copies))
-    assert events[4] == events[5] == events[6] == (0, 8)
-    # The pass, and three for each group; the trace's beginning, what was sent ahead, two for each copy.
-    assert events[7] == (2 + 3 * 8 + 2 + 2 * 8, 8)
-    handle.remove()
-
-
-def test_while_work_is_on_its_way() -> None:
-    """The page is right, and changes nothing, when kernels and copies have not run yet."""
-    with use_simulated_device(SimulatedDevice(0, "random")) as device, options_for({"in_files": True}) as given:
-        model = RoutedModel([16, 24, 16, 16])
-        resident = copy.deepcopy(model)
-        handle = offload(model, **given)
-        x = torch.randn(2, DIM)
-        for _ in range(3):
-            output = forward(device, model, x)
-            facts = facts_of(handle)
-            assert facts.figures["Statistics since the module was offloaded"] == asdict(handle.stats())
-            assert torch.equal(device.get(output), run(resident, x))
-        assert {COPIES, COMPUTE} <= {each.lane for each in facts.passes[-1].slices}
-        model.alive.clear()
-        handle.remove()
-
-
-def test_a_forward_that_raises_is_not_shown(tmp_path: Path) -> None:
-    with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
-        model = RoutedModel([16] * 3)
-        handle = offload(model)
-        x = torch.randn(2, DIM)
-        model.stop_at = 1
-        with pytest.raises(Stop):
-            forward(device, model, x)
-        assert "No complete forward was recorded." in Page(handle.report(tmp_path / "run.html")).words
-        model.stop_at = -1
-        forward(device, model, x)
-        assert titles(handle) == ["forward 2"]
-        model.alive.clear()
-        handle.remove()
 
 
 @pytest.mark.parametrize("tier", ["ram", "file"])
@@ -311,23 +225,3 @@ def test_a_pipeline(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- lanes
-
-
-def test_what_the_pointer_tells(tmp_path: Path) -> None:
-    """A group's times, its bytes and the speed. A lane that is not used is left out, and what is held around others apart."""
-    slices = [Slice(DECODE, "a", 0.0, 0.1, 1), Slice(COPIES, "a", 0.1, 0.35, 10**9), Slice(COMPUTE, "a", 0.5, 2, 1)]
-    slices += [Slice(COMPUTE, "outer", -1, 1, 1), Slice(STALLS, "late", 1.5, 2, 1)]
-    groups = [
-        GroupFacts(name=f"blocks.{n}", num_bytes=1000, place=[*Place][n % 2], detail="a file") for n in range(200)
-    ]
-    groups.append(GroupFacts(name="outer", num_bytes=1, place=Place.PASS, is_outer=True))
-    one = PassFacts(title="forward 1", seconds=1.0, slices=slices)
-    model = ModelFacts(name="", model_class="Model", groups=groups, passes=[one], sentences=["A verdict."])
-    memory = MemoryFacts(name="RAM", parts=[("weights", GIB, "ram")], budget_bytes=4 * GIB)
-    path = write_page(ReportFacts(title="One", models=[model], memories=[memory], sentences=[]), tmp_path / "one.html")
-    page = Page(path)
-    assert "RAM: 1 GiB, budget 4 GiB" in page.words
-    assert "forward 1, 1 s: link 250 ms, decode 100 ms, compute 500 ms. 0 s 250 ms 500 ms 750 ms 1 s" in page.words
-    assert page.words.endswith("1 s link decode around compute")
-    assert "a: 250 ms, from 100 ms, 954 MiB at 4 GB/s" in page.hints
-    assert "blocks.0: 1000 B, on the device, a file" in page.hints and "101 more runs of groups" in page.words

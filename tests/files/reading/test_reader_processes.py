@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ...support.processes import run_python
-from ...support.reading import every_device
 
 _IN_A_CHILD = """
 from group_offload.base.tuning import tune
@@ -42,42 +41,6 @@ def test_interpreter_exit_with_reads_in_flight(end: str, where: str, tmp_path: P
     assert "Fatal" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr[-2000:]
 
 
-def test_fork_while_files_are_read(tmp_path: Path) -> None:
-    """The child has none of its parent's threads, and ends all the same; the parent goes on. Hazard: the process hangs
-    after a fork."""
-    done = run_python(
-        _IN_A_CHILD
-        + """
-import warnings; warnings.simplefilter("ignore")
-os.preadv = slow
-thread = threading.Thread(target=lambda: [rig.forward() for _ in range(3)])
-thread.start()
-for _ in range(4):
-    time.sleep(0.03)
-    child = os.fork()
-    if not child:
-        sys.exit(0) if _ % 2 else os._exit(0)
-    for _ in range(4000):
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        print("the child hangs", flush=True)
-        os._exit(3)
-    assert status == 0, status
-thread.join()
-os.preadv = real
-rig.check(2)
-""",
-        "simulated",
-        tmp_path,
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr[-2000:])
-
-
 _FORKED = """
 import warnings; warnings.simplefilter("ignore")
 os.preadv = slow
@@ -106,47 +69,8 @@ sys.exit(0 if status == 0 else 5)
 @pytest.mark.parametrize("which", ["read", "being read", "removed"])
 def test_what_was_read_ahead_before_a_fork(which: str, tmp_path: Path) -> None:
     """The child has other memory for what is read, and reads it again, or gives it up: nobody ends its parent's reads
-    there. Hazard: a child sends what was read ahead before the fork, from memory that has other bytes now."""
+    there. Hazard: the process hangs after a fork; a child sends what was read ahead before the fork, from memory that has
+    other bytes now."""
     few_frames = _IN_A_CHILD.replace("chunk_bytes=8192", "chunk_bytes=8192, num_frames=4")
     done = run_python(f"{few_frames}\nwhich = {which!r}\n{_FORKED}", "simulated", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@every_device
-def test_no_more_threads_can_be_started(where: str, tmp_path: Path) -> None:
-    """A process at its limit: the forward is right or raises, and does not hang; nor does remove(). Later it works again."""
-    done = run_python(
-        _IN_A_CHILD
-        + """
-from group_offload.base import pool
-rig.settle()
-pool._forget()  # a new one, with no threads yet
-start = threading.Thread.start
-is_full = True
-def refuse(thread):
-    if is_full and thread.name.startswith("group_offload-io"):
-        raise RuntimeError("can't start new thread")
-    start(thread)
-threading.Thread.start = refuse
-def fails():
-    try:
-        rig.check(2)
-    except RuntimeError as error:
-        return "can't start new thread" in str(error)
-    return True  # another thread did it
-try:
-    rig.model.route = rig.resident.route = [3, 2, 1, 0]  # so that there is something to read
-    for number in range(2):
-        assert t.within(200, fails), number
-    is_full = False
-    t.within(200, lambda: rig.check(3))
-    t.within(200, rig.handle.remove)
-    rig.check_at_rest()
-except BaseException:
-    import traceback; traceback.print_exc()
-    os._exit(4)
-""",
-        where,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2500:]
