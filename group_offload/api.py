@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
@@ -189,14 +188,10 @@ def _refuse_offloaded(module: nn.Module) -> None:
                 f"CUDA graph (torch.cuda.make_graphed_callables), which would go on reading device memory that its weights "
                 f"have left. Offload a module that no graph was made of."
             )
-        if hooks is not None and _accelerate_offloads(part, hooks):
+        hook = part.__dict__.get("_hf_hook")
+        chain = (hook, *getattr(hook, "hooks", ()))
+        if hooks is not None and any(isinstance(each, (hooks.AlignDevicesHook, hooks.CpuOffload)) for each in chain):
             raise ModuleError(
                 f"{name or 'The module'} ({type(part).__name__}) is already offloaded by accelerate. Call "
                 f"pipe.remove_all_hooks() (or accelerate.hooks.remove_hook_from_module(model, recurse=True)) first."
             )
-
-
-def _accelerate_offloads(module: nn.Module, hooks: Any) -> bool:
-    hook = module.__dict__.get("_hf_hook")
-    chain = (hook, *getattr(hook, "hooks", ()))
-    return any(isinstance(each, (hooks.AlignDevicesHook, hooks.CpuOffload)) for each in chain)

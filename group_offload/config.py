@@ -223,29 +223,21 @@ class OffloadConfig:
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
         kind, count = _as_offload_type(options.offload_type), options.num_blocks_per_group
-        if kind is OffloadType.LEAF_LEVEL:
-            for name, is_given in (
-                ("num_blocks_per_group", count not in (None, 1)),
-                ("block_modules", options.block_modules is not None),
-            ):
-                if is_given:
-                    raise ConfigError(
-                        f"{name} contradicts offload_type='leaf_level', where each layer is a group. Drop it, or pass "
-                        f"offload_type='block_level'."
-                    )
-        vram, share, share_passes = _vram_of(options, backend), *_sharing_of(options, backend)
-        if options.onload_device is None and not backend.has_streams:
-            say_that_the_cpu_computes()
+        if kind is OffloadType.LEAF_LEVEL and (count not in (None, 1) or options.block_modules is not None):
+            raise ConfigError(
+                f"{'num_blocks_per_group' if count not in (None, 1) else 'block_modules'} contradicts offload_type="
+                f"'leaf_level', where each layer is a group. Drop it, or pass offload_type='block_level'."
+            )
         path, blocks, kwargs = options.offload_to_disk_path, options.block_modules, options.exclude_kwargs
         kwargs = getattr(module, "_skip_keys", None) if kwargs is None else kwargs
-        return cls(
+        config = cls(
             onload_device=backend.device,
             offload_type=kind,
             num_blocks_per_group=_as_count(1 if count is None else count),
             was_stream_asked_for=options.use_stream is True,
             rests_in_files=is_disk or path is not None,
             offload_to_disk_path=None if path is None else _as_path(path),
-            vram_budget=parse_budget(vram, "vram_budget", backend.total_bytes()),
+            vram_budget=parse_budget(_vram_of(options, backend), "vram_budget", backend.total_bytes()),
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
             ram_share=ram_share,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
@@ -253,17 +245,20 @@ class OffloadConfig:
             group_prefix=group_prefix,
             pack=_pack_of(options, backend),
             process_group=None if options.process_group is None else _as_group(options.process_group),
-            share=share,
-            share_passes=share_passes,
+            share=_share_of(options, backend),
+            share_passes=_share_passes_of(options, backend),
             **flags,
         )
+        if options.onload_device is None and not backend.has_streams:
+            say_that_the_cpu_computes()
+        return config
 
 
 _FLAGS = ("non_blocking", "use_stream", "record_stream", "low_cpu_mem_usage", "verify_files", "embeddings_on_cpu")
 
 
 def _vram_of(options: ModelOptions, backend: Backend) -> Any:
-    """`vram_budget`, as it goes with other options. A default that doesn't is no budget."""
+    """`vram_budget`, as it goes with other options. A pipeline's default that doesn't is no budget."""
     vram = options.vram_budget
     if isinstance(vram, Default) and (not backend.has_streams or options.low_cpu_mem_usage or options.process_group):
         return None
@@ -299,23 +294,25 @@ def _pack_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
     return pack if can_pack else False
 
 
-def _sharing_of(options: ModelOptions, backend: Backend) -> tuple[bool | Literal["auto"], bool | Literal["auto"]]:
-    """`share` and `share_passes`, as they go with each other, with other options, and with the system."""
-    share, share_passes = (
-        _as_bool_or_auto(options.share, "share"),
-        _as_bool_or_auto(options.share_passes, "share_passes"),
-    )
-    if share is True and options.process_group is None:
-        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
-    if share_passes == "auto" and not backend.has_streams:  # there is little to gain
-        share_passes = False
-    if options.process_group is None or share is False:
-        return share, share_passes
-    if share_passes is True:
+def _share_passes_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
+    share_passes = _as_bool_or_auto(options.share_passes, "share_passes")
+    has_ranks = options.process_group is not None and options.share is not False
+    if share_passes is True and has_ranks:
         raise ConfigError(
             "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
             "process loads its own weights."
         )
+    # On the CPU there is little to gain.
+    return False if share_passes == "auto" and (has_ranks or not backend.has_streams) else share_passes
+
+
+def _share_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
+    """`share`, as it goes with other options and with the system."""
+    share = _as_bool_or_auto(options.share, "share")
+    if share is True and options.process_group is None:
+        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
+    if options.process_group is None or share is False:
+        return share
     is_blind = backend.has_streams and not can_detect_writes()
     if share is True and options.verify_files:
         raise ConfigError(
@@ -326,7 +323,7 @@ def _sharing_of(options: ModelOptions, backend: Backend) -> tuple[bool | Literal
         raise ConfigError(
             "share=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass share='auto'."
         )
-    return False if options.verify_files or is_blind else share, False
+    return False if options.verify_files or is_blind else share
 
 
 def _is_cpu(value: Any) -> bool:
@@ -400,10 +397,11 @@ def _as_names(value: Any, option: str) -> tuple[str, ...]:
 
 def _as_path(value: Any) -> Path:
     try:
-        if not os.fsdecode(value) or "\0" in os.fsdecode(value):
-            raise ValueError("not a path")
-        return Path(os.fsdecode(value)).expanduser().absolute()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.") from error
+        path = os.fsdecode(value)
+        if path and "\0" not in path:
+            return Path(path).expanduser().absolute()
+    except TypeError:
+        pass
     except (RuntimeError, OSError) as error:  # there is no such user; the current directory was deleted
         raise ConfigError(f"offload_to_disk_path={value!r}: {error}. Pass a full path.") from error
+    raise ConfigError(f"offload_to_disk_path={value!r}: expected the path of a folder.")

@@ -10,6 +10,8 @@ GroupOffloadError
 
 from __future__ import annotations
 
+import torch
+
 
 class GroupOffloadError(Exception):
     """Base of every error that group_offload raises on purpose."""
@@ -33,3 +35,7 @@ class StateError(GroupOffloadError, RuntimeError):
 
 class GroupFileError(GroupOffloadError, OSError):
     """A group file, a checkpoint or the folder of group files can't be written or read."""
+
+
+EXPECTED = (GroupOffloadError, torch.OutOfMemoryError)
+"""What the engine raises on purpose, in an orderly state: a forward may catch it, and go on."""

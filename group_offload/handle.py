@@ -159,7 +159,7 @@ class OffloadHandle:
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
         blobs = [part.blob for group in engine.groups for part in group.parts]
-        waits = engine.seconds_stalled
+        waits = engine.memory.stalls.by_group()
         in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
         packed = sum(group.packed_ram_bytes for group in engine.groups)
         return OffloadStats(

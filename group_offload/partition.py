@@ -1,7 +1,7 @@
-"""Cut a module into groups: which tensors move together, and which modules need them when they are called.
+"""Partition a module into groups: which tensors move together, and which modules need them when they are called.
 
 Block level and leaf level follow diffusers: the same groups, and so the same file names. Where diffusers' groups give wrong
-results the cut differs: lists inside lists, weights that are read without a call of the module that holds them, weights that
+results these differ: lists inside lists, weights that are read without a call of the module that holds them, weights that
 two groups share, modules whose blocks lie deeper than their children.
 
 Once it is known in which order layers are called, those of a block that follow one another are joined to larger groups.
@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from types import MappingProxyType
 
 import torch
@@ -25,7 +26,7 @@ from .base.layout import ALIGNMENT, overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
 from .base.tuning import tuning
 from .base.weak import gone
-from .config import OffloadConfig, OffloadType
+from .config import OffloadConfig
 from .errors import ConfigError, ModuleError
 from .weights import ParamSlot, TensorRef, plain_tensors
 
@@ -88,21 +89,12 @@ class GroupSpec:
     methods: tuple[Method, ...] = ()
     """Methods that need them too."""
     is_table: bool = False
-    """Whether this is the weight of one embedding, whose rows are gathered where the weight rests. It never moves."""
+    """Whether this is the weight of one embedding, whose rows are looked up on the CPU. It never moves."""
     joined: tuple[str, ...] = ()
     """The ids of the groups that were joined to this one."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Partition:
-    """All groups of a module, in registration order.
-
-    `heights[i]` is 0 for a group whose modules need no other group inside, else one more than the highest group needed
-    inside. Groups of one height take turns; groups of different heights are needed at the same time.
-    """
-
-    groups: tuple[GroupSpec, ...]
-    heights: tuple[int, ...]
+    height: int = 0
+    """0 if the modules need no other group inside, else one more than the highest group that they need there. Groups of one
+    height share memory, one after another; groups of different heights are needed at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,10 +115,8 @@ def partition(
     is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int] = frozenset(),
     followers: Mapping[str, str] = MappingProxyType({}),
-) -> Partition:
-    """Cut `root` into groups.
-
-    Parameters that have no shape yet (lazy modules) are in no group.
+) -> tuple[GroupSpec, ...]:
+    """The groups of `root`, in registration order. Parameters that have no shape yet (lazy modules) are in none.
 
     Args:
         is_compiled: whether a module (never the root) is compiled as a whole. Leaf level then keeps it in one group, because
@@ -140,25 +130,23 @@ def partition(
         ConfigError: `block_modules` names a child that does not exist.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    if config.offload_type is OffloadType.BLOCK_LEVEL:
-        units = list(_block_units(root, config))
-    else:
-        units = list(_leaf_units(root, config, modules, is_compiled))
+    units = [*(_leaf_units(root, config, modules, is_compiled) if config.is_leaf_level else _block_units(root, config))]
     homes = {path: unit for unit in units for path in unit.paths}
     _open_for_parts_used(modules, units, homes)
     for weight, holders in _tables(config, modules, is_compiled, without):
         first = next(path for path, module in modules.items() if module is holders[0])
         units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
     refs, users = _assign(modules, units, homes, without)
-    if not refs and any(map(is_lazy, root.parameters())):
-        raise ModuleError(f"{type(root).__name__} has no shapes yet (lazy modules). Run it once before offloading it.")
-    if not refs and next(root.parameters(), None) is not None:
-        raise ModuleError(
-            f"All weights of {type(root).__name__} are left to FSDP2, or trained: there is nothing to offload. {_AROUND}"
-        )
     if not refs:
-        raise ModuleError(f"{type(root).__name__} has no parameters and no buffers: there is nothing to offload.")
-    groups = _gather(units, refs, users)
+        name, parameters = type(root).__name__, [*root.parameters()]
+        if any(map(is_lazy, parameters)):
+            raise ModuleError(f"{name} has no shapes yet (lazy modules). Run it once before offloading it.")
+        if parameters:
+            raise ModuleError(
+                f"All weights of {name} are left to FSDP2, or trained: there is nothing to offload. {_AROUND}"
+            )
+        raise ModuleError(f"{name} has no parameters and no buffers: there is nothing to offload.")
+    groups = _specs(units, refs, users)
     if followers:
         layers = [
             each for each in groups if not (each.is_table or any([*module.children()] for module in each.modules))
@@ -166,7 +154,7 @@ def partition(
         sizes = sorted(map(_size, layers), reverse=True)
         least = min(tuning().min_window_bytes, sum(sizes) // 8)
         groups = _join(groups, followers, max([least, *sizes[: config.num_slots][-1:]]))
-    return Partition(groups=groups, heights=_heights(groups, modules))
+    return _with_heights(groups, modules)
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
@@ -186,7 +174,7 @@ def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
 def _block_units_of(
     module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int, found: set[str]
 ) -> Iterator[_Unit]:
-    """The groups of a module whose children in `blocks` are cut in the same way. `found` gets all names that it has seen."""
+    """The groups of a module, and of its children in `blocks` likewise. `found` gets the names of all children of these."""
     rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], paths=[path])
     if isinstance(module, _LISTS):  # the root
         found.update(module._modules)
@@ -215,26 +203,18 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
 
     An element that is a list is never called, so the elements of that list are blocks.
     """
-    run: list[tuple[int, str, nn.Module]] = []
-
-    def flush() -> Iterator[_Unit]:
-        for start in range(0, len(run), count):
-            part = run[start : start + count]
+    elements = [(index, key, block) for index, (key, block) in enumerate(_children(blocks))]
+    for is_list, run in groupby(elements, key=lambda each: isinstance(each[2], (nn.ModuleList, nn.ModuleDict))):
+        mine = [*run]
+        for _, key, inner in mine if is_list else ():
+            yield from _list_units(inner, reader, f"{path}.{key}".strip("."), f"{name}.{key}", count)
+        for start in range(0, 0 if is_list else len(mine), count):
+            part = mine[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                modules=[called for _, _, module in part for called in _called_for(module, reader)],
-                paths=[part_path for _, part_path, _ in part],
+                modules=[called for *_, block in part for called in _called_for(block, reader)],
+                paths=[f"{path}.{key}".strip(".") for _, key, _ in part],
             )
-        run.clear()
-
-    for index, (key, block) in enumerate(_children(blocks)):
-        block_path = f"{path}.{key}" if path else key
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            yield from flush()
-            yield from _list_units(block, reader, block_path, f"{name}.{key}", count)
-        else:
-            run.append((index, block_path, block))
-    yield from flush()
 
 
 def _leaf_units(
@@ -253,7 +233,8 @@ def _leaf_units(
             unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
             unit.paths.append(path)
         elif holds_tensors(module):
-            called = _nearest_called(path, modules)
+            above = (part for part in (path, *_ancestors(path)) if not isinstance(modules[part], NEVER_CALLED))
+            called = next(above, "")
             unit = others.setdefault(
                 modules[called], _Unit(f"{config.group_prefix}{called}", modules=[modules[called]])
             )
@@ -268,10 +249,10 @@ def _home(path: str, homes: Mapping[str, _Unit]) -> _Unit | None:
 
 
 def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], homes: Mapping[str, _Unit]) -> None:
-    """Let gates open for weights of units that no call of the units' own modules leads to.
+    """Add the modules and methods that compute with weights of a unit without a call of the unit's own modules.
 
     A forward that reads in a loop what is most of the module is left alone: all of that would be on the device for the length
-    of its call. It mostly looks at weights, or edits them, where they rest. (Where it computes with them, torch raises.)
+    of its call. It mostly looks at weights, or edits them. (Where it computes with them, torch raises.)
     """
     lists = [each for each in modules.values() if isinstance(each, NEVER_CALLED)]
     blocks = {block for each in lists for block in each.children() if not isinstance(block, NEVER_CALLED)}
@@ -293,27 +274,26 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
                 {part: unit for part in parts if (unit := home_of.get(part)) is not None}
                 for parts in (used.read, used.called)
             )
-            # Nobody calls a module whose method is called. Around the parts of a block there are no gates, either.
-            within = {part: unit for part, unit in called.items() if module in blocks and module in opening[unit]}
-            called = {part: unit for part, unit in called.items() if above.isdisjoint(opening[unit])}
             if name == "forward":
                 read = {part: unit for part, unit in read.items() if above.isdisjoint(opening[unit])}
             in_loops = {unit for part, unit in read.items() if used.read[part]}
             if len(in_loops) > 1 and sum(map(size_of, in_loops)) * 2 > sum(map(size_of, units)):
                 read = {part: unit for part, unit in read.items() if not used.read[part]}
+            openers = [(unit, part) for part, unit in called.items() if above.isdisjoint(opening[unit])]
             if name == "forward":
-                gated = [(unit, module) for unit in read.values()]
+                openers = [*((unit, module) for unit in read.values()), *openers]
             else:
-                gated = []
-                for unit in (*read.values(), *within.values()):
+                # Nobody calls a module whose method is called. Around the parts of a block there are no gates, either.
+                within = [unit for unit in called.values() if module in blocks and module in opening[unit]]
+                for unit in (*read.values(), *within):
                     unit.methods[Method(weakref.ref(module), name)] = None
-            for unit, opener in (*gated, *((unit, part) for part, unit in called.items())):
+            for unit, opener in openers:
                 if opener not in unit.modules:
                     unit.modules.append(opener)
 
 
 def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:
-    """The ids of the embedding tables under `root` that would stay where they rest."""
+    """The ids of the embedding tables under `root` whose rows would be looked up on the CPU."""
     modules = dict(root.named_modules(remove_duplicate=False))
     return {id(weight) for weight, _ in _tables(config, modules, is_compiled, frozenset())}
 
@@ -385,9 +365,11 @@ def _assign(
                 used_by.add(by_table.get(id(tensor), indices[home]))
     refs: list[TensorRef] = []
     users: list[set[int]] = []
+    dtensor = sys.modules.get("torch.distributed.tensor")  # not every build of torch has it
     for fqn, holder, places, used_by in found.values():
+        is_distributed = dtensor is not None and isinstance(holder, dtensor.DTensor)
         # Tensor parallelism leaves each process its share of a weight, and never moves it.
-        if _is_distributed(holder) and not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places.values()):
+        if is_distributed and not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places.values()):
             raise ModuleError(
                 f"{fqn} is a DTensor that no tensor parallelism has made (parallelize_module, diffusers' "
                 f"TensorParallelConfig), and FSDP2 does not know it. Share weights out with one of these."
@@ -397,11 +379,6 @@ def _assign(
             refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
             users.append(used_by)
     return refs, users
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")  # not every build of torch has it
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 _AROUND = (
@@ -438,7 +415,7 @@ def left_to_fsdp(root: nn.Module, before: PlacesOfFsdp) -> PlacesOfFsdp:
     return found
 
 
-def _gather(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:
+def _specs(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> tuple[GroupSpec, ...]:
     """Make groups of units and their tensors. Tensors that two units share become a group that the modules of both need."""
     members: list[list[int]] = [[] for _ in units]
     shared: dict[tuple[int, ...], list[int]] = {}
@@ -500,7 +477,7 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
     )
 
 
-def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[int, ...]:
+def _with_heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[GroupSpec, ...]:
     needs: dict[nn.Module, list[int]] = {}
     for index, group in enumerate(groups):
         for module in dict.fromkeys((*group.modules, *(method.module for method in group.methods))):
@@ -522,7 +499,7 @@ def _heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tu
             heights[index] = max((1 + height(other) for other in inside[index]), default=0)
         return heights[index]
 
-    return tuple(height(index) for index in range(len(groups)))
+    return tuple(replace(group, height=height(index)) for index, group in enumerate(groups))
 
 
 def holds_tensors(module: nn.Module) -> bool:
@@ -539,13 +516,6 @@ def _ancestors(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def _nearest_called(path: str, modules: dict[str, nn.Module]) -> str:
-    for part in (path, *_ancestors(path)):
-        if not isinstance(modules[part], NEVER_CALLED):
-            return part
-    return ""
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:

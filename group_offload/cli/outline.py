@@ -123,9 +123,9 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         # What a cast will take has addresses, by which weights that share memory are told, and no memory.
         num_bytes = tensors[name].numel() * after.itemsize
         tensors[name].data = flat_view(reserve(num_bytes), 0, num_bytes).view(after).view(tensors[name].shape)
-    cut = partition(opened, OffloadConfig.from_options(ModelOptions(onload_device="cpu")), is_compiled)
+    specs = partition(opened, OffloadConfig.from_options(ModelOptions(onload_device="cpu")), is_compiled)
     groups, outer = [], set()
-    for group, height in zip(cut.groups, cut.heights, strict=True):
+    for group in specs:
         plain = [ref.tensor.detach() for ref in group.tensors]
         layout = lay_out([ref.fqn for ref in group.tensors], plain)
         num_bytes = layout.num_bytes
@@ -143,7 +143,7 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
                 reads_packed=packs,
             )
         )
-        outer |= {group.group_id} if height else set()
+        outer |= {group.group_id} if group.height else set()
     if not groups:
         raise GroupFileError(f"There are no weights in {model.folder}.")
     return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts))

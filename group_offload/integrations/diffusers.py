@@ -206,7 +206,7 @@ class _Planned:
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
-            groups = partition(self.model, self.config, is_compiled).groups
+            groups = partition(self.model, self.config, is_compiled)
         except GroupOffloadError:
             return sys.maxsize  # offloaded first, the model raises this error first
         sizes = [sum(span_bytes(ref.tensor) for ref in group.tensors) for group in groups if not group.is_table]

@@ -1,15 +1,31 @@
-"""Where everything lies in a packed image. docs/how-it-works.md has the format, byte by byte.
+"""Where everything lies in a packed image, byte by byte.
 
 [Note: A packed image]
-An image is the bytes of a blob. It is cut into *strips*, which follow one another in the packed image too. A strip decodes by
-itself, and takes at most 64 MiB packed: so the device needs little memory beside the slot that an image is decoded into,
-however large the image is.
+An image is the bytes of a blob: the data section that a plain group file would have, a multiple of 256 bytes. It is cut into
+*strips*, which follow one another in the packed image too. A strip decodes by itself, is a multiple of 16 bytes, and takes at
+most 64 MiB packed: so the device needs little memory beside the slot that an image is decoded into, however large it is.
 
-The *spans* of a strip follow one another: those of bf16 weights whose exponents are packed, and *plain* ones, which are copied.
-All of a span is cut into *tiles* of 4096 bytes of the image, and each tile decodes by itself, so one launch of one kernel
-decodes a strip, and a table says for each tile which span it is of and where its escapes begin.
+The *spans* of a strip follow one another, at multiples of 16 bytes: those of bf16 weights whose exponents are packed in codes
+of 3 (4) bits, and *plain* ones of 0 bits, which are copied. A packed span has 7 (15) exponents in rising order. A code is the
+place of an exponent among these, and the last code is the *escape*, for all others. All of a span is cut into *tiles* of 4096
+bytes of the image (the last of a plain span may be shorter), numbered through the strip. Each tile decodes by itself, so one
+launch of one kernel decodes a strip. A packed span holds whole tiles of bf16 weights and padding, so kernels need no mask for
+it. What is left of a tensor is in the plain span behind it.
 
-A packed span holds whole tiles only, so kernels need no mask for it. What is left of a tensor is in the plain span behind it.
+A packed strip has these parts. Each begins at a multiple of 256, and so does each span; numbers are little-endian.
+
+- The table of spans, 48 bytes each: offset in the strip (8), size (8), where its bytes begin in the packed strip (8), number of
+  its first tile (4), bits (4), exponents (16, zero-padded).
+- The table of tiles, 8 bytes each: escapes before it (32 bits), its span (20 bits), escapes in its first half (12 bits).
+- The spans: a plain span's bytes, or a record for each tile. A record of 2048 weights is 3 (4) planes of 256 bytes, then 2048
+  bytes. Byte r of all planes, the first lowest, is a number of 24 (32) bits with the codes of weights 8r to 8r + 7, the first
+  lowest. Byte i behind the planes has the sign (bit 7) and mantissa (bits 0 to 6) of weight i.
+- The exponents of the escaped weights, a byte each, in order. Then at least 2064 zeros, to the next multiple of 256: damage
+  can't lead a reader out of the strip.
+
+`group_offload.packed`, in a file's header, is a JSON object: `version` (2), `plain_bytes` (size of the image), `packed_bytes`
+(size of the data, never more), `hash` (xxh3_128 of the image), and `strips`, a list of `[escapes, spans]` in the order of the
+image. `escapes` counts the weights whose exponent has no code; `spans` lists `[bytes of the image, bits, exponents in hex]`.
 """
 
 from __future__ import annotations

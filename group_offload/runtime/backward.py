@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -60,6 +60,8 @@ from .groups.group import Group
 from .groups.part import Part
 from .passes import Passes
 
+T = TypeVar("T")
+R = TypeVar("R")
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -77,7 +79,7 @@ class SavedWeight:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
         self._version = part.version_of(index)
-        self.pass_number = backward._passes.number
+        self.pass_number = backward._passes.counters.passes
 
     def unpack(self) -> torch.Tensor:
         self._backward._passes.group_of(self.part)  # raises if it was given up
@@ -99,15 +101,6 @@ class _Saved:
 
     def __init__(self, unpack: Callable[[], torch.Tensor]) -> None:
         self.unpack = unpack
-
-
-def _rewrapped(kind: type[Any], context: Any, size: Any, stride: Any, parts: dict[str, Any]) -> torch.Tensor:
-    """A tensor subclass (a quantised weight) whose inner tensors are partly weights."""
-    inner = {
-        name: part.unpack() if isinstance(part, (SavedWeight, _Saved, Kept)) else part for name, part in parts.items()
-    }
-    found: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
-    return found
 
 
 class _Task:
@@ -199,7 +192,7 @@ class Backward:
         # From torch 2.15 on selective checkpoints show what they keep to a user's hooks, or warn that they do not. These are
         # no user's: the checkpoint has to look below them, as it does for its own.
         pack._checkpoint_internal, pack._user_hooks = True, below  # type: ignore[attr-defined]
-        unpack = unwatched(_unpack)
+        unpack = unwatched(lambda packed: packed.unpack())
         if below is not None:  # a checkpoint calls modules again, whose gates are there as long as the model is
             unpack.root = self._passes.root  # type: ignore[attr-defined]
         return saved_tensors_hooks(pack, unpack)
@@ -235,19 +228,24 @@ class Backward:
             first: The number of autograd nodes before the call.
         """
         part_of = {id(owner): part for group in groups for owner, part in group.objects_beside()}
-        for node, parts in nodes_with(part_of, output, first):
+        for node, parts in nodes_with(part_of, output, first) if part_of else ():
             Context(node, self._reference, partial(self._begin_node, parts))
 
     def _reference(self, value: Any) -> SavedWeight | None:
-        if not isinstance(value, torch.Tensor) or self._passes.in_bound(Group.place_of, value) is not None:
+        if not isinstance(value, torch.Tensor) or self._in_bound(Group.place_of, value) is not None:
             return None  # a weight itself is bound when the node runs
         return self._saved(value)
 
     def _saved(self, tensor: torch.Tensor) -> SavedWeight | None:
         if tensor.device != self._backend.device:
             return None
-        found = self._passes.in_bound(Group.find, tensor.data_ptr())
+        found = self._in_bound(Group.find, tensor.data_ptr())
         return None if found is None else SavedWeight(self, tensor, *found)
+
+    def _in_bound(self, find: Callable[[Group, T], R | None], what: T) -> R | None:
+        """What the method `find` of a bound group returns, of the group that was bound last; None if each returns None."""
+        bound = reversed(self._passes.memory.bound)
+        return next((found for group in bound if (found := find(group, what)) is not None), None)
 
     def _begin_node(self, parts: Sequence[Part], node: Any) -> Callable[[Any], torch.Tensor | None]:
         """Bind the weights of the groups of `parts` for a node that is about to run, until autograd has come to another one.
@@ -286,14 +284,24 @@ class Backward:
         for name, part in inner.items():
             if parts[name] is None:  # what is no tensor stays: the mesh of a DTensor
                 parts[name] = keep(part, None) if isinstance(part, torch.Tensor) else part
-        return _Saved(partial(_rewrapped, type(tensor), context, tensor.size(), tensor.stride(), parts))
+        kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+
+        def unpack() -> torch.Tensor:  # which keeps the parts alone: `tensor` is around views of slots
+            found = {
+                name: part.unpack() if isinstance(part, (SavedWeight, _Saved, Kept)) else part
+                for name, part in parts.items()
+            }
+            whole: torch.Tensor = kind.__tensor_unflatten__(found, context, size, stride)
+            return whole
+
+        return _Saved(unpack)
 
     def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _Saved | None:
         """The object to hold for (a view of) a weight that a hook has bound to other memory (layerwise casting)."""
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
             return None
-        found = self._passes.in_bound(Group.place_of, weight) or self._passes.in_bound(Group.place_of_alias, weight)
+        found = self._in_bound(Group.place_of, weight) or self._in_bound(Group.place_of_alias, weight)
         if found is None:
             return None
         part, index = found
@@ -312,7 +320,8 @@ class Backward:
         """The weight on the device, for autograd's current node."""
         passes = self._passes
         task = current_graph_task_id()
-        if task == -1 or passes.is_in_forward(saved.pass_number):
+        is_in_forward = passes.is_running and not self._tasks and passes.counters.passes == saved.pass_number
+        if task == -1 or is_in_forward:
             # A caller inspects the graph, or runs it inside of the forward that records it.
             return self.copy_of(saved)
         with self._locked():
@@ -338,7 +347,11 @@ class Backward:
 
     def copy_of(self, saved: SavedWeight) -> torch.Tensor:
         """A copy of a saved weight in new memory on the device."""
-        source = _bytes_at_rest(saved)
+        blob = saved.part.blob
+        rest, spec = blob.rest[saved.index], blob.layout.specs[saved.index]
+        whole = torch.empty(0, dtype=torch.uint8, device=rest.device).set_(rest.untyped_storage())
+        start = saved.offset - spec.offset + int(rest.storage_offset()) * rest.itemsize
+        source = whole[start : start + span_of(saved.size, saved.stride, saved.dtype.itemsize)]
         memory = arena_for(self._backend).take(source.numel())
         self._backend.copy(memory, source, self._backend.current_stream(), blocking=True)
         return view_of(memory, 0, saved.dtype, saved.size, saved.stride)
@@ -358,7 +371,7 @@ class Backward:
                 if group.num_bytes:
                     self._use(now, group, is_call=True)
 
-    def settle(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait for a backward in another thread to end, and end a backward that broke off."""
         if current_graph_task_id() == -1:
             self._wait_until_over()
@@ -429,7 +442,7 @@ class Backward:
                 return use
         passes.acquire(group, binds=binds)
         now.uses.append(_Use(group, stream, is_call))
-        passes.look_ahead()
+        passes.lookahead.before_call()
         return now.uses[-1]
 
     def _release(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
@@ -482,18 +495,3 @@ class Backward:
             yield
         finally:
             self._passes.lock.release()
-
-
-def _bytes_at_rest(saved: SavedWeight) -> torch.Tensor:
-    """The bytes at rest that a saved view spans (flat uint8)."""
-    blob = saved.part.blob
-    rest = blob.rest[saved.index]
-    start = saved.offset - blob.layout.specs[saved.index].offset
-    whole = torch.empty(0, dtype=torch.uint8, device=rest.device).set_(rest.untyped_storage())
-    start += int(rest.storage_offset()) * rest.itemsize
-    return whole[start : start + span_of(saved.size, saved.stride, saved.dtype.itemsize)]
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    found: torch.Tensor = packed.unpack()
-    return found

@@ -19,8 +19,9 @@ from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
-from .groups.forms import Forms
 from .groups.group import Group
+from .groups.part import Part
+from .groups.tensors import Forms
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
@@ -35,23 +36,21 @@ class Seen:
     members: tuple[tuple[Any, ...], ...]
     """The values of each table; None for a parameter that FSDP2 exchanges."""
     call: Any
+    """The module's compiled call, or its gate."""
     left: frozenset[str] = frozenset()
     """The names of parameters that FSDP2 exchanges."""
 
     @classmethod
     def of(cls, module: nn.Module, left: frozenset[str] = frozenset()) -> Seen:
+        call = module.__dict__.get(COMPILED_CALL)
         if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
-            return cls(children=(), tables=(), members=(), call=module.__dict__.get(COMPILED_CALL))
+            return cls((), (), (), call)
         tables = _tables(module.__dict__)
         members = [tuple(table.values()) for table in tables]
         if left:  # nothing here keeps alive what FSDP2 has replaced since
             members[1] = tuple(None if name in left else value for name, value in tables[1].items())
         return cls(
-            children=tuple(child for child in module._modules.values() if child is not None),
-            tables=tables,
-            members=tuple(members),
-            call=module.__dict__.get(COMPILED_CALL),
-            left=left,
+            tuple(child for child in module._modules.values() if child is not None), tables, tuple(members), call, left
         )
 
 
@@ -67,13 +66,9 @@ class Watch:
         groups_of: Mapping[nn.Module, Sequence[Group]],
         seen: Mapping[nn.Module, Seen],
         *,
-        is_cut_by_calls: bool,
+        checks_all_calls: bool,
     ) -> None:
-        """
-        Args:
-            groups_of: Groups that calls of modules with gates need.
-            is_cut_by_calls: Whether a compiled call counts as a change on every module, and not only on those with gates.
-        """
+        """Arguments as those of `Changes.expect`."""
         scope: dict[Group, None] = {}
         inside: dict[nn.Module, None] = {}
         pending = [top]
@@ -102,7 +97,7 @@ class Watch:
         self.adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
         """The layers of peft."""
         self._call = seen[top].call
-        called = [each for each in inside if each is not top and (is_cut_by_calls or each in groups_of)]
+        called = [each for each in inside if each is not top and (checks_all_calls or each in groups_of)]
         self._names = [each.__dict__ for each in called]
         self._calls = [seen[each].call for each in called]
         self.scope = set(scope)
@@ -117,10 +112,7 @@ class Watch:
         self._addresses = [address for part in self._parts for address in part.addresses]
 
     def has_same_modules(self, top: nn.Module) -> bool:
-        """
-        Args:
-            top: The module that the watch was made for. Its own table of names would keep alive the engine, and so the watch.
-        """
+        """Whether `top`, which the watch was made for, has the modules inside that it had. (A watch keeps no `top` alive.)"""
         # Modules are not looked at, only their tables: the device has nothing to do meanwhile. See `Changes.recover`.
         return (
             top.__dict__.get(COMPILED_CALL) is self._call
@@ -147,8 +139,8 @@ def _holds_the_same(table: dict[str, Any], before: dict[str, Any], left: frozens
 class Changes:
     """Finds and commits changes of a module between passes. An engine owns it, and uses it under its lock.
 
-    Order of calls: `expect` once the module was cut into groups; `notice` before each forward, `settle` before each use of
-    weights that are at rest; `invalidate` before the module is cut again.
+    Order of calls: `expect` once groups were built; `notice` before each forward, `commit_group` before each use of weights
+    that no slot has; `invalidate` before groups are built again.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -228,8 +220,9 @@ class Changes:
             return None
         watch = self._watches.get(top)
         if watch is None:
-            watch = Watch(top, self._groups_of, self._seen, is_cut_by_calls=self._checks_all_calls)
-            self._watches[top] = watch
+            watch = self._watches[top] = Watch(
+                top, self._groups_of, self._seen, checks_all_calls=self._checks_all_calls
+            )
         if not watch.has_same_modules(top):
             return None
         if not watch.has_same_tensors():
@@ -273,7 +266,7 @@ class Changes:
             layer.unmerge()
         return bool(switched_off)
 
-    def settle(self, group: Group, *, binds: bool) -> None:
+    def commit_group(self, group: Group, *, binds: bool) -> None:
         """Commit changes of one group's weights at rest in the middle of a pass.
 
         Args:
@@ -296,19 +289,20 @@ class Changes:
 
     def _commit_replacements(self, groups: list[Group]) -> bool:
         """Commit values that replaced views at rest. Returns False if groups have to be laid out again for that."""
-        replaced: list[torch.Tensor] = []
+        replaced: list[tuple[Group, Part, int]] = []
         for group in groups:
             group.check()
             found = group.replaced()
             if found is None:
                 return False
-            replaced += found
+            replaced += [(group, *place) for place in found]
         if replaced:
             # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
             at_rest = [view for group in self._groups for part in group.parts for view in part.blob.rest]
-            clusters = overlapping([tensor.detach() for tensor in replaced] + at_rest)
-            if any(cluster[0] < len(replaced) and len(cluster) > 1 for cluster in clusters):
+            values = [part.refs[index].tensor.detach() for _, part, index in replaced]
+            clusters = overlapping(values + at_rest)
+            if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
                 return False
-            for group in groups:
-                group.commit_replacements()
+        for group, part, index in replaced:
+            group.commit_replacement(part, index)
         return True

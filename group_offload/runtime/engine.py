@@ -1,6 +1,6 @@
-"""Offloads one module: assembles the parts that run it, cuts it into groups again when it changes, and gives it back.
+"""Offloads one module: assembles the parts that run it, rebuilds the groups when it changes, and gives it back.
 
-The steps of a forward stand in passes.py.
+The steps of a forward are in passes.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..base.compiled import is_compiled
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
 from ..base.torch_internals import tell_of_apply
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
-from ..partition import PlacesOfFsdp, left_to_fsdp
+from ..partition import PlacesOfFsdp, left_to_fsdp, partition
 from ..stores.folder import Folder
 from ..weights import TensorRef
 from . import turns
@@ -33,7 +34,7 @@ from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.succession import Succession
-from .gates import Gates, is_offloaded
+from .gates import Gates, root_of
 from .groups.build import Builder, materialise
 from .groups.group import Group
 from .groups.packed import PackedGroup
@@ -69,12 +70,13 @@ class Engine:
         self.root = root
         self.config = config
         self.groups: tuple[Group, ...] = ()
-        self._replaced: dict[Part, None] = {}
-        """The parts of earlier groups whose blobs are to be closed. An interrupt may leave some for the next cut."""
+        self._to_close: dict[Part, None] = {}
+        """The parts of earlier groups whose blobs are to be closed. An interrupt may leave some for the next `_build`."""
         self.counters = Counters()
         self._refs: tuple[TensorRef, ...] = ()
-        self._known: frozenset[str] = frozenset()
-        """The names of the tensors that the module was cut with."""
+        """The tensors in groups."""
+        self._names: frozenset[str] = frozenset()
+        """Their names, also once they were moved to the meta device and are in groups no more."""
         backend = config.backend
         backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
         path = config.offload_to_disk_path
@@ -83,7 +85,7 @@ class Engine:
         self._followers: Mapping[str, str] = {}
         """The layers that are joined, because they follow one another."""
         self._joins_left = _MOST_JOINS
-        self._left: PlacesOfFsdp = {}
+        self._of_fsdp: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend)
         self.transfer = Transfer(config, self.recorder)
@@ -94,35 +96,17 @@ class Engine:
         self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
         commit_late, name = self._changes.commit_late, type(root).__name__
-        self._lookahead = LookAhead(config, self.memory, self.transfer, self.counters, self._files, commit_late, name)
-        self.placer = Placer(
-            root,
-            config,
-            self.memory,
-            self.transfer,
-            self._lookahead,
-            self._files,
-            self.recorder,
-            self._packer,
-        )
-        self._passes = (SharedPasses if shares_passes(config, root) else Passes)(
-            root,
-            backend,
-            self.memory,
-            self.transfer,
-            self._lookahead,
-            self._files,
-            self.placer,
-            self._changes,
-            self.recorder,
-            self.counters,
-            weakly(self._prepare),
-        )
+        memory, transfer, files, recorder = self.memory, self.transfer, self._files, self.recorder
+        self._lookahead = LookAhead(config, memory, transfer, self.counters, files, commit_late, name)
+        self.placer = Placer(root, config, memory, transfer, self._lookahead, files, recorder, self._packer)
+        kind = SharedPasses if shares_passes(config, root) else Passes
+        self._passes = kind(root, backend, self._lookahead, self.placer, self._changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(root, config, self._passes, self._backward, self.placer)
+        self._gates = Gates(
+            root, config, self._passes, self._backward, self.placer, refresh=weakref.WeakMethod(self.refresh)
+        )
         tell_of_apply(root, self._look_for_meta)
-        self._gates.share(weakref.WeakMethod(self.refresh))
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -153,28 +137,27 @@ class Engine:
     def refresh(self) -> None:
         """Commit changes since the last pass now, and not at the next pass."""
         with self.lock:
-            if self._is_running():
+            if self._wait_for_backward():
                 return
-            self._passes.begin_clean()
+            self._passes.begin_work()
             try:
                 self._changes.recover()  # it looks at more than the beginning of a pass
-                if self._changes.notice(self.root, all_edits=True) is None:
-                    self._rebuild_for(self.root)
+                self._notice(self.root, all_edits=True)
             except BaseException:
                 self._passes.recover()  # now, because later edits must go to memory in which edits are detected
                 raise
-            self._passes.stay_clean()
+            self._passes.end_work()
 
-    def _is_running(self) -> bool:
-        """Whether a forward or backward is in progress. One of another thread is waited for."""
-        self._backward.settle()
+    def _wait_for_backward(self) -> bool:
+        """Wait for another thread's backward, and end what broke off. Returns whether this thread is in a pass."""
+        self._backward.wait_for_others()
         self._passes.forget_interrupted_calls()
         return self._passes.is_running
 
     def check_idle(self) -> None:
         """Raise StateError in a forward or backward of the module. One of another thread is waited for."""
         with self.lock:
-            if self._is_running():
+            if self._wait_for_backward():
                 raise StateError(
                     f"{self._passes.name} is in the middle of a forward or backward. Call remove() or "
                     f"disable_group_offload() afterwards."
@@ -188,42 +171,27 @@ class Engine:
         """
         with self.lock:
             self.check_idle()
-            self._passes.begin_clean()
+            self._passes.begin_work()
             self._release()
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out
-            self._give_up_blobs()
-            self._close_replaced({part for group in self.groups for part in group.parts})
+            for group in self.groups:
+                group.check()
+                group.expect_single_pages(expected=False)  # whole tables are read now
+            for group in self.groups:  # in RAM, each group's blobs are freed before the next group
+                for part in group.parts:
+                    materialise(part)
+                group.give_up()
+                wait_for_releases()
             self.trained.give_back()
-            self._gates.uninstall()
-            self._passes.is_removed = True
-            if self._gates.sharing is not None:
-                self._gates.sharing.close()
-            self._gates.clear()
+            self._gates.remove()
             self._forget_groups()
             self._backward.close()
-            self.transfer.reader.close()
             if self.sharing is not None:
                 self.sharing.close()
-            self._passes.stay_clean()
+            self._passes.end_work()
             turns.leave(self._passes)
 
-    def _give_up_blobs(self) -> None:
-        """Move tensors into separate memory, group by group. In RAM, each group's blobs are freed before the next group."""
-        for group in self.groups:
-            group.check()
-            group.expect_single_pages(expected=False)  # whole tables are read now
-        for group in self.groups:
-            for part in group.parts:
-                materialise(part)
-            group.give_up()
-            wait_for_releases()  # the next group's memory may be taken out of what this one had
-
     # ---------------------------------------------------------------- for the handle
-
-    @property
-    def seconds_stalled(self) -> dict[str, float]:
-        """Seconds that compute waited, by the group that it waited for."""
-        return self.memory.stalls.by_group()
 
     @property
     def groups_staying(self) -> frozenset[Group | PackedGroup]:
@@ -265,10 +233,10 @@ class Engine:
         is_first, self._gates.records_graphs = not self._gates.records_graphs, True
         joined, self._followers = self._followers, {}
         if self.trained.take_up(self._refs):
-            return self._rebuild_for(top)
-        if not is_first:
+            self._changes.invalidate()
+        elif not is_first:
             return scope
-        if joined:
+        elif joined:
             self._build()
         else:
             share_counters(self.groups)
@@ -276,11 +244,7 @@ class Engine:
         return self._notice(top)
 
     def _joined(self, top: nn.Module, scope: set[Group]) -> set[Group]:
-        """Join the layers that follow one another in all passes so far, and part those that do not.
-
-        Returns:
-            The groups that calls under `top` can need.
-        """
+        """Join the layers that follow one another in all passes so far, and part those that do not. Returns the new `scope`."""
         schedule, config = self._lookahead.schedule, self.config
         # A plan, other ranks and graphs of earlier forwards know the groups. There each layer stays one.
         is_known = config.has_budgets or self.sharing is not None or self._gates.records_graphs
@@ -294,24 +258,24 @@ class Engine:
         self._lookahead.schedule.take_over(schedule, self.groups)
         return self._notice(top)
 
-    def _notice(self, top: nn.Module) -> set[Group]:
-        scope = self._changes.notice(top, all_edits=False)
-        return self._rebuild_for(top) if scope is None else scope
-
-    def _rebuild_for(self, top: nn.Module) -> set[Group]:
+    def _notice(self, top: nn.Module, *, all_edits: bool = False) -> set[Group]:
+        """Commit changes under `top`, rebuild the groups if these need it, and return those that calls under `top` can need."""
+        scope = self._changes.notice(top, all_edits=all_edits)
         # Blobs that the first rebuild keeps may turn out to be edited: the second rebuild then makes them again.
         for _ in range(_MOST_REBUILDS):
-            self._rebuild()
-            scope = self._changes.notice(top, all_edits=True)
             if scope is not None:
                 return scope
-        raise StateError(f"{self._passes.name} was changed by another thread while a forward began.")
+            self._check_and_rebuild()
+            scope = self._changes.notice(top, all_edits=True)
+        if scope is None:
+            raise StateError(f"{self._passes.name} was changed by another thread while a forward began.")
+        return scope
 
-    # ---------------------------------------------------------------- cutting
+    # ---------------------------------------------------------------- groups
 
-    def _rebuild(self) -> None:
+    def _check_and_rebuild(self) -> None:
         for name, module in self.root.named_modules():
-            if not self._gates.covers(module) and is_offloaded(module):
+            if root_of(module) not in (None, self.root):
                 raise StateError(
                     f"{name} of {self._passes.name} is group-offloaded as a part of another module. Call "
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
@@ -322,10 +286,10 @@ class Engine:
         self._build()
 
     def _refuse_meta(self) -> None:
-        """Name a weight that was given up since the module was cut. If all of them were, their memory goes."""
+        """Name a weight that was moved to the meta device since it was offloaded. If all were, their memory is freed."""
         lost, are_all = self._lost()
         if are_all:
-            self._give_up()
+            self._free_all()
         if lost:
             raise ModuleError(
                 f"{lost[0]} of {self._passes.name} was moved to the meta device after the model was offloaded, which gave its "
@@ -334,79 +298,78 @@ class Engine:
             )
 
     def _look_for_meta(self) -> None:
-        """Free the memory of a model whose weights were all given up just now. In the middle of a pass the next one does it."""
-        if self.groups and self._lost()[1]:
-            self._passes.if_at_rest(self._give_up_at_rest)
+        """Free the memory of a model whose weights all went to the meta device just now; in a pass, the next one does it."""
 
-    def _give_up_at_rest(self) -> None:
-        self._passes.begin_clean()
-        self._give_up()
-        self._passes.stay_clean()
+        def free() -> None:
+            self._passes.begin_work()
+            self._free_all()
+            self._passes.end_work()
+
+        if self.groups and self._lost()[1]:
+            self._passes.if_at_rest(free)
 
     def _lost(self) -> tuple[list[str], bool]:
-        """The names of weights that were given up since the module was cut, and whether all were."""
+        """The names of offloaded weights that are on the meta device by now, and whether all weights are."""
         now = dict([*self.root.named_parameters(), *self.root.named_buffers()])
-        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._known]
+        lost = [name for name, tensor in now.items() if tensor.is_meta and name in self._names]
         return lost, bool(lost) and all(tensor.is_meta for tensor in now.values())
 
-    def _give_up(self) -> None:
+    def _free_all(self) -> None:
         """Free all memory, of weights that are not needed any more."""
         self._release()
         for group in self.groups:
             group.give_up()
-        self._close_replaced(())
         self.trained.forget_others(())
         self.trained.guard(())
         self._forget_groups()
         self._gates.install(())
-        if self._gates.sharing is not None:
-            self._gates.sharing.close()
-        self.transfer.reader.close()
         wait_for_releases()
 
     def _release(self) -> None:
-        """Give up all device memory. What is on its way arrives before."""
+        """Free all device memory. What is on its way arrives before."""
         self._lookahead.abandon()
         self.memory.release()
 
     def _forget_groups(self) -> None:
         """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""
+        self._close_replaced({part for group in self.groups for part in group.parts})
+        if self._gates.sharing is not None:
+            self._gates.sharing.close()
+        self.transfer.reader.close()
         self._changes.clear()
         self.recorder.clear()
-        self.groups, self._refs, self._left = (), (), {}
+        self.groups, self._refs, self._of_fsdp = (), (), {}
         self._passes.set_groups(())
         self._lookahead.reset((), wraps=False)
         self.placer.clear()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
-        """Cut the module into groups, for the first time or because it has changed."""
+        """Partition the module into groups, for the first time or because it has changed."""
         self._changes.invalidate()
-        self._left = left_to_fsdp(self.root, self._left)
+        self._of_fsdp = left_to_fsdp(self.root, self._of_fsdp)
         self.trained.forget_others(self.root.parameters())
-        of_fsdp = {id(owner._parameters[name]) for owner, names in self._left.items() for name in names}
+        of_fsdp = {id(owner._parameters[name]) for owner, names in self._of_fsdp.items() for name in names}
         before = self.groups
         if before:  # blobs are about to go, and slots will have other sizes
-            self._lookahead.abandon()
             self.recorder.forget_measured()
-            self.memory.release()
+            self._release()
         self.groups = Builder(
             root=self.root,
+            specs=partition(self.root, self.config, is_compiled, self.trained.ids | of_fsdp, self._followers),
             config=self.config,
             folder=self._folder,
             before=before,
             wait=self.transfer.last_copies.synchronize,
             casts=casts,
-            without=self.trained.ids | of_fsdp,
             packs=self._packer.is_on,
-            followers=self._followers,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         ).build()
-        self._replaced |= dict.fromkeys(part for group in before for part in group.parts)
+        self._to_close |= dict.fromkeys(part for group in before for part in group.parts)
         moving = tuple(group for group in self.groups if not group.is_table)
         self._passes.set_groups(moving)
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
-        self._known = frozenset(ref.fqn for ref in self._refs)
+        self._names = frozenset(ref.fqn for ref in self._refs)
         with torch.no_grad():
             for tensor in (*self.root.parameters(), *self.root.buffers()):
                 if is_lazy(tensor) and tensor.data.device != self.config.backend.device:
@@ -424,30 +387,26 @@ class Engine:
         self._install_gates()
 
     def _close_replaced(self, in_use: Collection[Part]) -> None:
-        for part in self._replaced:
+        for part in self._to_close:
             if part not in in_use and not part.is_given_up:
                 part.close()
-        self._replaced = {}
+        self._to_close = {}
 
     def _install_gates(self) -> None:
         self._changes.invalidate()
         self._gates.install(self.groups)
-        checks_all_calls = self._gates.records_graphs or self.config.is_leaf_level
-        self._changes.expect(
-            self.root, self.groups, self._gates.groups_of, self._left, checks_all_calls=checks_all_calls
-        )
+        gates, checks_all = self._gates, self._gates.records_graphs or self.config.is_leaf_level
+        self._changes.expect(self.root, self.groups, gates.groups_of, self._of_fsdp, checks_all_calls=checks_all)
 
 
 def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:
-    """Let the models of a pipeline foresee which of them runs next.
+    """Let the models of a pipeline predict which of them runs next.
 
     Args:
         order: Those whose order is known before they run, in this order.
         run_once: Those that are taken to run once for an image.
     """
-    passes = {engine: engine._passes for engine in engines}
-    succession = Succession(
-        [*passes.values()], [passes[engine] for engine in order], [passes[engine] for engine in run_once]
-    )
-    for each in passes.values():
+    models, in_order, once = ([engine._passes for engine in some] for some in (engines, order, run_once))
+    succession = Succession(models, in_order, once)
+    for each in models:
         each.succession = succession

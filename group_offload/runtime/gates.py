@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import chain
@@ -51,12 +51,11 @@ from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
-from .calls import Call
 from .convoy.contract import DENOISERS, is_function
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
-from .passes import Passes
+from .passes import Call, Passes
 from .placer import Placer
 from .repeat import Repeater
 from .skips import own_forward, preceded
@@ -77,30 +76,30 @@ class Gate(Around):
     is_inner = False
     """Whether the gate is one inside of a group's module."""
     name = COMPILED_CALL
-    """The attribute of the module in which the gate stands."""
+    """The attribute of the module in which the gate stands, in place of what was there (`compiled`)."""
 
-    def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool) -> None:
+    def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool = False) -> None:
         self.module = module
         self.is_root = is_root
-        self.groups: tuple[Group, ...] = ()
-        """The groups that the call needs. The group that is needed longest comes first."""
-        self.only: Group | None = None
-        """The group that the call needs, if it is the only one."""
-        self.tables: tuple[Group, ...] = ()
-        """The table of an embedding that stays where it rests."""
         self._owner: Callable[[], Gates | None] = weakref.ref(gates)
         self.repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
-        self.compiled = module.__dict__.get(COMPILED_CALL)
+        self.compiled = module.__dict__.get(self.name)
 
     def install(self) -> None:
         module = self.module
-        if isinstance(module, torch.jit.ScriptModule):
-            pass  # a ScriptModule takes no hooks, and no compiler looks into it
-        elif self.compiled is not None and not self.is_root:
-            module.register_forward_pre_hook(_allow_trace)
-        else:
-            module.register_forward_pre_hook(_refuse_trace)
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks, and no compiler looks into it
+            is_compiled_alone = self.compiled is not None and not self.is_root
+            module.register_forward_pre_hook(_allow_trace if is_compiled_alone else _refuse_trace)
         module.__dict__[COMPILED_CALL] = self  # `setattr` on a traced module would store it elsewhere
+
+    def open_for(self, groups: Iterable[Group]) -> None:
+        """Take over the groups that a call needs. The group that is needed longest comes first."""
+        groups = sorted(groups, key=lambda group: -group.height)
+        self.groups = tuple(group for group in groups if not group.is_table)
+        self.tables = tuple(group for group in groups if group.is_table)
+        """The table of an embedding whose rows are looked up on the CPU."""
+        self.only = groups[0] if len(self.groups) == len(groups) == 1 and not (self.is_root or self.is_inner) else None
+        """The group that the call needs, if it needs nothing else."""
 
     def uninstall(self) -> None:
         """Undo `install`, also one that was interrupted. Repeated calls do nothing."""
@@ -126,7 +125,7 @@ class Gate(Around):
             modes = selective.hide()
             try:
                 group = passes.lingering
-                if group is not None and group is self.only and not (compiler or modes) and passes.goes_on_with(group):
+                if group is not None and group is self.only and not (compiler or modes) and passes.can_use_again(group):
                     args, kwargs = gates.move_inputs(args, kwargs)
                     return passes.use_again(module.forward if self._is_plain() else self._enclosed, args, kwargs)
                 if passes.runs_elsewhere:
@@ -136,7 +135,7 @@ class Gate(Around):
                         try:
                             return self._run(gates, module, compiler, modes, args, kwargs)
                         finally:
-                            passes.settle(module)
+                            passes.end_interrupted_call(module)
             finally:
                 if modes:
                     selective.show(modes)
@@ -154,7 +153,8 @@ class Gate(Around):
         self, gates: Gates, module: nn.Module, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any
     ) -> Any:
         backward, passes = gates.backward, gates.passes
-        this = Call(module, self.method or module, sys._getframe(), gates.needs)
+        entry = self.method or module
+        this = Call(module, entry, sys._getframe(), partial(gates.needs, entry))
         try:
             own = None if compiler or modes or torch.is_grad_enabled() else self._own_forward()
             this.is_deferred = own is not None
@@ -178,9 +178,7 @@ class Gate(Around):
                 output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
-                kept = [group for group in self.groups if group.beside]
-                if kept:
-                    backward.keep_contexts(output, kept, first)
+                backward.keep_contexts(output, self.groups, first)
             output = gates.detach_from_slots(output, self.groups) if self.groups else output
             this.is_complete = True
             return output
@@ -230,11 +228,8 @@ class SharedGate(Gate):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gates = self._owner()
         sharing = None if gates is None else gates.sharing
-        if (
-            sharing is None
-            or torch.compiler.is_dynamo_compiling()
-            or (torch.compiler.is_compiling() and _has_fake_tensors())
-        ):
+        is_traced = torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors())
+        if sharing is None or is_traced:
             return super().__call__(*args, **kwargs)
         return sharing.call(args, kwargs)
 
@@ -256,19 +251,15 @@ class InnerGate(Gate):
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
             return call(*args, **kwargs)
         gates = self._owner()
-        if gates is None:
-            return super().__call__(*args, **kwargs)
-        if gates.records_graphs and torch.is_grad_enabled():
-            is_inside = gates.backward.is_ours(hooks_in_force())
-        else:
-            is_inside = gates.passes.runs_here
         # A call between two others of a group must be learnt, and needs the group as long as it takes.
-        is_between = gates.passes.lingering in self.groups
-        # Backward holds groups whose weights are not bound.
-        if is_inside and not is_between and all(group.holds and group.is_bound for group in self.groups):
-            if gates.records_graphs:
-                gates.backward.keep_root()
-            return call(*args, **kwargs)
+        if gates is not None and gates.passes.lingering not in self.groups:
+            is_in_graph = gates.records_graphs and torch.is_grad_enabled()
+            is_inside = gates.backward.is_ours(hooks_in_force()) if is_in_graph else gates.passes.runs_here
+            # Backward holds groups whose weights are not bound.
+            if is_inside and all(group.holds and group.is_bound for group in self.groups):
+                if gates.records_graphs:
+                    gates.backward.keep_root()
+                return call(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
@@ -280,10 +271,8 @@ class MethodGate(InnerGate):
     """
 
     def __init__(self, gates: Gates, method: Method) -> None:
-        super().__init__(gates, method.module, is_root=False)
-        self.method = method
-        self.name = method.name
-        self.compiled = method.module.__dict__.get(method.name)
+        self.method, self.name = method, method.name
+        super().__init__(gates, method.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
@@ -292,11 +281,8 @@ class MethodGate(InnerGate):
         values = (*args, *kwargs.values())
         lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
         gates = self._owner()
-        if (
-            gates is None
-            or gates.passes.is_removed
-            or not any(isinstance(each, torch.Tensor) for each in chain(*lists))
-        ):
+        is_off = gates is None or gates.passes.is_removed
+        if is_off or not any(isinstance(each, torch.Tensor) for each in chain(*lists)):
             return self._enclosed(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -399,7 +385,7 @@ def root_of(module: nn.Module) -> nn.Module | None:
     """The offloaded module that this one is, or is a part of."""
     reference = _offloaded.get(module)
     gates = None if reference is None else reference()
-    return None if gates is None else Gates._top.of(gates)
+    return None if gates is None else Gates._root.of(gates)
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -410,14 +396,24 @@ def is_offloaded(module: nn.Module) -> bool:
 class Gates:
     """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
 
-    _top = Weak[nn.Module]()
+    _root = Weak[nn.Module]()
 
     def __init__(
-        self, top: nn.Module, config: OffloadConfig, passes: Passes, backward: Backward, placer: Placer
+        self,
+        root: nn.Module,
+        config: OffloadConfig,
+        passes: Passes,
+        backward: Backward,
+        placer: Placer,
+        *,
+        refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
-        self._top = top
-        self._config = config
-        self.is_function = is_function(config, top)
+        """
+        Args:
+            refresh: Reference to the function that commits edits of weights since the last pass.
+        """
+        self._root = root
+        self.is_function = is_function(config, root)
         """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
         self._non_blocking = config.non_blocking
@@ -427,6 +423,16 @@ class Gates:
         self.placer = placer
         self.sharing: SharingPolicy | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
+        asks_plan = config.share_passes == "auto"
+        if isinstance(passes, SharedPasses):
+            why_not = weakly(self._why_not_shared)
+            self.sharing = SharingPolicy(root, passes, self.backend, _is_ours, why_not, refresh, asks_plan=asks_plan)
+        elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
+            logger.info(
+                "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
+                "If a forward has no side effects, pass share_passes=True.",
+                passes.name,
+            )
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
         self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
@@ -438,13 +444,7 @@ class Gates:
     def __del__(self) -> None:
         """The model is gone, and so is the engine. Parts of the model that are still there become modules as any other."""
         if "_modules" in self.__dict__:  # else an interrupt came first
-            self.uninstall()
-            self.clear()
-            self.passes.is_removed = True
-
-    @property
-    def root(self) -> Gate:
-        return self._gates[self._top]
+            self.remove()
 
     @property
     def groups_of(self) -> Mapping[nn.Module, tuple[Group, ...]]:
@@ -460,23 +460,10 @@ class Gates:
         methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
         return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
-    def share(self, refresh: Callable[[], Callable[[], None] | None]) -> None:
-        """Let forwards of the root share passes, if they may, before gates are installed."""
-        top, passes = self._top, self.passes
-        if isinstance(passes, SharedPasses):
-            why_not, asks_plan = weakly(self._why_not_shared), self._config.share_passes == "auto"
-            self.sharing = SharingPolicy(top, passes, self.backend, _is_ours, why_not, refresh, asks_plan=asks_plan)
-        elif self._config.share_passes == "auto" and (self._config.group_prefix or "unet").startswith(DENOISERS):
-            logger.info(
-                "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
-                "If a forward has no side effects, pass share_passes=True.",
-                passes.name,
-            )
-
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:
             return "it has recorded a graph"
-        if self.root.compiled is not None:
+        if self._gates[self._root].compiled is not None:
             return "it is compiled as a whole: compile its blocks instead"
         return None
 
@@ -488,90 +475,84 @@ class Gates:
             gate = self._gates.get(entry, self._inner.get(entry))
         return () if gate is None else gate.groups
 
-    def covers(self, module: nn.Module) -> bool:
-        """Whether the module was a part of the offloaded module when gates were installed."""
-        return module in self._modules
-
     # ---------------------------------------------------------------- around a module
 
     def install(self, groups: Sequence[Group]) -> None:
         """Put gates around all modules that need one, in place of the present gates."""
         # The root's gate stays: after an interrupt here the next call of the root installs the gates again.
-        root_gate = self._gates.get(self._top)
-        if root_gate is not None and self._top.__dict__.get(COMPILED_CALL) is not root_gate:
+        root_gate = self._gates.get(self._root)
+        if root_gate is not None and self._root.__dict__.get(COMPILED_CALL) is not root_gate:
             root_gate = None
         for gate in self._all:
             if gate is not root_gate:
                 gate.uninstall()
-        needs: dict[nn.Module, list[Group]] = {self._top: []}
+        needs: dict[nn.Module, list[Group]] = {self._root: []}
         of_methods: dict[Method, list[Group]] = {}
         for group in groups:
             for module in group.modules:
                 needs.setdefault(module, []).append(group)
             for method in group.methods:
                 of_methods.setdefault(method, []).append(group)
-        for child in self._top.children():
+        for child in self._root.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        kept = {} if root_gate is None else {self._top: root_gate}
+        kept = {} if root_gate is None else {self._root: root_gate}
         self._gates = weakref.WeakKeyDictionary(kept)  # at once: an interrupt never finds it without the root's gate
         if root_gate is not None:
             # What was known of the module keeps weights that were replaced.
-            root_gate.repeater = Repeater(self._top, self.passes, self.backend, _is_ours, is_function=self.is_function)
+            root_gate.repeater = Repeater(self._root, self.passes, self.backend, _is_ours, is_function=self.is_function)
         for module, found in needs.items():
-            is_root = module is self._top
+            is_root = module is self._root
             kind = SharedGate if is_root and self.sharing is not None else Gate
             gate = self._gates[module] if module in self._gates else kind(self, module, is_root=is_root)
-            gate.tables = tuple(group for group in found if group.is_table)
-            gate.groups = _in_turn(found)
-            gate.only = None if is_root or len(found) > 1 else next(iter(gate.groups), None)
+            gate.open_for(found)
             self._gates[module] = gate
             if gate is not root_gate:
                 gate.install()
         if self.sharing is not None:
-            self.sharing.renew(partial(Gate.__call__, self.root))
+            self.sharing.renew(partial(Gate.__call__, self._gates[self._root]))
         self._install_inner_gates()
         self._install_method_gates(of_methods)
         self._leave_modules()
-        self._modules.update(self._top.modules())
+        self._modules.update(self._root.modules())
         _offloaded.update(dict.fromkeys(self._modules, weakref.ref(self)))
 
     def _install_inner_gates(self) -> None:
         """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
         self._inner.clear()
         needs: dict[nn.Module, dict[Group, None]] = {}
-        blocks = {block for each in self._top.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
+        blocks = {block for each in self._root.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
         for module, gate in self._gates.items():
             if module in blocks and not self.records_graphs:
                 continue
             groups = [group for group in gate.groups if group.num_bytes]
-            if groups and (gate.compiled is None or module is self._top):
+            if groups and (gate.compiled is None or module is self._root):
                 for inside in _modules_inside(module, self._gates):
                     if not self.records_graphs and not any(map(holds_tensors, inside.modules())):
                         continue
                     needs.setdefault(inside, {}).update(dict.fromkeys(groups))
         for module, held in needs.items():
-            inner = self._inner[module] = InnerGate(self, module, is_root=False)
-            inner.groups = tuple(held)
+            inner = InnerGate(self, module)
+            inner.open_for(held)
+            self._inner[module] = inner
             inner.install()
 
     def _install_method_gates(self, needs: Mapping[Method, Sequence[Group]]) -> None:
         """Graphs that a module compiles for itself call methods too, and contain no gate."""
-        inside = {*_modules_inside(self._top, {}), self._top}
+        inside = {*_modules_inside(self._root, {}), self._root}
         self._methods.clear()
         for method, found in needs.items():
             if method.module in inside:
-                gate = self._methods[method] = MethodGate(self, method)
-                gate.groups = _in_turn(found)
+                gate = MethodGate(self, method)
+                gate.open_for(found)
+                self._methods[method] = gate
                 gate.install()
 
-    def uninstall(self) -> None:
+    def remove(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""
         for gate in self._all:
             gate.uninstall()
-
-    def clear(self) -> None:
-        """Forget all gates and groups."""
+        self.passes.is_removed = True
         self._leave_modules()
         self._gates.clear()
         self._inner.clear()
@@ -617,11 +598,6 @@ class Gates:
             return self._made(tensor.clone, tensor.nbytes) if is_inside else tensor
 
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
-
-
-def _in_turn(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups of a gate that move. The group that is needed longest comes first."""
-    return tuple(sorted((group for group in groups if not group.is_table), key=lambda group: -group.height))
 
 
 def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:

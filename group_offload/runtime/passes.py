@@ -15,16 +15,24 @@ part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so 
 
 An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
 over the weights of a pass is a pass too: see [Note: Backward].
+
+[Note: Interrupts]
+Ctrl-C raises between any two steps of the engine's own code, also where a call ends and is taken off the list of calls.
+So no list and no flag is trusted to say that a call goes on: a call goes on as long as its frame is on the stack. Likewise
+the state of `Passes` is UNKNOWN during each step of the engine, and becomes another only at the end of the step. A pass that
+ends in that state, or in which an exception was raised, ends with `Passes.recover`. That method trusts only the weights and
+their blobs: bytes on the device or on their way there are dropped. If it is interrupted, the next pass begins it again.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,25 +42,19 @@ from ..base.system import forked_free
 from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
-from ..errors import GroupFileError, StateError
+from ..errors import EXPECTED, GroupFileError, StateError
+from ..partition import Method
 from .budget.need import Kind
-from .calls import EXPECTED, Call
 from .changes import Changes
-from .copies.cached import CachedFiles
-from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.succession import Model, Succession
 from .groups.group import Group
 from .groups.part import Part
-from .measure.counters import Counters
 from .measure.recorder import Recorder
-from .memory import DeviceMemory
 from .placer import Placer
 from .slots.slot import Slot
 from .threads import where_it_waits
 
-T = TypeVar("T")
-R = TypeVar("R")
 _BACKWARD = "backward"
 """The name of backward passes in their `Kind`."""
 
@@ -68,6 +70,37 @@ class State(Enum):
     """Something was raised in the pass in progress. The engine is in order, and the pass ends with `recover`."""
     UNKNOWN = "unknown"
     """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
+
+
+class Call:
+    """One call of a gate."""
+
+    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module", "needs")
+
+    def __init__(
+        self, module: nn.Module, entry: nn.Module | Method, frame: FrameType, needs: Callable[[], Sequence[Group]]
+    ) -> None:
+        """
+        Args:
+            entry: What is called: the module, or one of its methods.
+            frame: Frame that is on the stack for as long as the call lasts.
+            needs: Function that returns the groups that the call needs. They may be others once a pass has begun.
+        """
+        self.module, self.entry, self.needs = module, entry, needs
+        self.groups: list[Group] = []
+        """The groups that the call holds."""
+        self.is_deferred = False
+        """Whether the call may do without its groups: they are onloaded once its module's own forward is called."""
+        self.is_complete = False
+        """Whether the call returned and raised no exception."""
+        self._frame = id(frame)  # the frame itself would keep the call's arguments alive
+
+    def is_on_stack(self) -> bool:
+        """Whether the call is in progress. Only the thread that began the call may ask."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and id(frame) != self._frame:
+            frame = frame.f_back
+        return frame is not None
 
 
 class _Step:
@@ -101,14 +134,10 @@ class Passes:
         self,
         root: nn.Module,
         backend: Backend,
-        memory: DeviceMemory,
-        transfer: Transfer,
         lookahead: LookAhead,
-        files: CachedFiles,
         placer: Placer,
         changes: Changes,
         recorder: Recorder,
-        counters: Counters,
         prepare: Callable[[nn.Module, Kind], set[Group]],
     ) -> None:
         """
@@ -119,18 +148,17 @@ class Passes:
         self.root = root
         self.name = type(root).__name__
         self._backend = backend
-        self.memory = memory
-        self._transfer = transfer
-        self._lookahead = lookahead
-        self._files = files
+        self.lookahead = lookahead  # which has the same device memory, transfer, counters and files
+        self.memory, self._transfer = lookahead.memory, lookahead.transfer
+        self.counters, self._files = lookahead.counters, lookahead.files
         self._placer = placer
         self._changes = changes
         self._recorder = recorder
-        self._counters = counters
         self._prepare = prepare
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
-        self._detect_edits = True
+        self.detects_edits = True
+        """Whether edits of weights between passes are noticed, however they are made."""
         self._state = State.CLEAN
         self._calls: list[Call] = []
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
@@ -171,7 +199,7 @@ class Passes:
         """Take over the groups that the module was cut into."""
         self._groups = groups
         self._group_of = {part: group for group in groups for part in group.parts}
-        self._detect_edits = all(group.detects_edits for group in groups)
+        self.detects_edits = all(group.detects_edits for group in groups)
 
     # ---------------------------------------------------------------- where a pass is
 
@@ -195,26 +223,14 @@ class Passes:
         """Whether the gated call that begins lies inside another one, or in a backward."""
         return len(self._calls) > 1 or bool(self.tasks)
 
-    @property
-    def number(self) -> int:
-        """The number of the last forward."""
-        return self._counters.passes
-
-    def is_in_forward(self, number: int) -> bool:
-        """Whether the forward with this number is in progress, outside of any backward."""
-        return bool(self._calls) and not self.tasks and self.number == number
-
     # ---------------------------------------------------------------- a call
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """Make the weights ready that a gate's call needs. The gate calls `end_call` afterwards, whatever happens."""
-        if self._backend.is_capturing():
-            raise self._captured()
+        self._refuse_capture()
         self.forget_interrupted_calls()
-        is_first = not (self._calls or self.tasks)
+        is_first = not self.is_running
         self._calls.append(call)
-        if not is_first and self._state is State.UNKNOWN:
-            raise self._interrupted()
         if is_first:
             try:
                 self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
@@ -222,6 +238,8 @@ class Passes:
                 self._state = State.OPEN
                 raise
             self._state = State.OPEN
+        else:
+            self._refuse_interrupted()
         if not call.is_deferred:
             self._acquire_groups_of(call)
 
@@ -229,23 +247,32 @@ class Passes:
         """Make the weights ready of a call that might have done without them, now that it needs them."""
         if not call.is_deferred or (call not in self._calls and not call.is_on_stack()):
             return  # it calls the forward once more, or was interrupted and left this behind
-        if self._state is State.UNKNOWN:
-            raise self._interrupted()
+        self._refuse_interrupted()
         call.is_deferred = False
         self._acquire_groups_of(call)
 
     def _acquire_groups_of(self, call: Call) -> None:
         with _Step(self):
-            for group in call.needs(call.entry):
+            for group in call.needs():
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
             self._end_lingering()
             self._placer.weigh_activations()
-            self._lookahead.before_call()
+            self.lookahead.before_call()
 
-    def _interrupted(self) -> StateError:
-        return StateError(f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again.")
+    def _refuse_interrupted(self) -> None:
+        if self._state is State.UNKNOWN:
+            raise StateError(
+                f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again."
+            )
+
+    def _refuse_capture(self) -> None:
+        if self._backend.is_capturing():
+            raise StateError(
+                f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
+                f"mode='reduce-overhead', or call handle.remove() first."
+            )
 
     def end_call(self, call: Call) -> None:
         """End a call: release the groups that `begin_call` acquired, and end the pass with the outermost call."""
@@ -267,14 +294,14 @@ class Passes:
                 while call.groups:
                     self.release(call.groups.pop(), self._backend.current_stream())
                 self._calls.pop()
-                if self._calls or self.tasks:
-                    self._lookahead.after_call()
-        if not (self._calls or self.tasks):
+                if self.is_running:
+                    self.lookahead.after_call()
+        if not self.is_running:
             self._end()
 
     def _may_linger(self, call: Call) -> bool:
         group = call.groups[0] if len(call.groups) == 1 and len(self._calls) > 1 else None
-        schedule = self._lookahead.schedule
+        schedule = self.lookahead.schedule
         return (
             group is not None
             and group.holds == 1
@@ -290,7 +317,7 @@ class Passes:
             stream = None if group.slot is None else group.slot.last_stream
             self.release(group, stream or self._backend.current_stream())
 
-    def goes_on_with(self, group: Group) -> bool:
+    def can_use_again(self, group: Group) -> bool:
         """Whether the call that begins can compute with the group that lingers, as the call before did."""
         slot = group.slot
         return (
@@ -302,7 +329,7 @@ class Passes:
 
     def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that needs the group that lingers, and nothing else."""
-        group, schedule = self.lingering, self._lookahead.schedule
+        group, schedule = self.lingering, self.lookahead.schedule
         assert group is not None
         try:
             self.lingering = None  # else a call inside would end its use
@@ -319,14 +346,8 @@ class Passes:
                 self.lingering = group
                 if not schedule.expects(group):
                     self._end_lingering()
-                    self._lookahead.after_call()
+                    self.lookahead.after_call()
         return output
-
-    def _captured(self) -> StateError:
-        return StateError(
-            f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
-            f"mode='reduce-overhead', or call handle.remove() first."
-        )
 
     # ---------------------------------------------------------------- a forward
 
@@ -343,8 +364,8 @@ class Passes:
                 f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
         self.before_forward(self.root, inputs if entry is self.root else {})
-        self._counters.passes += 1
-        self.begin_clean()
+        self.counters.passes += 1
+        self.begin_work()
         self._thread = threading.get_ident()
         scope = self._prepare(top, kind)  # first: it may cut the module into other groups
         self.kind = kind
@@ -352,26 +373,37 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
             self.memory.spared = self.succession.spared_by(self)
+        begins_stint = self.succession is not None and self.succession.is_first_of_stint
+        self._start(kind, type(top).__name__, scope, begins_stint=begins_stint)
+
+    def _start(
+        self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_stint: bool
+    ) -> None:
+        """Take the slots, and start the first copies.
+
+        Args:
+            guess: The order of groups, as long as none is known.
+        """
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
+        self._placer.make_room(kind, begins_stint=begins_stint)
         self.memory.take()
         timed = kind if self._placer.begin_pass(kind) else None
-        stream, copies = self._backend.current_stream(), self._transfer.stream
-        self._recorder.begin("forward", self.number, type(top).__name__, stream, copies, kind=timed)
+        what, stream = _BACKWARD if kind.is_backward else "forward", self._backend.current_stream()
+        self._recorder.begin(what, self.counters.passes, title, stream, self._transfer.stream, kind=timed)
         self._teaches = True
-        self._lookahead.begin(kind.top, scope, is_last=self._heir is not None)
+        self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
 
-    def begin_clean(self) -> None:
-        """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `stay_clean`."""
+    def begin_work(self) -> None:
+        """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `end_work`."""
         if self._state is not State.CLEAN:
             self.recover()
         self._state = State.UNKNOWN
         self.memory.claim()
         self.memory.arena.answer()  # what was refused before is nothing that a call could be repeated for
 
-    def stay_clean(self) -> None:
-        """Return to the clean state after work that `begin_clean` began and that was no pass."""
+    def end_work(self) -> None:
+        """End work that `begin_work` began and that was no pass."""
         self.memory.give_back()
         self._state = State.CLEAN
 
@@ -385,7 +417,7 @@ class Passes:
         self._state = State.UNKNOWN
         for group in [*self.memory.bound]:
             self.memory.unbind(group)
-        self._lookahead.schedule.end(completed=self._teaches)
+        self.lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self._backend.current_stream()
         self._recorder.end(stream)
@@ -405,7 +437,7 @@ class Passes:
         for slot in self.memory.slots:
             if slot.last_stream is not None and slot.last_stream != stream:
                 stream.wait_event(slot.last_use())
-        if not self._detect_edits:
+        if not self.detects_edits:
             # Users may edit the sources of copies from now on, and the engine would not detect that.
             self._transfer.wait_for_copies()
             for slot in self.memory.slots:
@@ -416,30 +448,26 @@ class Passes:
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups. May be called in another model's pass."""
-        self.if_at_rest(lambda: self._prepare_for_turn(self._start_first))
+        self.if_at_rest(self._start_early)
 
-    def _start_first(self) -> None:
-        if self.succession is not None:
-            self.memory.spared = self.succession.spared_by(self)
-        if self.kind is not None:
-            self._placer.make_room(self.kind, begins_stint=True)
-        with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
-            self.memory.take()
-            self._lookahead.prepare()
-
-    def _prepare_for_turn(self, step: Callable[[], None]) -> None:
-        """Begin what this module's next pass needs, in another module's pass. Errors are for this module's pass to raise."""
-        if not self._lookahead.wraps:
+    def _start_early(self) -> None:
+        if not self.lookahead.wraps:
             return
-        self.begin_clean()
+        self.begin_work()
         try:
-            step()
+            if self.succession is not None:
+                self.memory.spared = self.succession.spared_by(self)
+            if self.kind is not None:
+                self._placer.make_room(self.kind, begins_stint=True)
+            with suppress(torch.OutOfMemoryError):  # its own pass may find more, or says that there is too little
+                self.memory.take()
+                self.lookahead.prepare()
         except BaseException as error:
             self.recover()
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # else it is for this module's own pass to raise
                 raise
         else:
-            self.stay_clean()
+            self.end_work()
 
     def if_at_rest(self, step: Callable[[], None]) -> None:
         """Do this under the lock, unless another thread has it, or a pass is in progress."""
@@ -466,10 +494,9 @@ class Passes:
         """
         if self._state is State.UNKNOWN:
             return False
-        state, self._state = self._state, State.UNKNOWN
-        gave = self._placer.give_way(factor, self._backend.refusals()[1])
-        self.memory.arena.answer()
-        self._state = state
+        with _Step(self):
+            gave = self._placer.give_way(factor, self._backend.refusals()[1])
+            self.memory.arena.answer()
         return gave
 
     def begin_again(self) -> None:
@@ -487,23 +514,28 @@ class Passes:
             binds: Whether the weights become views of the slot, for a module's call.
         """
         if not group.holds or group is self.lingering:
-            self._lookahead.schedule.observe(group)
+            self.lookahead.schedule.observe(group)
         if not group.is_bound:
-            self._changes.settle(group, binds=binds)
+            self._changes.commit_group(group, binds=binds)
             if group.slot is not None and not group.is_current:
                 self.memory.drop(group)
-        if group.is_in_place:
-            if binds and not group.is_bound:
-                group.onload()
-            group.holds += 1
-            self._recorder.begins(group.group_id, self._backend.current_stream())
-            return
+        stream = self._backend.current_stream()
+        if not group.is_in_place:
+            self._wait_for_bytes(group, stream)
+        if binds and not group.is_bound:
+            group.onload(is_watched=torch.is_grad_enabled())
+            if group.slot is not None:
+                self.memory.bound[group] = None
+        group.holds += 1
+        self._recorder.begins(group.group_id, stream)
+
+    def _wait_for_bytes(self, group: Group, stream: Stream) -> None:
+        """Let `stream` wait for the group's copy, which is started now if nobody has."""
         if group.slot is None:
-            self._counters.stalls += 1
-            self._lookahead.onload_now(group)
+            self.counters.stalls += 1
+            self.lookahead.onload_now(group)
         slot = group.slot
         assert slot is not None
-        stream = self._backend.current_stream()
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
@@ -514,12 +546,7 @@ class Passes:
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
-        if binds and not group.is_bound:
-            group.onload(is_watched=torch.is_grad_enabled())
-            self.memory.bound[group] = None
-        group.holds += 1
         slot.unused.discard(group)
-        self._recorder.begins(group.group_id, stream)
 
     def _wait_for_files(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
         """Let the host wait for the drive, not for the device. A read that failed is tried once more.
@@ -532,7 +559,7 @@ class Passes:
             slot.job.wait()
         except GroupFileError:
             self.memory.free(slot)
-            self._lookahead.onload_now(group)
+            self.lookahead.onload_now(group)
             assert group.slot is not None
             slot = group.slot
             if slot.job is not None:
@@ -547,7 +574,7 @@ class Passes:
             if not group.holds:
                 self._recorder.ends(group.group_id, group.num_bytes, stream)
                 if group.is_bound:
-                    self._counters.changed += group.offload(self._transfer)
+                    self.counters.changed += group.offload(self._transfer)
             return
         slot = group.slot
         assert slot is not None
@@ -559,16 +586,12 @@ class Passes:
         if group.holds:
             return
         self._recorder.ends(group.group_id, group.num_bytes, stream)
-        self._lookahead.was_released(group)
-        if not self._lookahead.schedule.expects(group):
+        self.lookahead.was_released(group)
+        if not self.lookahead.schedule.expects(group):
             if group in self.memory.bound:
                 self.memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
                 self.memory.free(slot)
-
-    def in_bound(self, find: Callable[[Group, T], R | None], what: T) -> R | None:
-        """What a method of a bound group finds, of the group that was bound last; None if none of them finds anything."""
-        return next((found for group in reversed(self.memory.bound) if (found := find(group, what)) is not None), None)
 
     def group_of(self, part: Part) -> Group:
         """The group that a part belongs to.
@@ -589,28 +612,15 @@ class Passes:
 
     def begin_backward(self) -> None:
         """Begin a pass in which autograd needs weights or repeats calls. Each call until `end_backward` needs the lock too."""
-        if self._backend.is_capturing():
-            raise self._captured()
-        forward = self._lookahead.schedule.order
-        self._counters.backward_passes += 1
+        self._refuse_capture()
+        forward = self.lookahead.schedule.order
+        self.counters.backward_passes += 1
         # The next forward commits changes made since the last one. Backward follows the graph, and keeps the groups.
-        self.begin_clean()
+        self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._placer.replan(kind)
-        self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_stint=False)
-        self.memory.take()
-        self._placer.begin_pass(kind)
-        stream, copies = self._backend.current_stream(), self._transfer.stream
-        self._recorder.begin(_BACKWARD, self.number, self.name, stream, copies)
-        self._teaches = True
-        self._lookahead.begin(kind.top, set(self._groups), guess=forward[::-1])
+        self._start(kind, self.name, set(self._groups), forward[::-1], begins_stint=False)
         self._state = State.OPEN
-
-    def look_ahead(self) -> None:
-        """Start the copies of the next groups, as far as there is room for them."""
-        self._lookahead.before_call()
 
     def end_backward(self, *, completed: bool) -> None:
         if self._state is State.CLEAN:
@@ -622,7 +632,7 @@ class Passes:
 
     # ---------------------------------------------------------------- interrupts
 
-    def settle(self, module: nn.Module) -> None:
+    def end_interrupted_call(self, module: nn.Module) -> None:
         """End the gated call of `module` that is over, if its `end_call` was interrupted."""
         is_left_over = self._state is not State.CLEAN if not self._calls else self._calls[-1].module is module
         if is_left_over:
@@ -657,7 +667,7 @@ class Passes:
         self._placer.end_pass(completed=False)
         self._changes.recover()
         self._heir = None
-        self._lookahead.recover(self._groups, is_whole=is_whole)
+        self.lookahead.recover(self._groups, is_whole=is_whole)
         self._placer.reside()
         self._files.look()
         self._thread = 0

@@ -81,7 +81,7 @@ class Inside(Places):
         return chosen
 
 
-CALLS = (Passes.begin_call, Passes.end_call, Passes.settle)
+CALLS = (Passes.begin_call, Passes.end_call, Passes.end_interrupted_call)
 TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
     ("cpu ram", "forward", CALLS),

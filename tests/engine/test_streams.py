@@ -943,7 +943,7 @@ FOUND_BY: dict[str, set[str]] = {
     "test_packed_files_are_read": {"LastCopies.synchronize_streams-0"},
     "test_slots_go_to_another_model_while_files_are_being_read": {"Slot.evict-0"},
     "test_an_interrupt_in_the_middle_of_the_engine": {"LastCopies.synchronize_streams-1"},
-    "test_files_are_being_read_when": {"Engine._build-0", "Engine._release-0"},
+    "test_files_are_being_read_when": {"Engine._release-0"},
     "test_removed_after_an_interrupt_at_the_end_of_a_pass": {
         "Passes._wait_for_files-0",
         "Reader._end-1",

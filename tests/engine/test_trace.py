@@ -145,7 +145,7 @@ def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice)
 
 
 def stalled(handle: OffloadHandle) -> dict[str, float]:
-    return engine_of(handle).seconds_stalled
+    return engine_of(handle).memory.stalls.by_group()
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)

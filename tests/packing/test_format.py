@@ -1,4 +1,4 @@
-"""The format of packed files, as docs/how-it-works.md describes it: read in plain Python, without the package's own reader."""
+"""The format of packed files, as packing/layout.py describes it: read in plain Python, without the package's own reader."""
 
 from __future__ import annotations
 

@@ -27,10 +27,8 @@ from ...base.system import forked_free
 from ...base.weak import weakly
 from ...errors import StateError
 from ..budget.need import Kind
-from ..calls import Call
 from ..groups.group import Group
-from ..measure.counters import Counters
-from ..passes import Passes, State
+from ..passes import Call, Passes, State
 from .lock import Traveller, TurnLock
 
 
@@ -68,18 +66,9 @@ class SharedPasses(Passes):
     def runs_elsewhere(self) -> bool:
         return self.turns.here is None and super().runs_elsewhere
 
-    @property
-    def counters(self) -> Counters:
-        return self._counters
-
-    @property
-    def detects_edits(self) -> bool:
-        """Whether edits of weights at rest are noticed, however they are made."""
-        return self._detect_edits
-
     def edits(self) -> int:
         """A number that rises with each edit of weights that was committed."""
-        return self._counters.rebuilds + sum(part.blob.generation for part in self._group_of)
+        return self.counters.rebuilds + sum(part.blob.generation for part in self._group_of)
 
     def were_touched(self) -> bool:
         """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
@@ -129,10 +118,10 @@ class SharedPasses(Passes):
             assert self.turns._is_owned()
         Passes.end_call(self, call)
 
-    def settle(self, module: Any) -> None:
+    def end_interrupted_call(self, module: Any) -> None:
         traveller = self.turns.here
         if traveller is None:
-            super().settle(module)
+            super().end_interrupted_call(module)
         elif self.turns._is_owned():
             if self._calls and self._calls[-1].module is module:
                 self.forget_interrupted_calls()
@@ -147,7 +136,7 @@ class SharedPasses(Passes):
             held = {group for outer in traveller.calls for group in outer.groups}
             return all(
                 group.holds and (group in held or traveller not in convoy.users.get(group, ()))
-                for group in call.needs(call.entry)
+                for group in call.needs()
                 if group.num_bytes
             )
 
@@ -176,13 +165,13 @@ class SharedPasses(Passes):
         convoy = traveller.convoy
         if convoy.has_begun:
             self.before_forward(self.root, inputs)
-            self._counters.passes += 1
+            self.counters.passes += 1
         else:
             convoy.bytes_before = self._bytes_sent
             super()._begin(call, Kind.of_all([replace(kind, shapes=each.shapes) for each in convoy.travellers]), inputs)
             convoy.has_begun = True
         if convoy.size > 1:
-            self._counters.shared += 1
+            self.counters.shared += 1
 
     @property
     def _bytes_sent(self) -> int:
@@ -203,7 +192,7 @@ class SharedPasses(Passes):
             self._state = State.UNKNOWN
         if self._state is State.OPEN:
             self._drop_lingering(traveller)
-            self._counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
+            self.counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
         super()._end()
 
     def leave(self, traveller: Traveller) -> None:

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from ...base.tuning import tuning
 from ...config import OffloadConfig
+from ...errors import EXPECTED
 from ...stores.base import PlacedBlob, Tier
-from ..calls import EXPECTED
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
 from ..copies.transfer import Transfer
@@ -48,10 +48,10 @@ class LookAhead:
             before_send: A function that is called with groups whose blobs are about to be sent, or read.
             model: Name of the model in messages.
         """
-        self._memory = memory
-        self._transfer = transfer
-        self._counters = counters
-        self._files = files
+        self.memory = memory
+        self.transfer = transfer
+        self.counters = counters
+        self.files = files
         self._before_send = before_send
         self._model = model
         self._use_stream = config.use_stream
@@ -81,7 +81,7 @@ class LookAhead:
         Args:
             wraps: Whether groups that the next pass needs first may be started in this one.
         """
-        self.schedule = self._memory.schedule = Schedule(first_guess(groups))
+        self.schedule = self.memory.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._blockers = {}
         self.wraps = wraps
@@ -115,8 +115,8 @@ class LookAhead:
             is_last: Whether another model's pass should come after this one: then nothing is started for the next one.
         """
         self.schedule.begin(key, scope, guess)
-        if self._transfer.sharing is not None:
-            self._transfer.sharing.begin_pass(scope)
+        if self.transfer.sharing is not None:
+            self.transfer.sharing.begin_pass(scope)
         self._is_last = is_last
         self._look()
 
@@ -127,7 +127,7 @@ class LookAhead:
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
-        if self._is_behind or (self._memory.is_just_in_time and self._has_room_again()):
+        if self._is_behind or (self.memory.is_just_in_time and self._has_room_again()):
             self._look()
 
     def after_call(self) -> None:
@@ -146,20 +146,20 @@ class LookAhead:
         self._is_behind = self._use_stream
         # Without a stream nothing is started ahead, on no rank. With one, the others have foreseen something else.
         alone = self._use_stream
-        resident = self._memory.resident_slot(group)
+        resident = self.memory.resident_slot(group)
         if resident is not None:
             self._send([group], resident, [], alone=alone)
             return
-        ring = self._memory.rings.get(group.height)
+        ring = self.memory.rings.get(group.height)
         found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self._memory.pooled_slot(group.num_bytes), [])), alone=alone)
+        self._send([group], *(found or (self.memory.pooled_slot(group.num_bytes), [])), alone=alone)
 
     def abandon(self) -> None:
         """Give up all reads ahead: no call waits for them."""
         self._ahead.clear()
-        self._transfer.reader.cancel_pending()
+        self.transfer.reader.cancel_pending()
 
     def _look(self) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
@@ -168,7 +168,7 @@ class LookAhead:
         """
         if not self._use_stream:
             return
-        memory = self._memory
+        memory = self.memory
         memory.next_bytes, self._is_behind, self._blockers = None, False, {}
         walk, has_residents = _Walk(), memory.resident_room > 0
         run: list[Group] = []
@@ -210,11 +210,11 @@ class LookAhead:
 
     def _has_room_again(self) -> bool:
         """Whether what there was no room for just in time has room now, or more may be read ahead."""
-        left = self._memory.next_bytes
-        return (left is not None and self._memory.has_room_for(left)) or self._may_read_ahead()
+        left = self.memory.next_bytes
+        return (left is not None and self.memory.has_room_for(left)) or self._may_read_ahead()
 
     def _may_read_ahead(self) -> bool:
-        return self._reads_ahead and self._transfer.reader.has_room_ahead
+        return self._reads_ahead and self.transfer.reader.has_room_ahead
 
     def _start_run(self, run: list[Group], walk: _Walk) -> None:
         """Start to onload `run`; where no slot is free, start to read it."""
@@ -228,23 +228,23 @@ class LookAhead:
 
     @property
     def _reads_ahead(self) -> bool:
-        return self._reads_ram_ahead or self._files.are_read
+        return self._reads_ram_ahead or self.files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         ahead = self._ahead.get(run[0])
         if ahead is None or ahead.run != run or not self._is_good(ahead):
             self._before_send(run)
-            blobs = self._memory.fitting(_blobs_of(run))
+            blobs = self.memory.fitting(_blobs_of(run))
             self._take_ahead(run, None)
-            reads = self._transfer.reads_of(blobs)
+            reads = self.transfer.reads_of(blobs)
             if not reads:
                 return
-            while not self._transfer.reader.has_room_ahead:
+            while not self.transfer.reader.has_room_ahead:
                 stale = next((each for each in reversed(self._ahead.values()) if each not in walk.met), None)
                 if stale is None:
                     return
                 self._take_ahead(stale.run, None)  # the walk does not expect this run so soon any more
-            ahead = _Ahead(run, self._transfer.read_ahead(reads), _states_of(blobs))
+            ahead = _Ahead(run, self.transfer.read_ahead(reads), _states_of(blobs))
             self._ahead.update(dict.fromkeys(run, ahead))
         walk.met.add(ahead)
 
@@ -264,13 +264,13 @@ class LookAhead:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
         if ahead.job.is_over:  # a forked child has no threads that would go on
             return False
-        blobs = self._memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
+        blobs = self.memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
         return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
 
     def _run_limit(self, group: Group) -> int:
-        is_pooled = self._memory.is_just_in_time and not group.height
-        room = 2 * self._memory.window_bytes if is_pooled else self._memory.ring_sizes.get(group.height, 0)
-        if self._reads_ram or self._files.are_read:
+        is_pooled = self.memory.is_just_in_time and not group.height
+        room = 2 * self.memory.window_bytes if is_pooled else self.memory.ring_sizes.get(group.height, 0)
+        if self._reads_ram or self.files.are_read:
             return min(tuning().max_read_run_bytes, room // 4)
         return min(tuning().max_run_bytes, room // 8)
 
@@ -283,15 +283,15 @@ class LookAhead:
             if needed:
                 self._blockers.update(dict.fromkeys(needed, needed))
                 return False
-            if not self._memory.try_unbind(slot):  # frames of a call that raised keep it for a moment only
+            if not self.memory.try_unbind(slot):  # frames of a call that raised keep it for a moment only
                 self._is_behind = True
                 return False
             return True
 
-        ring = self._memory.rings.get(run[0].height)
+        ring = self.memory.rings.get(run[0].height)
         found: tuple[Slot[Group], list[Slot[Group]]] | None
         if ring is None:
-            slot = self._memory.slot_just_in_time(num_bytes, may_evict)
+            slot = self.memory.slot_just_in_time(num_bytes, may_evict)
             found = None if slot is None else (slot, [])
         else:
             found = ring.place(num_bytes, may_evict, is_first=self._is_first(run[0]))
@@ -307,10 +307,10 @@ class LookAhead:
         return False
 
     def _is_free(self, slot: Slot[Group]) -> bool:
-        return not slot.is_held and self._memory.try_unbind(slot)
+        return not slot.is_held and self.memory.try_unbind(slot)
 
     def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
-        aliased = [slot for slot in slots if not slot.is_held and not self._memory.try_unbind(slot)]
+        aliased = [slot for slot in slots if not slot.is_held and not self.memory.try_unbind(slot)]
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
             logger.warning(
@@ -322,38 +322,38 @@ class LookAhead:
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
-        if self._memory.resident_room:
+        if self.memory.resident_room:
             for group in run:
                 self._bring_packed(group)
-        berths = self._memory.berths
-        blobs = self._memory.fitting(_blobs_of(run), has_berths=berths is not None)
+        berths = self.memory.berths
+        blobs = self.memory.fitting(_blobs_of(run), has_berths=berths is not None)
         job = self._take_ahead(run, blobs) if self._ahead else None
-        after = self._memory.occupy(slot, run, evicted)
+        after = self.memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
-        self._counters.onloads += len(run)
+        self.counters.onloads += len(run)
         try:
             landing = Landing(slot.memory, after, slot.ready, berths)
-            slot.job = self._transfer.send(blobs, landing, job=job, alone=alone)
+            slot.job = self.transfer.send(blobs, landing, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
-            self._memory.free(slot)
+            self.memory.free(slot)
             raise
 
     def _bring_packed(self, group: Group) -> None:
         """Send packed bytes that are to stay on the device, if they are not there."""
         packed = group.packed
-        if packed.slot is not None or not self._memory.may_reside(packed):
+        if packed.slot is not None or not self.memory.may_reside(packed):
             return
         self._before_send([group])
-        slot = self._memory.resident_slot(packed)
+        slot = self.memory.resident_slot(packed)
         if slot is None:
             return
-        after = self._memory.occupy(slot, [packed], [])
+        after = self.memory.occupy(slot, [packed], [])
         try:
-            self._transfer.send(packed.blobs_at(0), Landing(slot.memory, after, slot.ready))
+            self.transfer.send(packed.blobs_at(0), Landing(slot.memory, after, slot.ready))
         except EXPECTED:
-            self._memory.free(slot)
+            self.memory.free(slot)
             raise
-        slot.waited_on = self._transfer.writers[-1]  # it alone reads the slot, and waits for it each time
+        slot.waited_on = self.transfer.writers[-1]  # it alone reads the slot, and waits for it each time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

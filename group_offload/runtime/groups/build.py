@@ -1,4 +1,4 @@
-"""Cuts a module into groups and brings their tensors to rest; gives tensors their own memory back."""
+"""Makes groups: brings their tensors into blobs, in RAM and in files; gives tensors their own memory back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ...base.arena import moved
-from ...base.compiled import is_compiled
 from ...base.layout import ALIGNMENT, BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import flat_view, map_anonymous, trim_heap
 from ...base.page_lock import LockLimit
@@ -25,7 +24,7 @@ from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
-from ...partition import GroupSpec, adapter_weights, partition
+from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
 from ...stores.checkpoint import FileMap, FileSpan, MappedFile
@@ -62,9 +61,10 @@ _Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Builder:
-    """Cuts a module into groups and brings every tensor to its memory at rest. For one call of `build`."""
+    """Brings every tensor of a module to its memory at rest. For one call of `build`."""
 
     root: nn.Module
+    specs: Sequence[GroupSpec]
     config: OffloadConfig
     folder: Folder | None
     before: Sequence[Group]
@@ -73,12 +73,8 @@ class Builder:
     """Returns once no copy reads a blob any more: page-locked memory is kept until then."""
     casts: Mapping[int, torch.dtype]
     """By id, the tensors that get another dtype before they are placed, one group after another."""
-    without: frozenset[int]
-    """By id, the parameters that are to be in no group: they are trained, or FSDP2's."""
     packs: bool
     """Whether blobs are going to be packed: then these are not page-locked themselves."""
-    followers: Mapping[str, str]
-    """See `partition`."""
     host: HostMemory | None
     """RAM that other processes have in common with this one, for weights that are in no file."""
     _homes: dict[int, torch.device] = field(default_factory=dict)
@@ -92,14 +88,13 @@ class Builder:
         """Build the groups. If that fails, all tensors that were brought to a blob get separate memory again.
 
         Raises:
-            ModuleError, ConfigError: the module cannot be cut (see `partition`), or weights are to stay in the files that they
-                were loaded from, are in no such file, and there is no folder for group files.
+            ConfigError: weights are to stay in the files that they were loaded from, are in no such file, and there is no
+                folder for group files.
             GroupFileError: files cannot be written, or another program changed them.
         """
         config, before = self.config, self.before
         for group in before:
             group.check()
-        cut = partition(self.root, config, is_compiled, self.without, self.followers)
         known = {id(ref.tensor): part for group in before for part in group.parts for ref in part.refs}
         empty = {group.group_id: list(group.parts) for group in before if not group.num_bytes}
         self._groups_before = {id(ref.tensor): group for group in before for part in group.parts for ref in part.refs}
@@ -109,7 +104,7 @@ class Builder:
         origins = _origins_of(known.values())
         _return_to_checkpoints(known.values())
         plans = []
-        for spec in cut.groups:
+        for spec in self.specs:
             kept, fresh = _reusable(spec, known)
             plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
         try:
@@ -118,9 +113,14 @@ class Builder:
             for plan in plans:
                 for ref in plan.fresh:  # these are going to be read
                     file_map.check(ref.fqn, ref.tensor.detach())
-            for in_turn in _in_turn(plans):
-                for plan in plans:
-                    plan.fresh = in_turn[plan.spec]
+            # Tensors that may be trained get blobs of their own, so that they can leave alone.
+            trainable = may_be_trained([ref for spec in self.specs for ref in spec.tensors])
+            fresh_of = {plan: plan.fresh for plan in plans}
+            for is_trainable in (False, True):
+                for plan, all_fresh in fresh_of.items():
+                    plan.fresh = tuple(ref for ref in all_fresh if (id(ref.holder) in trainable) is is_trainable)
+                if is_trainable and not any(plan.fresh for plan in plans):
+                    break
                 if self.folder is not None and not before:  # what changes later stays in RAM
                     self._rest_in_files(plans, self.folder)
                 self._rest_in_ram(plans)
@@ -132,10 +132,7 @@ class Builder:
                     part.blob.origin = Origin(places) if places else None
             # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
             in_place = not config.backend.has_streams and config.share is not True
-            return tuple(
-                Group(plan.spec, height, plan.parts, may_compute_at_rest=in_place)
-                for plan, height in zip(plans, cut.heights, strict=True)
-            )
+            return tuple(Group(plan.spec, plan.parts, may_compute_at_rest=in_place) for plan in plans)
         except BaseException:
             with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
                 for part in self._made:
@@ -157,8 +154,7 @@ class Builder:
             return
         moving = _only(views, is_table=False)
         num_bytes = sum(span.num_bytes for users in moving.values() for _, mine in users for _, span in mine)
-        may_lock = config.backend.has_streams and not (config.low_cpu_mem_usage or config.verify_files or self.packs)
-        has_room = fits(num_bytes)
+        may_lock, has_room = config.may_lock_files and not self.packs, fits(num_bytes)
         if num_bytes and may_lock and not has_room:
             logger.warning(
                 "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk "
@@ -313,15 +309,6 @@ def _return_to_checkpoints(parts: Iterable[Part]) -> None:
                 part.refs[index].tensor.data = fit_for(part.refs[index].tensor, view)
 
 
-def _in_turn(plans: Sequence[_Plan]) -> list[dict[GroupSpec, tuple[TensorRef, ...]]]:
-    """The tensors that get blobs together. Those that may be trained get blobs later, so that they can leave alone."""
-    trainable = may_be_trained([ref for plan in plans for ref in plan.spec.tensors])
-    later = {plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) in trainable) for plan in plans}
-    if not any(later.values()):
-        return [{plan.spec: plan.fresh for plan in plans}]
-    return [{plan.spec: tuple(ref for ref in plan.fresh if id(ref.holder) not in trainable) for plan in plans}, later]
-
-
 def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
     """The plans with tensors to place, in runs that share a segment.
 
@@ -428,16 +415,13 @@ def materialise(part: Part) -> None:
     Raises:
         GroupFileError: another program changed the file of the part, or it is damaged.
     """
-    part.blob.check()
-    layout = part.blob.layout
-    as_left = part.as_left()
-    blob = part.blob
-    is_view = isinstance(blob, FileBlob)
-    if isinstance(blob, FileBlob) and blob.source.is_ours:
-        is_view = False
-        if blob.is_verified:
-            blob.prove()
-    locked = part.blob.locked_bytes() if isinstance(part.blob, RamBlob) else None
+    blob, as_left = part.blob, part.as_left()
+    blob.check()
+    layout = blob.layout
+    is_view = isinstance(blob, FileBlob) and not blob.source.is_ours
+    if isinstance(blob, FileBlob) and not is_view and blob.is_verified:
+        blob.prove()
+    locked = blob.locked_bytes() if isinstance(blob, RamBlob) else None
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,10 +19,9 @@ from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
-from .forms import Forms
 from .packed import PackedGroup
 from .part import Part, SharedCounter
-from .tensors import fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
+from .tensors import Forms, fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
 from .wrapped import wrapped_holders
 
 
@@ -32,7 +32,7 @@ class Group:
     were there before are not laid out, or written to a file, again.
     """
 
-    def __init__(self, spec: GroupSpec, height: int, parts: Sequence[Part], *, may_compute_at_rest: bool) -> None:
+    def __init__(self, spec: GroupSpec, parts: Sequence[Part], *, may_compute_at_rest: bool) -> None:
         """
         Args:
             may_compute_at_rest: Whether modules may compute with weights in RAM where they are: on the CPU.
@@ -44,11 +44,9 @@ class Group:
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.layers = spec.joined or (spec.group_id,)
         """The ids of the groups that were joined to this one."""
-        self.may_join = bool(spec.joined) or not (height or spec.methods or len(spec.modules) > 1)
+        self.may_join = bool(spec.joined) or not (spec.height or spec.methods or len(spec.modules) > 1)
         """Whether one layer alone needs the group, or did before."""
-        self.height = height
-        """0 if no other group is needed inside of its modules, else one more than the highest that is. Those of one height take
-        turns."""
+        self.height = spec.height
         self.parts = tuple(parts)
         self.is_in_place = may_compute_at_rest and not self.is_in_file
         """Whether the group is used where it rests. It never has a slot, and its bytes never move."""
@@ -70,7 +68,7 @@ class Group:
         self._tensors = [ref.tensor for ref in refs]
         self._index_of = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._places = [(part, index) for part in self.parts for index in range(len(part.refs))]
-        self.beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
+        self._beside = [(part, i) for part, i in self._places if part.refs[i].path and not part.refs[i].is_wrapped]
         """The tensors that objects keep which autograd functions may keep too, by part and index."""
         self._buffers = {i: ref.places[0] for i, ref in enumerate(refs) if ref.is_buffer}
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
@@ -261,7 +259,8 @@ class Group:
         at = address - self.slot.memory.data_ptr() - self.offset
         for part in self.parts:
             if 0 <= at - part.offset < part.blob.layout.num_bytes:
-                return part, part.index_at(at - part.offset), at - part.offset
+                start = at - part.offset
+                return part, part.starts[bisect_right(part.starts, (start, len(part.refs))) - 1][1], start
         return None
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
@@ -280,7 +279,7 @@ class Group:
 
     def objects_beside(self) -> list[tuple[Any, Part]]:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
-        return [(owner, part) for part, index in self.beside if (owner := part.refs[index].kept_by()) is not None]
+        return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
 
     def was_touched(self) -> bool:
         """Whether an in-place operation changed a tensor at rest, since it was bound there."""
@@ -335,43 +334,30 @@ class Group:
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
 
-    def replaced(self) -> list[torch.Tensor] | None:
-        """The tensors that are no longer bound to their memory at rest (`weight.data = ...`).
+    def replaced(self) -> list[tuple[Part, int]] | None:
+        """The tensors, by part and index, that are no longer bound to their memory at rest (`weight.data = ...`).
 
         None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
         shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
         (`w.data, kept = kept, w.data`).
         """
-        found = []
-        for part in self.parts:
-            if part.is_given_up:
+        if any(part.is_given_up for part in self.parts):
+            return None
+        found = [(part, i) for part in self.parts for i, is_left in enumerate(part.as_left()) if not is_left]
+        for part, index in found:
+            ref, view = part.refs[index], part.blob.rest[index]
+            if ref.path or not part.is_alone(index) or not same_form(ref.tensor, view) or is_kept(view, 1):
                 return None
-            for index, is_left in enumerate(part.as_left()):
-                if is_left:
-                    continue
-                tensor = part.refs[index].tensor
-                place = part.blob.rest[index]
-                if (
-                    not part.is_alone(index)
-                    or part.refs[index].path
-                    or not same_form(tensor, place)
-                    or is_kept(place, 1)
-                ):
-                    return None
-                found.append(tensor)
         return found
 
-    def commit_replacements(self) -> None:
-        """Copy the values of `replaced()` tensors to their memory at rest, and bind the tensors there again."""
-        for part in self.parts:
-            for index, is_left in enumerate(part.as_left()):
-                if not is_left:
-                    ref, view = part.refs[index], part.blob.rest[index]
-                    part.num_replaced[index] += 1
-                    with torch.inference_mode(False), torch.no_grad():
-                        view.copy_(ref.tensor.detach())
-                    ref.tensor.data = fit_for(ref.tensor, view)
-                    self._needs_commit = True
+    def commit_replacement(self, part: Part, index: int) -> None:
+        """Copy the value of a tensor of `replaced()` to its memory at rest, and bind the tensor there again."""
+        tensor, view = part.refs[index].tensor, part.blob.rest[index]
+        part.num_replaced[index] += 1
+        with torch.inference_mode(False), torch.no_grad():
+            view.copy_(tensor.detach())
+        tensor.data = fit_for(tensor, view)
+        self._needs_commit = True
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""

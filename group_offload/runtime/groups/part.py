@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from ...stores.base import Blob, Tier
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
 from ...weights import TensorRef
-from .tensors import same_memory, tracks_version, version_of
+from .tensors import same_memory, version_of
 
 
 @dataclass(slots=True, eq=False)
@@ -83,13 +82,6 @@ class Part:
         """Give up the memory or the file of the blob, and its packed bytes."""
         self.drop_packed()
         self.blob.close()
-
-    def index_at(self, offset: int) -> int:
-        """The index of the tensor that byte `offset` of the blob belongs to."""
-        return self.starts[bisect_right(self.starts, (offset, len(self.refs))) - 1][1]
-
-    def has_version(self, index: int) -> bool:
-        return tracks_version(self.refs[index].tensor)
 
     def version_of(self, index: int) -> int:
         """How often a tensor was modified other than by the engine, as far as its version tells."""

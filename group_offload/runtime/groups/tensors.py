@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import attrgetter, eq
+from typing import Any
+
 import torch
 
 from ...base.layout import num_uses
+from ...base.torch_internals import TensorGuards
+
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 
 
 def is_kept(view: torch.Tensor, num_ours: int) -> bool:
@@ -58,3 +66,28 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether two tensors have the same form and begin at the same address."""
     return tensor.data_ptr() == view.data_ptr() and same_form(tensor, view)
+
+
+class Forms:
+    """Sizes, strides and dtypes of tensors.
+
+    Every weight is checked when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
+    all of them in one call. Where they find another difference, each tensor is compared alone.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._known = [list(map(form, tensors)) for form in _FORMS]
+        self._guards: Any = None
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors`, as many, have these forms."""
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        if not all(all(map(eq, map(form, tensors), known)) for form, known in zip(_FORMS, self._known, strict=True)):
+            return False
+        # Guards compare more, such as `requires_grad` and modes of torch. They are made again for the present state.
+        self._guards = None
+        if tensors:
+            with suppress(TypeError, RuntimeError):  # another version of torch, or a tensor that guards do not support
+                self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return True

@@ -12,29 +12,29 @@ import torch
 
 from .group import Group
 from .part import Part, SharedCounter
+from .tensors import tracks_version
 
 
 def share_counters(groups: Sequence[Group]) -> None:
     """Find the tensors of `groups` that share a version counter. The increments that this takes are counted as the engine's."""
-    places = [
-        (part, i) for group in groups for part in group.parts for i in range(len(part.refs)) if part.has_version(i)
-    ]
+    parts = dict.fromkeys(part for group in groups for part in group.parts)
+    places = [(part, i) for part in parts for i, ref in enumerate(part.refs) if tracks_version(ref.tensor)]
     tensors = [part.refs[index].tensor for part, index in places]
     with torch.inference_mode(False):
-        before = _versions_of(tensors)
+        before = [tensor._version for tensor in tensors]
         torch.autograd.graph.increment_version(tensors)
         left = [
             i
-            for i, (version, (part, index)) in enumerate(zip(_versions_of(tensors), places, strict=True))
-            if version > before[i] + 1 or index in part.shared_counters
+            for i, (tensor, (part, index)) in enumerate(zip(tensors, places, strict=True))
+            if tensor._version > before[i] + 1 or index in part.shared_counters
         ]
         while left:
-            now = _versions_of([tensors[i] for i in left])
+            now = [tensors[i]._version for i in left]
             torch.autograd.graph.increment_version(tensors[left[0]])
             alike = [i for i, version in zip(left, now, strict=True) if tensors[i]._version != version]
             left = [i for i in left if i not in alike]
             _share([places[i] for i in alike], tensors[alike[0]]._version - before[alike[0]])
-    for part in {part for part, _ in places}:
+    for part in parts:
         part.num_increments += 1
     for group in groups:
         group.note_shared_counters()
@@ -47,7 +47,3 @@ def _share(places: Sequence[tuple[Part, int]], num_increments: int) -> None:
     counter.num_increments += num_increments
     for part, index in places:
         part.shared_counters[index] = counter
-
-
-def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]

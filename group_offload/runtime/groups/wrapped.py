@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,13 +24,10 @@ class WrappedHolder:
         self._holder = holder
         self._places = places
         self._indices = indices
+        self.indices = [*indices.values()]
+        """The indices of the group's tensors that are inside."""
         self._stand_in: torch.Tensor | None = None
         self._version = 0
-
-    @property
-    def indices(self) -> Iterable[int]:
-        """The indices of the group's tensors that are inside."""
-        return self._indices.values()
 
     @property
     def was_edited(self) -> bool:
