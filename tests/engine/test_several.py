@@ -28,7 +28,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.edits_weights,
         (several.rests_in_files, tmp_path),
         several.trains,
-        several.trains_under_fsdp,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
         (several.differs_in_one_number, tmp_path),
@@ -60,11 +59,6 @@ def test_ranks_that_write_to_the_slots_of_others() -> None:
         several.leaves_early,
         num_ranks=3,
     )
-
-
-def test_ranks_that_give_up_what_they_read(tmp_path: Path) -> None:
-    """What the slot had before would be sent to the other ranks."""
-    run(several.sends_as_gpus_do, several.reads_as_gpus_do, (several.gives_reads_up, tmp_path), num_ranks=3)
 
 
 def test_a_rank_that_dies_while_others_write_to_its_slots() -> None:

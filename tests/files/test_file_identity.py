@@ -26,7 +26,7 @@ from group_offload.stores import folder as folders
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.faults import raise_at
 from ..support.files import failing, loaded
-from ..support.models import DIM, Model, NormedModel, inputs, make
+from ..support.models import DIM, Blocks, Model, Normed, inputs, make
 from ..support.processes import in_new_process
 from ..support.rigs import check, offload_to, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -218,7 +218,7 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
 def cut_off_while_a_norm_changes(root: str) -> None:
     os.fsync = os.fstat  # type: ignore[assignment]
     for tier in ("groups", "checkpoint"):
-        model: Any = make(NormedModel).train()
+        model: Any = make(Blocks, *(Normed() for _ in range(4))).train()
         folder = Path(root) / tier
         folder.mkdir()
         options: dict[str, Any] = {"offload_to_disk_path": folder}
