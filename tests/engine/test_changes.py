@@ -31,7 +31,7 @@ IN_MODULES = (
     edits.new_table, edits.remove_block, edits.remove_parameter, edits.replace_parameter, edits.swap_blocks,
     edits.swap_module, edits.swap_parameters, edits.tie,
 )  # fmt: skip
-IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.bfloat16))
+IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.half, edits.bfloat16))
 
 
 HOMES: dict[str, dict[str, Any]] = {

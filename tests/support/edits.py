@@ -34,6 +34,16 @@ def replace_data(model: Any) -> None:
     model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 2
 
 
+def replace_data_with_other_strides(model: Any) -> None:
+    model.blocks[1].up.weight.data = (model.blocks[1].up.weight.data * 2).t().contiguous().t()
+
+
+def replace_data_with_other_shape(model: Any) -> None:
+    model.blocks[1].up.weight.data = model.blocks[1].up.weight.data[:8].clone()
+    model.blocks[1].up.bias.data = model.blocks[1].up.bias.data[:8].clone()
+    model.blocks[1].down.weight.data = model.blocks[1].down.weight.data[:, :8]
+
+
 def replace_data_with_other_strides_in_the_same_memory(model: Any) -> None:
     weight = model.blocks[1].up.weight
     weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
@@ -61,6 +71,13 @@ def replace_data_with_other_bits_in_the_same_memory(model: Any) -> None:
 def swap_data(model: Any) -> None:
     first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
     first.data, second.data = second.data, first.data
+
+
+def swap_data_within_a_block(model: Any) -> None:
+    model.blocks[0].scale.data, model.blocks[0].down.bias.data = (
+        model.blocks[0].down.bias.data,
+        model.blocks[0].scale.data,
+    )
 
 
 def swap_parameters(model: Any) -> None:
@@ -115,12 +132,20 @@ def tie_data(model: Any) -> None:
     model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
 
 
+def half(model: Any) -> None:
+    model.half()
+
+
 def bfloat16(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
 def load_state_dict(model: Any) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def load_state_dict_by_assignment(model: Any) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
 
 
 def share_memory(model: Any) -> None:
