@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
-from ..support import distributed_training, several, tiny_models
+from ..support import several, tiny_models
 from ..support.activations import offload
 from ..support.asserts import same_bits
 from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
@@ -243,10 +243,10 @@ def test_the_callback_of_a_training_that_was_broken_off_is_no_obstacle() -> None
 
 def test_ddp_fsdp_and_fsdp2() -> None:
     """Hazard: parameters are copied, or held while FSDP2 resizes them."""
-    several.run(distributed_training.trains)
+    several.run(several.offloads_activations)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ddp_fsdp_and_fsdp2_on_two_gpus() -> None:
-    several.run(distributed_training.trains, device="cuda")
+    several.run(several.offloads_activations, device="cuda")

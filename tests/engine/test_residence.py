@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from group_offload.stores.moves import PageableMemory
 from group_offload.stores.pinned import RamBlob, Segment
 
 from ..support.inside import engine_of
-from ..support.models import DIM, EditsItsBlocks, NormedModel, RoutedModel
+from ..support.models import DIM, Normed, RoutedModel, stay
 from ..support.on_device import MODES, Twins, any_mode, forward, offload, on_their_way
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -131,12 +132,21 @@ def test_an_edit_in_the_middle_of_a_forward(
     """A parent's forward edits a weight of a child that is at rest, and calls the child: it computes with the new one."""
     if tier.get("in_files"):
         tier = {"offload_to_disk_path": tmp_path}
-    with Twins(device, EditsItsBlocks(), **options, **tier) as twins:
+
+    @contextmanager
+    def edit(model: RoutedModel, position: int) -> Iterator[None]:
         if not is_told_of_edits:
             # Weights at rest are what copies read. To edit them in a pass is a race, unless nothing is on its way any more.
-            twins.model.before_edit = device.synchronize
+            device.synchronize()
+        block: Any = model.blocks[position]
+        block.up.weight.mul_(1.25)
+        block.gain.add_(1)
+        yield
+
+    with Twins(device, RoutedModel([16] * 4), **options, **tier) as twins:
         for number in range(5):
-            twins.model.edits = twins.resident.edits = number in (1, 3, 4)  # the others only learn the order
+            for each in (twins.model, twins.resident):
+                each.on_block = partial(edit, each) if number in (1, 3, 4) else stay  # the others only learn the order
             twins.step()
             twins.check()
 
@@ -154,8 +164,7 @@ def test_another_form_in_the_middle_of_a_forward_is_refused(
     options: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor], device: SimulatedDevice
 ) -> None:
     """And nothing is lost: the next forward computes with it, as it does if the change was made between forwards."""
-    model = EditsItsBlocks()
-    model.edits = False
+    model = RoutedModel([16] * 4)
     handle = offload(model, **options)
     x = torch.randn(2, DIM)
     for _ in range(2):
@@ -173,8 +182,10 @@ def test_another_form_in_the_middle_of_a_forward_is_refused(
     with device.running():
         assert weight.dtype == wanted.dtype and torch.equal(weight, wanted)
     if wanted.dtype == torch.float32:
+        model.alive.clear()
         resident = copy.deepcopy(model)
         assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
+    model.alive.clear()
     handle.remove()
     assert torch.equal(weight, wanted)
 
@@ -189,7 +200,9 @@ def test_forwards_that_change_their_weights(
 ) -> None:
     """In place, and by other tensors; beside weights in the same page that the user edits, between passes and in one."""
 
-    def edit_what_was_used(position: int, model: nn.Module) -> None:
+    @contextmanager
+    def edit_what_was_used(model: nn.Module, position: int) -> Iterator[None]:
+        yield
         if position >= 1:  # a page of its own then hides the blobs of the blocks beside it
             model.get_submodule(f"blocks.{position - 1}").proj.bias.data.add_(1)  # type: ignore[operator, union-attr]
             if is_told_of_edits:
@@ -205,13 +218,15 @@ def test_forwards_that_change_their_weights(
         layer.weight.data = layer.weight.data + 1
 
     folder = {"offload_to_disk_path": tmp_path} if in_files else {}
-    with Twins(device, NormedModel().train(), **options, **folder) as twins:
+    model = RoutedModel([DIM] * 4)
+    model.blocks = nn.ModuleList(Normed() for _ in range(4))
+    with Twins(device, model, **options, **folder) as twins:
         for each in (twins.model, twins.resident):
             each.blocks[3].proj.register_forward_pre_hook(replace)
         assert in_files or all(group.num_bytes < PAGE for group in twins.handle.groups)
         for number in range(5):
-            edits = edit_what_was_used if number in (2, 3) else lambda position, block: None
-            twins.model.on_block = twins.resident.on_block = edits
+            for each in (twins.model, twins.resident):
+                each.on_block = partial(edit_what_was_used, each) if number in (2, 3) else stay
             twins.step()
             twins.check()
             if number % 2:

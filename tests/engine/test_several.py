@@ -28,7 +28,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.edits_weights,
         (several.rests_in_files, tmp_path),
         several.trains,
-        several.trains_under_fsdp,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
         (several.differs_in_one_number, tmp_path),

@@ -16,7 +16,7 @@ parallel_inference = pytest.importorskip("tests.support.parallel_inference", exc
 def test_two_processes(tmp_path: Path) -> None:
     """Switched on before offloading and after it, with a LoRA in between, and off again; and where processes share
     groups. Hazard: context parallelism breaks offloading, before or after it (diffusers #12533)."""
-    several.run((parallel_inference.is_parallel, tmp_path), several.is_context_parallel, several.is_a_pipeline)
+    several.run((parallel_inference.is_parallel, tmp_path), several.is_a_pipeline)
 
 
 @pytest.mark.gpu

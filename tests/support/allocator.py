@@ -93,6 +93,8 @@ class Memory:
     `free` may be called at any moment and by any thread, as finalizers are.
     """
 
+    expandable = True  # in effect: there are no fragments
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.allocated = Meter()
@@ -100,6 +102,10 @@ class Memory:
         self.num_refused = 0
         self.refusal = Refusal()
         self.last_refused_bytes = 0
+        self.num_mallocs = self.num_frees = 0  # calls of cudaMalloc and cudaFree
+        self.num_pages = 0  # pages that were mapped or unmapped
+        self.wait: Callable[[Any], None] = lambda stream: None
+        """Waits until the device has done what a stream, or all streams (None), had to do. The device sets it."""
         self._elsewhere = 0  # what other processes and the driver have
         self._lock = threading.Lock()
         self._freed: deque[tuple[Block, Sequence[Any]]] = deque()
@@ -190,10 +196,6 @@ class CachingAllocator(Memory):
         super().__init__(capacity)
         self.reserved = Meter()
         self.expandable = expandable
-        self.wait: Callable[[Any], None] = lambda stream: None
-        """Waits until the device has done what a stream, or all streams (None), had to do. The device sets it."""
-        self.num_mallocs = self.num_frees = 0  # calls of cudaMalloc and cudaFree
-        self.num_pages = 0  # pages that were mapped or unmapped
         self.segments: list[Segment] = []
         self._pending: list[tuple[Block, Sequence[Any]]] = []
         self._min_block = max(1, 512 // scale)
@@ -361,7 +363,21 @@ def _expandable_bytes(block: Block) -> int:
 class OnCard(Backend):
     """What a `Backend` tells of its memory, for devices of tests that have a card. They stand for the CPU."""
 
-    card: Memory
+    has_streams = True
+
+    def __init__(self, card: Memory) -> None:
+        super().__init__(torch.device("cpu"))
+        self.card, self.refusal, self.joins_fragments = card, card.refusal, card.expandable
+        card.wait = self._wait_for
+        self.errors: list[AssertionError] = []  # raised so far: finalizers and threads swallow them
+        self._streams: list[Any] = []
+
+    def _wait_for(self, stream: Any) -> None:
+        for each in self._streams if stream is None else [stream]:
+            self._finish(each)
+
+    def _finish(self, stream: Any) -> None:
+        raise NotImplementedError
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
         for target, source in pairs:
@@ -382,16 +398,8 @@ class OnCard(Backend):
     def reset_peak(self) -> None:
         self.card.reset_peak()
 
-    @property  # type: ignore[override]
-    def refusal(self) -> Refusal:
-        return self.card.refusal
-
     def refusals(self) -> tuple[int, int]:
         return self.card.num_refused, self.card.last_refused_bytes
-
-    @property  # type: ignore[override]
-    def joins_fragments(self) -> bool:
-        return not isinstance(self.card, CachingAllocator) or self.card.expandable
 
     def total_bytes(self) -> int:
         return self.card.capacity

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +80,6 @@ def decoding(workspace_mib: float) -> list[Phase]:
     ]
 
 
-@dataclass(slots=True)
-class _Rig:
-    """What layers use that is no state of theirs: a module that keeps such things could not be told to be unchanged."""
-
-    device: TimedDevice
-    phases: dict[str, list[Phase]]
-    """By the name of a layer's kind."""
-    keeps_plans: bool
-    """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
-    before_phase: Callable[[str, int], None]
-    others: dict[str, set[float]]
-    """By the name of a kind, the workspaces that were not had in the last call, or that the thread keeps plans without."""
-
-
 _rig: _Rig = None  # type: ignore[assignment]
 
 
@@ -115,7 +101,8 @@ class Layer(nn.Module):
         if not _rig.keeps_plans:
             others.clear()
         for number, phase in enumerate(_rig.phases[self.kind]):
-            _rig.before_phase(self.kind, number)
+            if self.kind == "vae":
+                _rig.before(f"vae {number}")
             held = [_workspace(each, x, others) if isinstance(each, Workspace) else take(each, x) for each in phase]
             del held
         _rig.device.compute(self.seconds * x.numel() / PIXELS)
@@ -232,13 +219,7 @@ def run(
     card.allocated.whole, card.reserved.whole = Meter(), Meter()  # the package resets the peaks of the card itself
     device = TimedDevice(LINK, card=card, launch_seconds=LAUNCH_SECONDS)
     device.lock_bytes_per_second = LOCKING
-    found: list[Image] = []
-
-    def before(name: str) -> None:
-        if (len(found), name) == (0, "transformer 0"):
-            card.driver_takes(KERNELS_MIB * MIB)
-        before_call(card, len(found), name)
-
+    phases = {**PHASES, "vae": decoding(workspace_mib)}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         scaled = {name: getattr(Tuning(), name) // SCALE for name in SCALED}
@@ -247,71 +228,76 @@ def run(
         patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
         pipe = Pipeline(is_unet=is_unet)
-        rig = _Rig(
-            device,
-            {**PHASES, "vae": decoding(workspace_mib)},
-            keeps_plans,
-            lambda kind, number: before(f"vae {number}") if kind == "vae" else None,
-            {},
-        )
-        patch.setattr(f"{__name__}._rig", rig, raising=False)
         if folder is not None:
             for name, model in pipe.components.items():
                 save_file(model.state_dict(), folder / f"{name}.safetensors")
                 model.load_state_dict(load_file(folder / f"{name}.safetensors"), assign=True)
                 model.requires_grad_(False)
         options["vram_budget"] = int(budget * GIB) if isinstance(budget, float | int) else budget
-        names = ["text_encoder", "text_encoder_2", *(f"transformer {step}" for step in range(steps)), "vae"]
         handles = enable_group_offload(pipe, onload_device="cpu", **options)
+        rig = _Rig(device, card, pipe, handles, phases, keeps_plans, before_call)
+        patch.setattr(f"{__name__}._rig", rig, raising=False)
         for size in sizes:
-            x = torch.zeros(int(size * PIXELS))
-            found.append(_image(device, card, pipe, handles, names, before, x))
+            rig.make_image(torch.zeros(int(size * PIXELS)), steps)
         for handle in handles.values():
             handle.remove()
-    return found
+    return rig.images
 
 
-def _image(
-    device: TimedDevice,
-    card: CachingAllocator,
-    pipe: Pipeline,
-    handles: dict[str, Any],
-    names: list[str],
-    before_call: Callable[[str], None],
-    x: torch.Tensor,
-) -> Image:
-    device.synchronize()
-    image = Image(step_seconds=[], step_sent=[], packed=[])
-    allocated, reserved = card.allocated.whole, card.reserved.whole
-    assert allocated is not None and reserved is not None
-    allocated.peak, reserved.peak = card.allocated.now, card.reserved.now
-    before = _counts(device, card, handles)
-    begun, at, sent = device.host, device.host, device.copied_bytes
-    try:
-        for name in names:
-            before_call(name)
-            model, _, step = name.partition(" ")
-            with torch.no_grad():
-                pipe.components[model](x)
-            image.packed.append(sum(handle.stats().packed_bytes for handle in handles.values()) / GIB)
-            if step:
-                device.synchronize()
-                image.step_seconds.append(device.host - at)
-                image.step_sent.append((device.copied_bytes - sent) / GIB)
-                at, sent = device.host, device.copied_bytes
-    except torch.OutOfMemoryError as error:
-        image.error = f"{name}: {error}"
-    device.synchronize()
-    after = _counts(device, card, handles)
-    image.locked, image.unlocked, image.read, image.refused = (
-        then - now for then, now in zip(after, before, strict=True)
-    )
-    image.seconds, image.fallbacks = device.host - begun, sum(map(len, _rig.others.values()))
-    image.peak_allocated, image.peak_reserved = allocated.peak / GIB, reserved.peak / GIB
-    return image
+@dataclass(slots=True)
+class _Rig:
+    """What layers use that is no state of theirs: a module that keeps such things could not be told to be unchanged."""
 
+    device: TimedDevice
+    card: CachingAllocator
+    pipe: Pipeline
+    handles: dict[str, Any]
+    phases: dict[str, list[Phase]]
+    """By the name of a layer's kind."""
+    keeps_plans: bool
+    """Whether a thread that had to take another algorithm for a shape takes it from then on, as cuDNN's plans are kept."""
+    before_call: Callable[[CachingAllocator, int, str], None]
+    others: dict[str, set[float]] = field(default_factory=dict)
+    """By the name of a kind, the workspaces that were not had in the last call, or that the thread keeps plans without."""
+    images: list[Image] = field(default_factory=list)
 
-def _counts(device: TimedDevice, card: CachingAllocator, handles: dict[str, Any]) -> list[int]:
-    stats = [handle.stats().bytes_read for handle in handles.values()]
-    read = sum(each.get(way, 0) for each in stats for way in ("page cache", "direct"))
-    return [device.locked_bytes, device.unlocked_bytes, read, card.num_refused]
+    def before(self, name: str) -> None:
+        if (len(self.images), name) == (0, "transformer 0"):
+            self.card.driver_takes(KERNELS_MIB * MIB)
+        self.before_call(self.card, len(self.images), name)
+
+    def make_image(self, x: torch.Tensor, steps: int) -> None:
+        device, card = self.device, self.card
+        device.synchronize()
+        image = Image(step_seconds=[], step_sent=[], packed=[])
+        allocated, reserved = card.allocated.whole, card.reserved.whole
+        assert allocated is not None and reserved is not None
+        allocated.peak, reserved.peak = card.allocated.now, card.reserved.now
+        before = self._counts()
+        begun, at, sent = device.host, device.host, device.copied_bytes
+        try:
+            for name in ["text_encoder", "text_encoder_2", *(f"transformer {step}" for step in range(steps)), "vae"]:
+                self.before(name)
+                model, _, step = name.partition(" ")
+                with torch.no_grad():
+                    self.pipe.components[model](x)
+                image.packed.append(sum(handle.stats().packed_bytes for handle in self.handles.values()) / GIB)
+                if step:
+                    device.synchronize()
+                    image.step_seconds.append(device.host - at)
+                    image.step_sent.append((device.copied_bytes - sent) / GIB)
+                    at, sent = device.host, device.copied_bytes
+        except torch.OutOfMemoryError as error:
+            image.error = f"{name}: {error}"
+        device.synchronize()
+        image.locked, image.unlocked, image.read, image.refused = (
+            then - now for then, now in zip(self._counts(), before, strict=True)
+        )
+        image.seconds, image.fallbacks = device.host - begun, sum(map(len, self.others.values()))
+        image.peak_allocated, image.peak_reserved = allocated.peak / GIB, reserved.peak / GIB
+        self.images.append(image)
+
+    def _counts(self) -> list[int]:
+        stats = [handle.stats().bytes_read for handle in self.handles.values()]
+        read = sum(each.get(way, 0) for each in stats for way in ("page cache", "direct"))
+        return [self.device.locked_bytes, self.device.unlocked_bytes, read, self.card.num_refused]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .models import WIDTH
 
@@ -21,12 +20,6 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls.add_(1)
         self.total += x.sum(dim=tuple(range(x.ndim - 1)))
-        return self.linear(x) * self.num_calls + self.total
-
-
-class Reassigning(Counting):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls = self.num_calls + 1
         return self.linear(x) * self.num_calls + self.total
 
 
@@ -62,19 +55,6 @@ class Codebook(nn.Module):
         return x + self.book.mean(0)
 
 
-class OwnStatistics(nn.Module):
-    """Batch norm over statistics with names of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-        self.register_buffer("spread", torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, WIDTH)
-        return F.batch_norm(flat, self.average, self.spread, training=True).reshape(x.shape)
-
-
 class Replacing(nn.Module):
     """Registers a buffer in the first forward."""
 
@@ -104,10 +84,8 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
     "InstanceNorm": lambda: Channels(nn.InstanceNorm1d(WIDTH, track_running_stats=True, affine=True)).train(),
     "spectral_norm": lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)).train(),
     "counter": Counting,
-    "reassigned buffer": Reassigning,
     "counter through data": CountingThroughData,
     "buffer from nothing": Replacing,
-    "own statistics": OwnStatistics,
     **{
         f"codebook, {how}": (lambda how=how: Codebook(how))  # type: ignore[misc]
         # Not "through data": that leaves no trace, and docs/troubleshooting.md names the limit.

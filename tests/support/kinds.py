@@ -32,29 +32,20 @@ class DeepLists(nn.Module):
         return x
 
 
-class Dicts(nn.Module):
+class Containers(nn.Module):
+    """Lists and dicts of parameters and of modules."""
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleDict({"a": Block(), "b": Block()})
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
         self.gains = nn.ParameterDict({"a": torch.rand(WIDTH), "b": torch.rand(WIDTH)})
         self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for shift, (name, expert) in zip(self.shifts, self.experts.items(), strict=True):
-            x = expert(x) * self.gains[name] + shift
+        for shift, head, (name, expert) in zip(self.shifts, self.heads, self.experts.items(), strict=True):
+            x = head(expert(x)) * self.gains[name] + shift
         return x
-
-
-class ListsInBlock(nn.Module):
-    """Lists of parameters and of modules deep inside a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList([torch.rand(WIDTH), torch.rand(WIDTH)])
-        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(head(x) + shift for head, shift in zip(self.heads, self.shifts, strict=True))
 
 
 class DirectWeights(nn.Module):
@@ -142,12 +133,7 @@ def shared_block() -> nn.Module:
 
 
 def weight_normed() -> nn.Module:
-    norm = torch.nn.utils.parametrizations.weight_norm
-    return wrapped(norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, WIDTH)))
-
-
-def orthogonal() -> nn.Module:
-    return wrapped(torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), Block())
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
 
 def encoder() -> nn.Module:
@@ -158,8 +144,8 @@ def encoder() -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "model": Model,
     "deep lists": DeepLists,
-    "dicts": Dicts,
-    "lists in blocks": lambda: Blocks(*(ListsInBlock() for _ in range(3))),
+    "containers": Containers,
+    "containers in blocks": lambda: wrapped(Containers(), Containers()),
     "direct weights": lambda: wrapped(DirectWeights(), DirectWeights()),
     "MultiheadAttention": lambda: wrapped(Attention(), Attention()),
     "MultiheadAttention as root": Attention,
@@ -171,9 +157,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "recursive": lambda: Blocks(Recursive(), Recursive()),
     "shared module": SharedModule,
     "shared block": shared_block,
-    "weight_norm": weight_normed,
-    "orthogonal": orthogonal,
+    "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), weight_normed()),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
-    "weight_norm as root": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "weight_norm as root": weight_normed,
     "Block as root": Block,
 }

@@ -129,26 +129,6 @@ class RoutedModel(nn.Module):
         return x * self.shift if finish else x
 
 
-class EditsItsBlocks(nn.Module):
-    """Changes weights of each block right before the block is called, when the block's bytes are on the device already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([RoutedBlock(16, counts=False) for _ in range(4)])
-        self.shift = nn.Parameter(torch.randn(DIM))
-        self.edits = True
-        self.before_edit: Callable[[], object] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.edits:
-                self.before_edit()
-                block.up.weight.mul_(1.25)
-                block.gain.add_(1)
-            x = block(x)
-        return x + self.shift
-
-
 class Normed(nn.Module):
     """A batch norm in training, a counter, and a parameter: all of several blocks in one page."""
 
@@ -164,18 +144,3 @@ class Normed(nn.Module):
         with torch.no_grad():
             self.gain.add_(0.125)
         return x + self.proj(self.norm(x)) * self.gain + self.calls
-
-
-class NormedModel(nn.Module):
-    """Blocks that change their own tensors; a test may look at the model after each of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Normed() for _ in range(4))
-        self.on_block: Callable[[int, nn.Module], None] = lambda position, block: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for position, block in enumerate(self.blocks):
-            x = block(x)
-            self.on_block(position, self)
-        return x

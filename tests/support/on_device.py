@@ -124,28 +124,29 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
     other = RoutedModel([rng.choice([8, 32])] * 2).to(dtype)
     other_resident = copy.deepcopy(other)
     streams = [device.current_stream(), device.new_stream()]
+    options = dict(options)
+    in_files, in_checkpoint, reads_packed = (
+        options.pop(name, False) for name in ("in_files", "in_checkpoint", "reads_packed")
+    )
     with ExitStack() as stack:
         stack.enter_context(use_simulated_device(device))
         stack.enter_context(watch_file_reads(device))
         if is_packed:
             stack.enter_context(packing())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if options.get("in_checkpoint"):
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if in_checkpoint:
             model = from_file(resident, Path(folder) / "model.safetensors")
-            options = {**options, "offload_device": "disk"}
-        if options.get("reads_packed"):  # RAM has room for none of the packed bytes, or for some
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            options["offload_device"] = "disk"
+        if reads_packed:  # RAM has room for none of the packed bytes, or for some
             room = rng.choice([0, 1]) * sum(parameter.nbytes for parameter in model.parameters()) * 2 // 3
             patch.setattr("group_offload.runtime.packer.available_ram", lambda: room)
-        if options.get("in_files") or options.get("reads_packed"):
-            options = {**options, "offload_to_disk_path": folder}
-        if {"in_files", "in_checkpoint"} & options.keys():
+        if in_files or reads_packed:
+            options["offload_to_disk_path"] = folder
+        if in_files or in_checkpoint:
             stack.enter_context(late_reads(rng))
-        if not options.get("is_told_of_edits", True):
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if not options.pop("is_told_of_edits", True):
             patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-        ours = ("in_files", "in_checkpoint", "is_told_of_edits", "reads_packed")
-        options = {name: value for name, value in options.items() if name not in ours}
         handle = offload(model, **options)
         other_handle = offload(other)
         outputs = []

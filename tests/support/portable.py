@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -96,14 +97,12 @@ def _open(file: Any, *args: Any, **kwargs: Any) -> Any:
     return builtins.open(file, *args, **kwargs)
 
 
-def _stat(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
-    _refuse(path, dir_fd)
-    return os.stat(path, follow_symlinks=follow_symlinks)
+def _without_dir_fd(call: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(path: Any, *, dir_fd: int | None = None, **options: Any) -> Any:
+        _refuse(path, dir_fd)
+        return call(path, **options)
 
-
-def _unlink(path: Any, *, dir_fd: int | None = None) -> None:
-    _refuse(path, dir_fd)
-    os.unlink(path)
+    return refused
 
 
 def _mmap(
@@ -132,7 +131,7 @@ class _Shown(ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-_CALLS = {"open": _open_fd, "stat": _stat, "unlink": _unlink}
+_CALLS = {"open": _open_fd, "stat": _without_dir_fd(os.stat), "unlink": _without_dir_fd(os.unlink)}
 _SHOWN = {
     "os": _Shown(os, PORTABLE_OS, name="nt", **_CALLS),
     "sys": _Shown(sys, None, platform="win32"),

@@ -37,20 +37,10 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-class HeldReads:
+class HeldReads(threading.Event):
     """Some reads wait from `close` on until `open`."""
 
-    def __init__(self) -> None:
-        self._is_open = threading.Event()
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def close(self) -> None:
-        self._is_open.clear()
-
-    def wait(self) -> None:
-        assert self._is_open.wait(60)
+    open, close = threading.Event.set, threading.Event.clear
 
 
 @contextmanager
@@ -61,7 +51,7 @@ def held_reads(*names: str) -> Iterator[HeldReads]:
 
     def reading(self: Reader, job: Any, chunk: Any) -> None:
         if any(each.label.startswith(names) for each in chunk.reads):
-            held.wait()
+            assert held.wait(60)
         read(self, job, chunk)
 
     held.open()

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -15,12 +14,13 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,24 +28,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
+from group_offload.activations import apply_activation_offloading
 from group_offload.base.mapping import mapping_at
-from group_offload.base.torch_internals import store_of_processes
 from group_offload.base.tuning import tune
-from group_offload.config import OffloadConfig
-from group_offload.runtime.copies import transfer
-from group_offload.runtime.engine import Engine
 from group_offload.runtime.sharing import crew, sharing
 from group_offload.runtime.sharing.roll import Roll
-from group_offload.stores.source import SourceFile
 
 from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
 from .processes import fork, run_code, status_of
-from .training import DIM, TrainingModel
+from .training import DIM, TrainingBlock, TrainingModel
 from .tuning import tune as tune_until_undone
 
 KILLED = 9
@@ -102,7 +99,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     if device != "cpu":
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
-    of_the_device = {trains.__name__, trains_under_fsdp.__name__, is_context_parallel.__name__}
+    of_the_device = (trains.__name__, offloads_activations.__name__)
     needs_nccl = device != "cpu" and any(module != __name__ or name in of_the_device for module, name, *_ in cases)
     backend = f"cpu:gloo,{device}:nccl" if needs_nccl else "gloo"  # sharing asks for no collectives of the device
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
@@ -197,61 +194,6 @@ def fails_alike(fault: type[Exception], match: str, offloaded: nn.Module, **opti
 def sends_as_gpus_do(rank: int) -> None:
     """From here on, ranks copy their parts into the memory of the others."""
     use_peer_links(dist.get_world_size())
-
-
-def reads_as_gpus_do(rank: int) -> None:
-    """From here on, threads read files ahead. (Into memory of the CPU: what is enqueued is done at once.)"""
-
-    class Nobody: ...
-
-    pytest.MonkeyPatch().setattr(transfer, "HostBackend", Nobody)
-    init = Engine.__init__
-
-    def streaming(self: Engine, root: nn.Module, config: OffloadConfig, *args: Any, **options: Any) -> None:
-        init(self, root, replace(config, use_stream=True), *args, **options)
-
-    pytest.MonkeyPatch().setattr(Engine, "__init__", streaming)
-
-
-def gives_reads_up(rank: int, folder: str) -> None:
-    """Reads that are given up half way, because a forward fails, goes another way, or was the last one.
-
-    What was not read stays where it is: the others bring it themselves.
-    """
-    path, rng = Path(folder) / "given up.safetensors", random.Random(rank)
-    reference = model(6)
-    if rank == 0:
-        save_file(reference.state_dict(), path)
-    dist.barrier()
-    reference.to(DEVICE)
-    read, delay = SourceFile.read, [0.0]
-
-    def read_slowly(self: SourceFile, *args: Any, **options: Any) -> bool:
-        time.sleep(delay[0])
-        return read(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SourceFile, "read", read_slowly)
-        for number in range(3):
-            offloaded = model(6)
-            offloaded.load_state_dict(load_file(path), assign=True)
-            handle = share(offloaded, offload_device="disk")
-            check(offloaded, reference)
-            for seed in range(12):
-                delay[0] = rng.choice([0.0, 0.002, 0.02])
-                x, order = inputs(seed), rng.choice([[*range(6)], [*range(6)], [5, 3, 1], [1, 1, 0]])
-                offloaded.order = reference.order = order
-                fails = rank == 1 and rng.random() < 0.3
-                hook = offloaded.blocks[rng.choice(order)].register_forward_pre_hook(lambda *args: 1 / 0)
-                if not fails:
-                    hook.remove()
-                with torch.no_grad(), pytest.raises(ZeroDivisionError) if fails else nullcontext():
-                    assert same_bits(offloaded(x), reference(x))
-                hook.remove()
-            offloaded.order = reference.order = [*range(6)]
-            if number != rank:  # this rank gives up what it reads for its next forward, and the others go on
-                check(offloaded, reference)
-            handle.remove()
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:
@@ -393,64 +335,39 @@ def wide() -> nn.Module:
 
 def differs_in_one_number(rank: int, folder: str) -> None:
     """Nothing but the whole content tells, and that is read only where ranks have places of their own."""
-    for where in ("two checkpoints", "one checkpoint, edited", "folders"):
+    for has_own_file in (True, False):
         for differs in (False, True):
-            offloaded, options = wide(), {}
-            mine = Path(folder) / f"{where} {differs} {'' if where == 'one checkpoint, edited' else rank}"
-            if where == "folders":
-                options = {"offload_to_disk_path": str(mine)}
-            elif rank == 0 or where == "two checkpoints":
+            offloaded, mine = wide(), Path(folder) / f"{differs} {rank if has_own_file else 'all'}"
+            if rank == 0 or has_own_file:
                 weights = {name: weight.clone() for name, weight in offloaded.state_dict().items()}
-                weights["1.weight"][2, 0] += differs and rank == 1 and where == "two checkpoints"
+                weights["1.weight"][2, 0] += differs and rank == 1
                 save_file(weights, mine)
             dist.barrier()
-            if where != "folders":
-                offloaded.load_state_dict(load_file(mine), assign=True)
-            if differs and rank == 1 and where != "two checkpoints":
+            offloaded.load_state_dict(load_file(mine), assign=True)
+            if differs and rank == 1 and not has_own_file:
                 offloaded[1].weight[2, 0] += 1
-            if where == "two checkpoints":
-                options = {"offload_device": "disk"}
-            with pytest.MonkeyPatch.context() as patch:
-                hashed: list[Any] = []
-                patch.setattr(sharing, "_hash_of", partial(_noted, hashed, sharing._hash_of))
+            options = {"offload_device": "disk"} if has_own_file else {}
+            with mock.patch.object(sharing, "_hash_of", wraps=sharing._hash_of) as hashed:
                 if differs:
                     why = "rank 1 has another one than rank 0: group '.*' has other"
                     with pytest.raises(ModuleError, match=why):
                         share(offloaded, **options)
                     continue
                 handle = share(offloaded, **options)
-            assert bool(hashed) == (where == "two checkpoints"), (where, hashed)
+            assert hashed.called == has_own_file
             x = torch.randn(2, 512)
             with torch.no_grad():
                 assert same_bits(offloaded(x), wide()(x))
             handle.remove()
 
 
-def _noted(calls: list[Any], function: Callable[..., Any], *args: Any) -> Any:
-    calls.append(args)
-    return function(*args)
-
-
 def meets_again(rank: int) -> None:
-    """The store still has what ranks said when they met for the first time: another process group may use it again.
-
-    Rank 0 comes once rank 1 has asked for it.
-    """
-    tell, store = Roll.tell, store_of_processes()
-
-    def tell_both(self: Roll, topic: str, content: object) -> None:
-        tell(self, topic, content)
-        if topic == "asks":
-            store.set("rank 1 asks again", "")
-
+    """The store still has what ranks said when they met for the first time: another process group may use it again."""
     for is_again in (False, True):
         crew._crews.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            if is_again and rank == 0:
-                store.wait(["rank 1 asks again"])
-            elif is_again:
-                patch.setattr(Roll, "tell", tell_both)
-            *_kept, handle = shared_model()
+        if is_again and rank == 0:
+            time.sleep(0.3)  # rank 1 has asked by then, and has to wait for a new answer
+        *_kept, handle = shared_model()
         assert_shared(handle)
         handle.remove()
 
@@ -475,21 +392,16 @@ def is_killed_as_it_sets_up(rank: int) -> None:
 
 def has_other_options(rank: int) -> None:
     """All ranks say so at once, and can share afterwards. Rank 1 hears what rank 0 has to say after that has failed."""
-    said = Roll._said
+    said, patch = Roll._said, pytest.MonkeyPatch()
 
-    def says_late(self: Roll, other: int, topic: str) -> Any:
-        found, (number, _, what) = said(self, other, topic), topic.partition("/")
-        while what == "options" and found is None and said(self, other, f"{number}/failed") is None:
-            time.sleep(0.01)
-        return found
+    def says_late(*args: Any) -> Any:
+        time.sleep(0.02)
+        return said(*args)
 
-    patch = pytest.MonkeyPatch()
     if rank == 1:
         patch.setattr(Roll, "_said", says_late)
     for name, value in {
         "offload_type": "leaf_level",
-        "num_blocks_per_group": 2,
-        "low_cpu_mem_usage": True,
         "verify_files": True,
         "share": False,
         "offload_device": "disk",
@@ -599,16 +511,6 @@ def is_on_two_hosts(rank: int) -> None:
             patch.setattr(module, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
         why = "share=True, but rank 4 can't share: no other rank of process_group is on this host"
         fails_alike(ConfigError, why, model())
-        for differs in (True, False):  # in a number that only the ranks of its host compare
-            offloaded = wide()
-            with torch.no_grad():
-                offloaded[1].weight[2, 0] += differs and rank == 1
-            options = {"share": True if rank < 4 else "auto", "low_cpu_mem_usage": True}  # in RAM of each rank
-            if differs:
-                match = "rank 1 has another one than rank 0: group '.*' has other weights"
-                fails_alike(ModuleError, match, offloaded, **options)
-            else:
-                share(offloaded, **options).remove()
         offloaded, reference = model(), resident()
         handle = share(offloaded, share=True if rank < 4 else "auto")
     check(offloaded, reference)
@@ -646,146 +548,136 @@ def has_one_copy(rank: int) -> None:
         check(offloaded.to(DEVICE), reference)
 
 
-def trains(rank: int) -> None:
-    """DDP of some weights over shared ones, with checkpoints and without: the gradients of DDP over resident ones.
-
-    On a GPU those of DDP over weights that are offloaded too, and not shared: nothing but sharing differs.
-    """
-    for is_checkpointed in (False, True):
-        gradients = []
-        for is_shared in (False, True):
-            is_offloaded = is_shared or DEVICE.type != "cpu"
-            module = (model() if is_offloaded else resident()).train()
-            module.head.requires_grad_(requires_grad=True)
-            torch.manual_seed(rank)
-            if is_checkpointed:
-                module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
-            handle = share(module, share=is_shared) if is_offloaded else None
-            parallel = nn.parallel.DistributedDataParallel(module)
-            for seed in range(2):
-                x = inputs(seed + 10 * rank).requires_grad_()
-                parallel(x).square().mean().backward()
-            gradients.append([each.grad.cpu() for each in (*module.head.parameters(), x)])
-            if handle is not None:
-                stats = handle.stats()
-                assert bool(stats.bytes_gathered) == is_shared and stats.backward_passes == 2
-                handle.remove()
-        assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def partly_trained() -> TrainingModel:
-    """A head, a block, and half of what the norms of the other blocks hold themselves."""
-    module = model().train()
-    for trained in (module.head, module.blocks[-1], *(block.norm.weight for block in module.blocks)):
-        trained.requires_grad_(requires_grad=True)
-    return module
-
-
-def under_fsdp(module: TrainingModel, where: str, **options: Any) -> nn.Module:
-    """What is to be called once FSDP2 is around what is trained."""
-    options["mesh"] = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    ignored = {parameter for parameter in module.parameters() if not parameter.requires_grad}
-    whole: nn.Module = nn.Sequential(module) if where == "a module around it" else module
-    if where == "what is trained":
-        wrapped = [fully_shard(each, **options) for each in (module.blocks[-1], module.head)]
-    else:
-        wrapped = [fully_shard(block, ignored_params=ignored, **options) for block in module.blocks]
-        wrapped.append(fully_shard(whole, ignored_params=ignored, **options))
-    assert len(wrapped) > 1
-    return whole
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach().cpu().clone()
 
 
-def trained_under_fsdp(rank: int, kind: str, where: str, when: str, *, is_checkpointed: bool, **options: Any) -> Any:
-    """Gradients, and all weights after some steps: offloaded, after an edit, and given back."""
-    module = partly_trained()
+def under_ddp(module: TrainingModel) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def under_fsdp(module: TrainingModel, *, is_around: bool = False, **options: Any) -> nn.Module:
+    """FSDP2 around what is trained, or around the blocks and the model beside what is frozen in them."""
+    options["mesh"] = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    if is_around:
+        options["ignored_params"] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    for each in (*module.blocks, module) if is_around else (module.blocks[-1], module.head):
+        fully_shard(each, **options)
+    return module
+
+
+def trained(
+    rank: int, kind: str, wrap: Callable[[TrainingModel], nn.Module], *, is_first: bool, is_checkpointed: bool
+) -> list[torch.Tensor]:
+    """Gradients, and all weights, of some steps: offloaded, after an edit, and given back.
+
+    Args:
+        wrap: Puts DDP or FSDP2 around the module, before it is offloaded if `is_first`.
+    """
+    module = model().train()
+    # Of the other blocks half of what their norms hold themselves.
+    for each in (module.head, module.blocks[-1], *(block.norm.weight for block in module.blocks)):
+        each.requires_grad_(requires_grad=True)
     if kind == "resident":
         module.to(DEVICE)
     if is_checkpointed:
         module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
-    called = under_fsdp(module, where, **options) if when == "before" else None
+    called = wrap(module) if is_first else None
     handle = None if kind == "resident" else share(module, share=kind == "shared")
-    called = called or under_fsdp(module, where, **options)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    called = called or wrap(module)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # One by one, as on the CPU: on a GPU torch steps all at once, and fails where FSDP2 has some of them and not others.
-    optimizer, bits, rebuilds = torch.optim.AdamW(trained, lr=1e-2, foreach=False), [], []
+    optimizer, bits, rebuilds = torch.optim.AdamW(parameters, lr=1e-2, foreach=False), [], []
     torch.manual_seed(rank)
-
-    def step(seed: int) -> None:
+    for seed in range(5):
+        if seed == 3:
+            with torch.no_grad():
+                module.blocks[1].up.weight.mul_(2)
+            module.blocks[0].norm.bias = nn.Parameter(module.blocks[0].norm.bias.detach() + 1, requires_grad=False)
+        if seed == 4:
+            bits += [local(value) for value in module.state_dict().values()]
+            if handle is not None:
+                assert rebuilds[:3] == [rebuilds[0]] * 3
+                assert bool(handle.stats().bytes_gathered) == (kind == "shared")
+                handle.remove()
+                module.to(DEVICE)
+                handle = None
         x = inputs(seed + 10 * rank).requires_grad_()
         called(x).float().square().mean().backward()
-        bits.extend(local(each.grad) for each in (*module.parameters(), x) if each.grad is not None)
+        bits += [local(each.grad) for each in (*module.parameters(), x) if each.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             bits.append(local(called(inputs(rank))))
         if handle is not None:
             rebuilds.append(handle.stats().rebuilds)
-
-    for seed in range(3):
-        step(seed)
-    with torch.no_grad():
-        module.blocks[1].up.weight.mul_(2)
-    module.blocks[0].norm.bias = nn.Parameter(module.blocks[0].norm.bias.detach() + 1, requires_grad=False)
-    step(3)
-    bits += [local(value) for value in called.state_dict().values()]
-    if handle is not None:
-        stats = handle.stats()
-        # Where weights are used in place, backward needs none of them, but a checkpoint repeats calls.
-        needs_weights = DEVICE.type != "cpu" or kind == "shared" or is_checkpointed
-        assert rebuilds[:3] == [rebuilds[0]] * 3 and stats.backward_passes == 4 * needs_weights, (rebuilds, stats)
-        assert bool(stats.bytes_gathered) == (kind == "shared")
-        left = sum(block.norm.weight.nbytes for block in module.blocks[:-1]) if where == "what is trained" else 0
-        assert stats.trainable_bytes == left
-        handle.remove()
-        module.to(DEVICE)
-        handle = None
-    step(4)
-    return bits + [local(value) for value in called.state_dict().values()]
+    return bits + [local(value) for value in module.state_dict().values()]
 
 
-def trains_under_fsdp(rank: int) -> None:
-    """FSDP2 around what is trained: the bits of FSDP2 with resident frozen weights.
+def trains(rank: int) -> None:
+    """Under DDP and FSDP2: the bits of training with resident frozen weights.
 
     On a GPU, with frozen weights that are offloaded too, and not shared: nothing but sharing differs.
     """
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # a linear layer does
     kinds = ("resident", "alone", "shared") if DEVICE.type == "cpu" else ("alone", "shared")
-    for where, when, is_checkpointed, options in (
-        ("what is trained", "before", False, {}),
-        # Not with checkpoints: torch 2.8 fails at that with resident weights.
-        ("what is trained", "after", False, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
-        ("the blocks and the model", "before", True, {"reshard_after_forward": False}),
-        ("a module around it", "after", True, {}),
+    mixed = partial(under_fsdp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for wrap, is_first, is_checkpointed in (
+        (under_ddp, False, False),
+        (under_ddp, False, True),
+        (mixed, False, False),  # not with checkpoints: torch 2.8 fails at that with resident weights
+        (partial(under_fsdp, is_around=True, reshard_after_forward=False), True, True),
     ):
         expected, *others = (
-            trained_under_fsdp(rank, kind, where, when, is_checkpointed=is_checkpointed, **options) for kind in kinds
+            trained(rank, kind, wrap, is_first=is_first, is_checkpointed=is_checkpointed) for kind in kinds
         )
         for bits in others:
-            assert len(bits) == len(expected), (where, when)
-            assert all(same_bits(one, other) for one, other in zip(bits, expected, strict=True)), (where, when)
+            assert_same(bits, expected)
 
 
-def is_context_parallel(rank: int) -> None:
-    """diffusers' context parallel, before sharing and after it."""
-    from . import parallel_inference
+def offloads_activations(rank: int) -> None:
+    """Under DDP, FSDP and FSDP2 training is the same bits with activations offloaded, and no parameter is."""
+    warnings.simplefilter("ignore")
+    num_samples, num_tokens = (3, 7) if DEVICE.type == "cpu" else (48, 112)  # so many that copies take their time
+    if DEVICE.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
-    warnings.simplefilter("ignore")  # diffusers calls what torch has renamed
-    if DEVICE.type == "cpu":
-        parallel_inference.use_the_cpu()
-    for order in ("before", "after"):
-        expected, offloaded = parallel_inference.make(), parallel_inference.make()
-        handle = share(offloaded, onload_device=DEVICE) if order == "after" else None
-        for each in (expected, offloaded):
-            each.enable_parallelism(config=parallel_inference.CONTEXT_KINDS["ulysses"]())
-        handle = handle or share(offloaded, onload_device=DEVICE)
-        assert_same(parallel_inference.outputs(offloaded), parallel_inference.outputs(expected))
-        assert handle.stats().bytes_gathered > 0
-        handle.remove()
+    def train(wrap: Callable[..., nn.Module], *, is_checkpointed: bool, is_offloaded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = TrainingModel(3).to(DEVICE)
+        if is_checkpointed:
+            module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
+        wrapped, seen, bits = wrap(module), set[int](), list[torch.Tensor]()
+        if is_offloaded:
+            handle = apply_activation_offloading(
+                wrapped, device=DEVICE, min_bytes=0, skip=lambda tensor, _: seen.add(tensor.shape[0]) is not None
+            )
+        torch.manual_seed(rank)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss = wrapped(torch.randn(num_samples, num_tokens, DIM, device=DEVICE)).float().square().mean()
+            loss.backward()
+            bits += [local(loss), *(local(each.grad) for each in wrapped.parameters() if each.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_offloaded:
+            stats = handle.stats()
+            assert stats.offloads > 0 and stats.passes == 3 and stats.used_host_bytes == 0, stats
+            assert seen <= {num_samples, num_samples * num_tokens}, seen  # of batches and tokens: no weights
+            handle.remove()
+        return bits + [local(parameter) for parameter in wrapped.parameters()]
+
+    policy = ModuleWrapPolicy({TrainingBlock})
+    fsdp = partial(FullyShardedDataParallel, auto_wrap_policy=policy, device_id=DEVICE, use_orig_params=True)
+    fsdp2 = partial(under_fsdp, is_around=True)
+    mixed = partial(fsdp2, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for wrap, is_checkpointed in [*product((under_ddp, fsdp, fsdp2), (False, True)), (mixed, False)]:
+        expected, actual = (
+            train(wrap, is_checkpointed=is_checkpointed, is_offloaded=is_offloaded) for is_offloaded in (False, True)
+        )
+        assert_same(actual, expected)
 
 
 def is_a_pipeline(rank: int) -> None:

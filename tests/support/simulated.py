@@ -42,7 +42,7 @@ import group_offload.base.device as backends
 from group_offload.stores.moves import Unpack
 
 from . import allocator
-from .allocator import CachingAllocator, Memory, Meter, OnCard
+from .allocator import Memory, Meter, OnCard
 
 Laziness = Literal["random", "lazy", "eager"]
 Clock = dict["_Timeline", int]
@@ -52,6 +52,8 @@ _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "ber
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _by_start = attrgetter("start")
+_lock = threading.RLock()
+"""Guards all devices."""
 _NOT_CALLERS = (__file__, contextlib.__file__, str(Path(torch.__file__).parent))
 
 
@@ -198,19 +200,13 @@ class _Work:
     finished: int = 0  # how many things had run by then
     grad: bool = field(default_factory=torch.is_grad_enabled)
 
-
-@dataclass(frozen=True, slots=True)
-class _Marked:
-    """A point that the allocator waits for. That orders nothing for the host, which does not hear of it."""
-
-    device: SimulatedDevice
-    work: _Work
+    # As a point that the allocator waits for. That orders nothing for the host, which does not hear of it.
 
     def query(self) -> bool:
-        return self.work.done
+        return self.done
 
     def synchronize(self) -> None:
-        self.device._run_until(self.work)
+        self.stream.device._run_until(self)
 
 
 class SimulatedStream(_Timeline):
@@ -264,29 +260,22 @@ def _no_inference() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
-def _no_autocast() -> contextlib.AbstractContextManager[None]:
-    return _without_autocast() if torch.is_autocast_enabled("cpu") else _NOTHING
-
-
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """`torch.autocast` forgets all casts when a thread leaves its outermost one: also those of other threads."""
+def _as_enqueued(work: _Work) -> Iterator[None]:
+    """Run work as its kernels would: some ask for the grad mode, which is the enqueuer's, not that of whoever waits.
+
+    A finalizer may wait for the device: what it waits for would run in the middle of the work before.
+    """
+    collects, casts = gc.isenabled(), torch.is_autocast_enabled("cpu")
+    gc.disable()
+    # Not `torch.autocast`: it forgets all casts when a thread leaves its outermost one, also those of other threads.
     torch.set_autocast_enabled("cpu", False)
     try:
-        yield
+        with _no_inference(), torch.set_grad_enabled(work.grad):
+            yield
     finally:
-        torch.set_autocast_enabled("cpu", True)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A finalizer may wait for the device: what it waits for would run in the middle of the work before."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
+        torch.set_autocast_enabled("cpu", casts)
+        if collects:
             gc.enable()
 
 
@@ -295,34 +284,27 @@ class SimulatedDevice(OnCard):
 
     When 'lazy', an event that nobody waits for is never reached: code that polls `query` needs another mode.
     All host threads share one clock: what they hand each other through locks and queues is not seen here, and must not
-    look like a race. One lock guards everything; only `current_stream` is a thread's own. What `card` has, keeps and refuses
+    look like a race. Only `current_stream` is a thread's own. What `card` has, keeps and refuses
     is what the device has; which of its bytes a tensor gets is decided here, so that a race shows whatever the card does.
     """
 
-    has_streams = True
-
     def __init__(self, seed: int = 0, laziness: Laziness = "random", *, card: Memory | None = None) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(card or Memory(1 << 40))
         self.laziness = laziness
         self.num_copies = 0
         self.num_copies_back = 0  # those of `num_copies` that went device to host
         self.copied_bytes = 0
         self.num_host_waits = 0  # times that the host asked for a point that was not reached yet
         self.pinned_bytes = 0
-        self.card = card or Memory(1 << 40)
-        if isinstance(self.card, CachingAllocator):
-            self.card.wait = self._finish
         self.captures = False  # a graph, which the engine is to refuse
         self.memory = Meter()  # from `empty`
         self.activations = Meter()  # made by ops and `put`
         self.log: list[tuple[str, str]] = []  # (stream, label) of the work that ran, in order
-        self.errors: list[AssertionError] = []  # raised so far: finalizers and threads swallow them
         self._random = random.Random(seed)
         self._pace = self._random.random()
-        self._lock = threading.RLock()
         self._host = _Timeline("the host")
         self._compute = SimulatedStream(self, "compute")
-        self._streams = [self._compute]
+        self._streams.append(self._compute)
         self._thread = threading.local()
         self._regions: list[_Region] = []  # by address
         self._starts: list[int] = []  # of the regions: it is made anew where it has not as many
@@ -332,7 +314,6 @@ class SimulatedDevice(OnCard):
         self._freed: list[tuple[_Block, list[_Work]]] = []  # not reusable before that work is done
         self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
-        _devices.add(self)
 
     @property
     def total(self) -> Meter:
@@ -376,7 +357,7 @@ class SimulatedDevice(OnCard):
     on_stream = use_stream
 
     def new_stream(self) -> SimulatedStream:
-        with self._lock:
+        with _lock:
             self._streams.append(SimulatedStream(self, f"stream {len(self._streams)}"))
             return self._streams[-1]
 
@@ -502,7 +483,7 @@ class SimulatedDevice(OnCard):
             yield
 
     def _dispatch(self, func: Any, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> Any:
-        uses = _uses(op, args, kwargs)
+        uses = op.uses(args, kwargs)
         with self._host_call():
             host = [tensor for tensor, _, _ in uses if not self._on_device(tensor)]
             if len(host) < len(uses):
@@ -533,25 +514,24 @@ class SimulatedDevice(OnCard):
         for tensor in host:
             if id(tensor) in read_at_call and tensor.dim() and (strict or self._pinned(tensor)):
                 raise RuntimeError(f"Expected all operands of {func} on the device, but {list(tensor.shape)} is not.")
-        given = [_argument(args, kwargs, *place) for place in op.returned]
+        given = op.given(args, kwargs)
         in_place = bool(given) or not op.has_returns
         foreseen = _NO_OUTPUTS if in_place else _foresee(func, args, kwargs)
         leaves, structure = foreseen or _NO_OUTPUTS
         outputs = [self._make(leaf, stream) if isinstance(leaf, _Layout) else leaf for leaf in leaves]
         if op.name in _ALLOCATES:
-            return _unflatten(outputs, structure)
+            return tree_unflatten(outputs, structure)
 
         # Operands that are one tensor stay one tensor: some kernels look.
         operands = {id(t): self._alias(t.clone() if id(t) in read_at_call else t) for t, _, _ in uses}
-        real_args = tuple([_with_operands(value, operands) for value in args])
-        real_kwargs = {name: _with_operands(value, operands) for name, value in kwargs.items()}
+        real_args, real_kwargs = tree_map_only(torch.Tensor, lambda tensor: operands[id(tensor)], (args, kwargs))
         made = [output for output in outputs if isinstance(output, torch.Tensor)]
         targets = [self._alias(output) if isinstance(output, torch.Tensor) else None for output in outputs]
         produced: list[Any] = []
 
         def kernel() -> None:
             produced.append(func(*real_args, **real_kwargs))
-            for target, value in zip(targets, _leaves(produced[0]), strict=False):  # in place: no targets
+            for target, value in zip(targets, tree_leaves(produced[0]), strict=False):  # in place: no targets
                 if target is not None and value is not None:
                     assert target.shape == value.shape and target.dtype == value.dtype, f"{func} was foreseen wrongly"
                     target.copy_(value)
@@ -566,7 +546,7 @@ class SimulatedDevice(OnCard):
             return tree_map_only(torch.Tensor, self.put, produced[0])
         if in_place:
             return None if not given else given[0] if len(given) == 1 else tuple(given)
-        return _unflatten(outputs, structure)
+        return tree_unflatten(outputs, structure)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream, *, blocking: bool) -> None:
         if not target.numel():
@@ -592,7 +572,7 @@ class SimulatedDevice(OnCard):
         # Half a million of these are made in the tests, most without a mode. (A class of our own would be interrupted between
         # its lock and its body.)
         hidden = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
-        with self._lock, hidden:
+        with _lock, hidden:
             try:
                 while self._released:
                     self._retire(self._released.popleft())
@@ -645,7 +625,7 @@ class SimulatedDevice(OnCard):
         return [head for head in heads if head.after is None or head.after.done]
 
     def _run(self, work: _Work) -> None:
-        with _no_collection():
+        with _as_enqueued(work):
             if work.done:  # a finalizer has waited for it just now
                 return
             work.stream.queue.popleft()
@@ -655,12 +635,10 @@ class SimulatedDevice(OnCard):
             run, work.run, work.after = work.run, None, None
             if run is not None:
                 self.log.append((work.stream.name, work.access.label))
-                # Some kernels ask for the grad mode: it is the enqueuer's, not that of whoever happens to wait.
-                with _no_inference(), torch.set_grad_enabled(work.grad), _no_autocast():
-                    try:
-                        run()
-                    except Exception as error:
-                        raise RuntimeError(f"{work.access} failed when its turn came.") from error
+                try:
+                    run()
+                except Exception as error:
+                    raise RuntimeError(f"{work.access} failed when its turn came.") from error
 
     def _wait(self, works: list[_Work], *, count: bool = True) -> None:
         self.num_host_waits += count and not all(work.done for work in works)
@@ -773,7 +751,7 @@ class SimulatedDevice(OnCard):
         block.finalizer.detach()
         block.freed = self._stamp(block.owner, "free")
         block.meter.add(-block.num_bytes)
-        self.card.free(block.place, [_Marked(self, stream.tail) for stream in block.users if stream.tail])
+        self.card.free(block.place, [stream.tail for stream in block.users if stream.tail])
         users, block.users = {block.owner, *block.users}, set()
         order = _Timeline("the allocator")
         for stream in users:
@@ -796,10 +774,9 @@ class SimulatedDevice(OnCard):
             else:
                 self._freed.append((block, last_uses))
 
-    def _finish(self, stream: SimulatedStream | None) -> None:
-        for each in self._streams if stream is None else [stream]:
-            if each.tail is not None:
-                self._run_until(each.tail)
+    def _finish(self, stream: SimulatedStream) -> None:
+        if stream.tail is not None:
+            self._run_until(stream.tail)
 
     def _make(self, layout: _Layout, stream: SimulatedStream) -> torch.Tensor:
         memory = self._allocate(layout.num_bytes, stream, self.activations)
@@ -825,7 +802,7 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = _op_of(func)
         if op.needs_no_memory and not op.is_composite:  # most are such: they are asked first
             return func(*args, **kwargs)
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = _tensors((args, kwargs))
         plain = all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
         if not tensors or not plain:
             return func(*args, **kwargs)
@@ -839,105 +816,57 @@ _InFlight = tuple[_Work, torch.Tensor, torch.Tensor]  # (copy, its source, the b
 _Use = tuple[torch.Tensor, bool, bool]  # (operand, read, written)
 
 
-class _Op(NamedTuple):
+class _Op:
     """What is asked about an operator again and again: torch takes longer to say it than to compute with small tensors."""
 
-    name: str
-    label: str
-    kinds: list[tuple[int, str, bool, bool]]
-    """Of each argument: where it is, its name, whether it is read, and whether it is written."""
-    returned: list[tuple[int, str]]
-    """The arguments that an in-place or out= op returns."""
-    has_returns: bool
-    is_composite: bool
-    needs_no_memory: bool
-    asks: bool
-    is_random: bool
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name = name = schema.name.partition("::")[2]
+        self.label = str(func)
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+        self.asks = bool(_ASKS & set(func.tags))
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.has_returns = bool(schema.returns)
+        asks_metadata = self.has_returns and not any("Tensor" in str(value.type) for value in schema.returns)
+        asks_metadata &= not schema.is_mutable and torch.Tag.data_dependent_output not in func.tags
+        self.needs_no_memory = asks_metadata or func.is_view or torch.Tag.inplace_view in func.tags
+        ignores = name.startswith("new_") or name.endswith("_like")
+        self._arguments: list[tuple[int, str, bool, bool]] = []  # where, by which name, read, written
+        places = {}
+        for index, argument in enumerate(schema.arguments):
+            alias = argument.alias_info
+            writes = alias is not None and alias.is_write
+            reads = not ignores and not (writes and (argument.is_out or name in _OVERWRITES))
+            self._arguments.append((index, argument.name, reads, writes))
+            if alias is not None:
+                places[frozenset(alias.before_set)] = index, argument.name
+        aliases = [] if self.needs_no_memory else [value.alias_info for value in schema.returns if value.alias_info]
+        self._returned = [places[frozenset(alias.before_set)] for alias in aliases]
+
+    def uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use]:
+        uses: list[_Use] = []
+        for index, name, reads, writes in self._arguments:
+            if self.name == "native_batch_norm" and name in ("running_mean", "running_var"):
+                writes = bool(args[5])  # `training`: the schema does not tell
+            uses += [(tensor, reads, writes) for tensor in _tensors(_argument(args, kwargs, index, name))]
+        return uses
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that it returns, if it is in place or has an `out`."""
+        return [_argument(args, kwargs, *place) for place in self._returned]
 
 
-@functools.cache
-def _op_of(func: Any) -> _Op:
-    schema = func._schema
-    name = schema.name.partition("::")[2]
-    aliases = {
-        frozenset(argument.alias_info.before_set): (index, argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info
-    }
-    needs_no_memory = _needs_no_memory(func)
-    aliased = [] if needs_no_memory else [value.alias_info for value in schema.returns if value.alias_info]
-    return _Op(
-        name=name,
-        label=str(func),
-        kinds=_kinds(schema, name),
-        returned=[aliases[frozenset(alias.before_set)] for alias in aliased],
-        has_returns=bool(schema.returns),
-        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE),
-        needs_no_memory=needs_no_memory,
-        asks=bool(_ASKS & set(func.tags)),
-        is_random=torch.Tag.nondeterministic_seeded in func.tags,
-    )
+_op_of = functools.cache(_Op)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 
 
-def _uses(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use]:
-    uses: list[_Use] = []
-    for index, name, reads, writes in op.kinds:
-        value = _argument(args, kwargs, index, name)
-        if isinstance(value, torch.Tensor):
-            if op.name == "native_batch_norm" and name in ("running_mean", "running_var"):
-                writes = bool(args[5])  # `training`: the schema does not tell
-            uses.append((value, reads, writes))
-        elif isinstance(value, (tuple, list)):
-            uses += [(tensor, reads, writes) for tensor in _tensors(value)]
-    return uses
-
-
-def _with_operands(value: Any, operands: dict[int, torch.Tensor]) -> Any:
-    """An argument of an op, with other tensors."""
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return operands[id(value)]
-    if isinstance(value, (tuple, list)):
-        return type(value)([_with_operands(each, operands) for each in value])
-    return value
-
-
-def _unflatten(leaves: list[Any], structure: Any) -> Any:
-    return leaves[0] if structure is _ONE else tree_unflatten(leaves, structure)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments of an op, and in lists of them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-
-
-def _kinds(schema: Any, name: str) -> list[tuple[int, str, bool, bool]]:
-    ignored = name.startswith("new_") or name.endswith("_like")
-    kinds = []
-    for index, argument in enumerate(schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not ignored and not (writes and (argument.is_out or name in _OVERWRITES))
-        kinds.append((index, argument.name, reads, writes))
-    return kinds
-
-
-def _needs_no_memory(func: Any) -> bool:
-    """A view, or a question about metadata."""
-    returns = " ".join(str(value.type) for value in func._schema.returns)
-    needs_data = func._schema.is_mutable or torch.Tag.data_dependent_output in func.tags
-    asks = bool(returns) and "Tensor" not in returns and not needs_data
-    return asks or func.is_view or torch.Tag.inplace_view in func.tags
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -958,26 +887,21 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 
 _NO_OUTPUTS: tuple[list[Any], Any] = tree_flatten([])
-_ONE = object()
-"""The structure of what is one tensor."""
 _fake = FakeTensorMode(allow_fallback_kernels=False)
 _foreseen: dict[Any, tuple[list[Any], Any] | None] = {}
-_foreseeing = threading.Lock()
 
 
 def _foresee(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | None:
     """The outputs, with layouts instead of tensors, and their structure; None where only the kernel can tell."""
     key = func, _frozen(args), _frozen(kwargs), torch.get_default_dtype()
-    with _foreseeing:
-        if key not in _foreseen:
-            outputs = _fake_outputs(func, args, kwargs)
-            leaves, structure = ([outputs], _ONE) if isinstance(outputs, torch.Tensor) else tree_flatten(outputs)
-            layouts = [
-                _dense(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in leaves
-            ]
-            _foreseen[key] = None if outputs is None else (layouts, structure)
-        return _foreseen[key]
+    if key not in _foreseen:
+        outputs = _fake_outputs(func, args, kwargs)
+        leaves, structure = tree_flatten(outputs)
+        layouts = [
+            _dense(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        _foreseen[key] = None if outputs is None else (layouts, structure)
+    return _foreseen[key]
 
 
 def _frozen(value: Any) -> Any:
@@ -1044,25 +968,8 @@ def _place(
     return view.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
 
 
-_devices: weakref.WeakSet[SimulatedDevice] = weakref.WeakSet()
-_held: list[Any] = []  # locks
-
-
-def _hold() -> None:
-    """Let no thread be in the middle of a call as the process forks: its lock would stay taken in the child."""
-    locks: list[Any] = [*(device._lock for device in list(_devices)), _foreseeing]
-    for lock in locks:
-        lock.acquire()
-        _held.append(lock)
-
-
-def _let_go() -> None:
-    while _held:
-        _held.pop().release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go)
+if hasattr(os, "register_at_fork"):  # no thread is in the middle of a call then: in the child the lock would stay taken
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,12 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from .allocator import Block, CachingAllocator, Memory, OnCard
+from .allocator import Block, Memory, OnCard
 
 MALLOC_SECONDS, FREE_SECONDS, PAGE_SECONDS = 0.4e-3, 0.3e-3, 0.05e-3
 """What cudaMalloc and cudaFree take the host, and mapping or unmapping a page."""
@@ -55,8 +55,6 @@ class TimedEvent:
 class TimedDevice(OnCard):
     """Order of use: `use_simulated_device(device)`, offload a model that calls `compute` in its forward, run, look at `now`."""
 
-    has_streams = True
-
     def __init__(
         self,
         bytes_per_second: float,
@@ -65,18 +63,14 @@ class TimedDevice(OnCard):
         card: Memory | None = None,
         launch_seconds: float | None = None,
     ) -> None:
-        self.device = torch.device("cpu")
-        self.errors: list[AssertionError] = []
+        super().__init__(card or Memory(capacity))
         self.bytes_per_second = bytes_per_second
         self.host = 0.0 if launch_seconds else -math.inf
         """The host's clock. Without one the host is ahead of the device, always."""
         self.launch_seconds = launch_seconds or 0.0
         self._link = 0.0
         self._compute = TimedStream()
-        self._streams = [self._compute]
-        self.card = card or Memory(capacity)
-        if isinstance(self.card, CachingAllocator):
-            self.card.wait = self._wait_for
+        self._streams.append(self._compute)
         self._blocks: dict[int, tuple[Block, TimedStream, set[TimedStream]]] = {}  # by address: owner and other users
         self.copied_bytes = 0
         self.copy_seconds = 0.0
@@ -103,15 +97,11 @@ class TimedDevice(OnCard):
         if -math.inf < self.host < moment:
             self.host = moment
 
-    def _wait_for(self, stream: TimedStream | None) -> None:
-        for each in self._streams if stream is None else [stream]:
-            self.wait_until(each.now)
+    def _finish(self, stream: TimedStream) -> None:
+        self.wait_until(stream.now)
 
     def current_stream(self) -> TimedStream:
         return self._compute
-
-    def on_stream(self, stream: TimedStream) -> Any:
-        return nullcontext()
 
     def new_stream(self) -> TimedStream:
         self._streams.append(TimedStream())
@@ -142,8 +132,6 @@ class TimedDevice(OnCard):
 
     def _driver_seconds(self) -> float:
         card = self.card
-        if not isinstance(card, CachingAllocator):
-            return 0.0
         return card.num_mallocs * MALLOC_SECONDS + card.num_frees * FREE_SECONDS + card.num_pages * PAGE_SECONDS
 
     def _free(self, address: int) -> None:
@@ -152,9 +140,6 @@ class TimedDevice(OnCard):
         for event, stream in zip(events, users, strict=True):
             event.record(stream)
         self.card.free(block, events)
-
-    def free(self, memory: torch.Tensor) -> None:
-        pass
 
     def record_stream(self, memory: torch.Tensor, stream: TimedStream) -> None:
         if memory.numel():

@@ -108,13 +108,6 @@ def two_by_two(model: nn.Module, put: Put) -> torch.Tensor:
     return first.detach() + second.detach()
 
 
-def two_by_two_reversed(model: nn.Module, put: Put) -> torch.Tensor:
-    first, second = model(data(0, put)).square().mean(), model(data(1, put)).square().mean()
-    second.backward()
-    first.backward()
-    return first.detach() + second.detach()
-
-
 def both_at_once(model: nn.Module, put: Put) -> torch.Tensor:
     loss = (model(data(0, put)) * model(data(1, put))).mean()
     loss.backward()
@@ -166,7 +159,7 @@ def in_part(model: nn.Module, put: Put) -> torch.Tensor:
     return loss.detach()
 
 
-_WHOLE = (plain, accumulated, retained, doubled, two_by_two, two_by_two_reversed, both_at_once, autocast)
+_WHOLE = (plain, accumulated, retained, doubled, two_by_two, both_at_once, autocast)
 _OTHERS = (stopped_forward, stopped_backward, evaluated, in_part)
 STEPS: dict[str, Step] = {step.__name__: step for step in (*_WHOLE, *_OTHERS)}
 

@@ -149,13 +149,27 @@ def travel(
     return stats
 
 
+@contextmanager
+def shared_forwards(laziness: Any) -> Iterator[Callable[[], None]]:
+    """A forward, for several threads at a time, of a model that is offloaded. In the end nothing is left on the device."""
+    device, model = SimulatedDevice(0, laziness), Travelling([8] * 4)
+    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
+    expected = run(model, x, route)
+
+    def call() -> None:
+        with torch.no_grad(), device.running():
+            output = model(device.put(x), route)
+        assert torch.equal(device.get(output), expected)
+
+    with use_simulated_device(device), taken_as_shared():
+        handle = offload(model, share_passes=True)
+        yield call
+        handle.remove()
+        assert device.allocated_bytes == 0
+
+
 def interrupt_where_it_waits(num_strikes: int, seconds: float = 240) -> None:
     """Ctrl-C strikes a forward where it gives way, or once more where it waits to end that call. The others are right."""
-    device = SimulatedDevice(0, "lazy")
-    model = Travelling([8] * 4)
-    resident = copy.deepcopy(model)
-    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
-    expected = run(resident, x, route)
     victims: list[int] = []
     struck: list[int] = []
     wait = TurnLock._wait_for_turn
@@ -167,59 +181,39 @@ def interrupt_where_it_waits(num_strikes: int, seconds: float = 240) -> None:
             raise KeyboardInterrupt
         wait(self, traveller)
 
-    with use_simulated_device(device), taken_as_shared(), pytest.MonkeyPatch.context() as patch:
-        handle = offload(model, share_passes=True)
+    with shared_forwards("lazy") as call, pytest.MonkeyPatch.context() as patch:
 
-        def job(is_victim: bool) -> Callable[[], None]:
-            def work() -> None:
-                victims.extend([threading.get_ident()] if is_victim else [])
-                for _ in range(4):
-                    try:
-                        with torch.no_grad(), device.running():
-                            output = model(device.put(x), route)
-                    except KeyboardInterrupt:
-                        continue
-                    assert torch.equal(device.get(output), expected)
+        def usual() -> None:
+            for _ in range(4):
+                call()
 
-            return work
+        def victim() -> None:
+            victims.append(threading.get_ident())
+            for _ in range(4):
+                with suppress(KeyboardInterrupt):
+                    call()
 
-        in_threads([job(is_victim=False)])  # a first pass tells how many have room in one
+        in_threads([usual])  # a first pass tells how many have room in one
         patch.setattr(TurnLock, "_wait_for_turn", strike)
-        in_threads([job(is_victim=False), job(is_victim=False), job(is_victim=True)], seconds)
+        in_threads([usual, usual, victim], seconds)
         assert struck
-        in_threads([job(is_victim=False)] * 2, seconds)
-        handle.remove()
-        assert device.allocated_bytes == 0
+        in_threads([usual] * 2, seconds)
 
 
 def interrupt_on_lines(seed: int, num_strikes: int) -> None:
     """Ctrl-C strikes one of three forwards on any line of what lets them share passes. The others are right, and later ones."""
-    rng = random.Random(seed)
-    folder = str(Path(lock.__file__).parent)
-    device = SimulatedDevice(0, "eager")
-    model = Travelling([8] * 4)
-    resident = copy.deepcopy(model)
-    x, route = torch.randn(2, DIM), (0, 1, 2, 3)
-    expected = run(resident, x, route)
+    rng, folder = random.Random(seed), str(Path(lock.__file__).parent)
+    with shared_forwards("eager") as call:
 
-    def call() -> None:
-        with torch.no_grad(), device.running():
-            output = model(device.put(x), route)
-        assert torch.equal(device.get(output), expected)
+        def usual() -> None:
+            for _ in range(4):
+                call()
 
-    def usual() -> None:
-        for _ in range(4):
+        def struck() -> None:
+            with suppress(KeyboardInterrupt), Strike(rng.randrange(1, 1000), path=folder):
+                for _ in range(3):
+                    call()
             call()
 
-    def struck() -> None:
-        with suppress(KeyboardInterrupt), Strike(rng.randrange(1, 1000), path=folder):
-            for _ in range(3):
-                call()
-        call()
-
-    with use_simulated_device(device), taken_as_shared():
-        handle = offload(model, share_passes=True)
         for _ in range(num_strikes):
-            in_threads([struck, usual, usual])
-        handle.remove()
-        assert device.allocated_bytes == 0
+            in_threads([struck, usual, usual], 30)
