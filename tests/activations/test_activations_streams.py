@@ -18,7 +18,7 @@ from torch import nn
 from group_offload import StateError
 from group_offload.activations import host_pool, offloader, streams
 
-from ..support.activations import Call, Calls, check, offload, random_training
+from ..support.activations import Calls, check, offload, random_training
 from ..support.asserts import same_bits
 from ..support.models import Stop
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -142,17 +142,15 @@ def test_a_graph_is_dropped_while_its_copies_are_on_their_way() -> None:
             assert_gradients(device, model, expected)
 
 
-def product_of_sine(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x) @ w
+@pytest.mark.parametrize("at", ["product", "all"])
+def test_blocks_that_compute_on_streams_of_their_own(at: str) -> None:
+    """What is saved on one stream was allocated on the stream that the pass began on; or a group saves on two streams: what
+    leaves together was written by one, and an event on the other says nothing of it."""
 
+    def last(product: torch.Tensor) -> torch.Tensor:
+        return product if at == "product" else torch.sin(product)
 
-def sine_of_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.sin(torch.sin(x) @ w)
-
-
-def step_aside(function: Callable[..., torch.Tensor], last: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A step whose blocks take the sine on a stream of their own; `last` gets its product, on the stream of the pass."""
-    with simulated(function=function) as (device, model, x, expected):
+    with simulated(function=lambda x, w: last(torch.sin(x) @ w)) as (device, model, x, expected):
         main, side = device.current_stream(), device.new_stream()
         alive: list[torch.Tensor] = []  # whoever takes memory to another stream keeps it until that is done
 
@@ -165,22 +163,11 @@ def step_aside(function: Callable[..., torch.Tensor], last: Callable[[torch.Tens
             return last(y @ w)
 
         for block in model.blocks:
-            assert isinstance(block, Call)
             block.function = hop
         model(x).sum().backward()
         assert_gradients(device, model, expected)
         order(device, main, side)
         alive.clear()
-
-
-def test_blocks_that_compute_on_streams_of_their_own() -> None:
-    """What is saved on one stream was allocated on the stream that the pass began on."""
-    step_aside(product_of_sine, lambda product: product)
-
-
-def test_a_group_saves_on_two_streams() -> None:
-    """What leaves together was written by one stream: an event on the other says nothing of it."""
-    step_aside(sine_of_product, torch.sin)
 
 
 def test_large_activations_travel_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +221,7 @@ def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], mon
 
 CALLS = {"wait_event", "synchronize", "record", "record_stream", "_wait"}
 WAITS, without_wait = waits_of((offloader, host_pool, streams), CALLS)
-
-
-def test_there_are_waits_to_remove() -> None:
-    assert len(WAITS) >= 13
+assert len(WAITS) >= 13
 
 
 def everything() -> None:
@@ -246,16 +230,12 @@ def everything() -> None:
     test_backward_on_another_stream_than_forward("lazy")
     test_a_stream_that_only_waited_for_forward_reads_what_left_later()
     test_blocks_of_ram_go_to_a_pass_on_another_stream()
-    test_blocks_that_compute_on_streams_of_their_own()
-    test_a_group_saves_on_two_streams()
+    for at in ("product", "all"):
+        test_blocks_that_compute_on_streams_of_their_own(at)
     for step in (plain, retained, two_by_two, stopped_backward):
         check(step, "lazy")
     for seed in range(4):
         random_training(random.Random(seed), "random")
-
-
-def test_with_all_waits_everything_is_right() -> None:
-    everything()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls

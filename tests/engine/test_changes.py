@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import StateError, apply_group_offloading
@@ -109,16 +108,6 @@ def test_random_changes(seed: int, twins: Twins) -> None:
 @pytest.mark.parametrize("is_refreshed", [True, False], ids=["refreshed", "failed"])
 def test_another_table(is_refreshed: bool, table: str, level: str) -> None:
     """`refresh()`, or a forward that fails: torch finds the new weights on another device. The next one is right."""
-
-    def exchange(model: Any, number: int) -> None:
-        block = model.blocks[1]
-        new: dict[str, Any] = {
-            "_parameters": {"scale": nn.Parameter(inputs(number, WIDTH))},
-            "_buffers": {"shift": inputs(number, WIDTH)},
-            "_modules": {**block._modules, "up": make(nn.Linear, WIDTH, 2 * WIDTH, seed=number)},
-        }
-        setattr(block, table, new[table])
-
     model, reference = make(Model), make(Model)
     for each in (model, reference):
         each.blocks[1].register_forward_hook(lambda block, args, output: output + sum(block._buffers.values()))
@@ -126,17 +115,19 @@ def test_another_table(is_refreshed: bool, table: str, level: str) -> None:
     check(model, reference, inputs())
     for number in range(2):
         for each in (model, reference):
-            exchange(each, number)
+            block = each.blocks[1]
+            new: dict[str, Any] = {
+                "_parameters": {"scale": nn.Parameter(inputs(number, WIDTH))},
+                "_buffers": {"shift": inputs(number, WIDTH)},
+                "_modules": {**block._modules, "up": make(nn.Linear, WIDTH, 2 * WIDTH, seed=number)},
+            }
+            setattr(block, table, new[table])
         if is_refreshed:
             handle.refresh()
         else:
             with pytest.raises(AssertionError, match="where it rests"):  # torch says: "to be on the same device"
                 run_onloaded(model, inputs())
-        assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
         check(model, reference, inputs())
-    assert sum(group.num_bytes for group in handle.groups) >= sum(
-        tensor.nbytes for tensor in model.state_dict().values()
-    )
 
 
 def test_somebody_who_goes_on_changing_the_module() -> None:
@@ -151,17 +142,17 @@ def test_somebody_who_goes_on_changing_the_module() -> None:
     model, reference = pair(Restless)
     offload_to(None, model)
     model.is_restless = True
-    for each in (model, reference):
-        edits.edit_through_data(each)
-        edits.add_buffer(each)
+    edits.add_buffer(model)
+    edits.add_buffer(reference)
     with pytest.raises(StateError, match="changed by another thread"):
         run(model, inputs())
     model.is_restless = False
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-@pytest.mark.parametrize("tier", [*TIERS, "checkpoint"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("tier", "level"), [("ram", "leaf_level"), ("file", "block_level"), ("checkpoint", "leaf_level")]
+)
 @pytest.mark.parametrize("runs_before", [True, False])
 def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Path) -> None:
     """An adapter of peft: its modules go, and weights are edited."""
@@ -177,8 +168,7 @@ def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Pa
         if runs_before:
             outputs.append(run(adapted, inputs()))
         merged = adapted.merge_and_unload()
-        outputs += [run(merged, inputs()) for _ in range(2)]
-        found.append(outputs)
+        found.append(outputs + [run(merged, inputs()) for _ in range(2)])
     assert_same(*found)
 
 
@@ -224,27 +214,6 @@ def test_edits_after_one_that_there_was_no_ram_for(
         assert_at_rest(model, reference)
 
 
-def test_edits_on_two_tiers_and_a_new_module(tmp_path: Path) -> None:
-    """Weights of one block come from a checkpoint, those of another one rest in a group file."""
-    model, reference = make(Model), make(Model)
-    save_file(model.blocks[0].state_dict(), tmp_path / "model.safetensors")
-    model.blocks[0].load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
-    handle = offload_to(tmp_path, model)
-    assert_same(run(model, inputs()), run(reference, inputs()))
-    for number in range(3):
-        for each in (model, reference):
-            for block in each.blocks:
-                block.up.weight.data.mul_(0.5)
-            if number == 1:
-                each.blocks[2].register_buffer("shift", torch.ones(1))
-        if number != 2:
-            handle.refresh()
-            for each in (model, reference):
-                each.blocks[1].up.weight.data.mul_(0.5)
-        assert_same(run(model, inputs()), run(reference, inputs()))
-        assert_at_rest(model, reference)
-
-
 # ---------------------------------------------------------------- parameters that share memory
 
 
@@ -253,19 +222,16 @@ class Interleaved(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        base = torch.arange(8.0).reshape(2, 4)
-        self.a = nn.Parameter(base[:, :2], requires_grad=False)
-        self.b = nn.Parameter(base[:, 2:], requires_grad=False)
+        self.a, self.b = (nn.Parameter(half, False) for half in torch.arange(8.0).reshape(2, 4).chunk(2, dim=1))
         self.how = how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "strided":
-            self.a.data = torch.full((2, 4), -1.0)[:, :2].copy_(self.a.data * 2)
-        elif self.how == "dense":
-            self.a.data = self.a.data * 2
-        else:
-            self.a.data.copy_(self.a.data * 2)
+        doubled = self.a.data * 2
+        if self.how == "in place":
+            self.a.data.copy_(doubled)
             torch.autograd.graph.increment_version(self.a)
+        else:
+            self.a.data = doubled if self.how == "dense" else torch.empty(2, 4)[:, :2].copy_(doubled)
         return x @ self.a + x @ self.b
 
 

@@ -1,4 +1,7 @@
-"""Whatever is raised, wherever: the pass ends, nobody writes to memory that others get, and what comes after is right."""
+"""Whatever is raised, wherever: the pass ends, nobody writes to memory that others get, and what comes after is right.
+
+Hazard: an exception, or Ctrl-C, in the middle of a forward leaves groups onloaded.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,30 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from group_offload import GroupFileError, ModuleError, StateError, apply_group_offloading, free_slots
-from group_offload.base import publish
+from group_offload import (
+    GroupFileError,
+    ModuleError,
+    OffloadHandle,
+    StateError,
+    apply_group_offloading,
+    enable_group_offload,
+    free_slots,
+)
+from group_offload.api import handle_of
 from group_offload.base.arena import Arena
-from group_offload.base.device import AcceleratorBackend, Backend
+from group_offload.base.device import AcceleratorBackend
 from group_offload.base.page_lock import PageLock
 from group_offload.runtime.copies.reader import Reader
 from group_offload.runtime.foresight.lookahead import LookAhead
@@ -32,16 +45,15 @@ from group_offload.runtime.gates import Gate, Gates
 from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots.slot import Slot
-from group_offload.stores.files import FileBlob
 
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
-from ..support.asserts import assert_at_rest, assert_same
+from ..support.asserts import assert_at_rest, assert_same, named_tensors
 from ..support.drivers import LockingDriver
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import Twins, from_file
+from ..support.on_device import Twins, lay_in_file
 from ..support.processes import run_python
 from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
@@ -137,36 +149,33 @@ def test_real_signals() -> None:
 # ---------------------------------------------------------------- one by one
 
 
-@pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "cuda"])
-def test_interrupts_of_page_locking(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every line: nothing stays locked, and nothing is unlocked that is not locked."""
-    driver, device = LockingDriver(), SimulatedDevice(0)
-    backend: Backend = device if simulated else AcceleratorBackend(torch.device("cuda"))
+    driver, backend = LockingDriver(), AcceleratorBackend(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(AcceleratorBackend, "_can_copy_from", lambda *_: True)
 
     def lock_and_unlock() -> None:
         lock = PageLock.take(backend, torch.empty(64, dtype=torch.uint8), lambda: None)
-        assert lock is not None and (device.pinned_bytes or driver.locked)
+        assert lock is not None and driver.locked
         lock.release()
 
     counting = Strike()
     with counting:
         lock_and_unlock()
-    assert len(counting.places) > 8 and not device.pinned_bytes and not driver.locked
+    assert len(counting.places) > 8 and not driver.locked
     for place in counting.places:
         with suppress(KeyboardInterrupt), Strike(1, place=place):
             lock_and_unlock()
-        assert not device.pinned_bytes and not driver.locked and not driver.errors, place
+        assert not driver.locked and not driver.errors, place
 
 
 def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive hangs, and somebody presses Ctrl-C; another model of that size runs in between."""
-    first, second = make(), make(Model, seed=1)
-    reference = make(Model, seed=1)
-    handles = [offload_to(tmp_path / str(index), model) for index, model in enumerate((first, second))]
-    for model in (first, second):
+    models, references = [[make(), make(Model, seed=1)] for _ in range(2)]
+    handles = [offload_to(tmp_path / str(index), model) for index, model in enumerate(models)]
+    for model in models:
         run(model, inputs())
     free_slots()
     real, go = os.preadv, threading.Event()
@@ -179,21 +188,20 @@ def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monke
     assert main is not None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timers = [threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)), threading.Timer(0.6, go.set)]
-    monkeypatch.setattr(os, "preadv", slow)
-    try:
-        for timer in timers:
-            timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            run(first, inputs())
-    finally:
-        signal.signal(signal.SIGINT, before)
-        go.set()
-        for timer in timers:
-            timer.join()
-    monkeypatch.setattr(os, "preadv", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", slow)
+        try:
+            for timer in timers:
+                timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                run(models[0], inputs())
+        finally:
+            signal.signal(signal.SIGINT, before)
+            for timer in timers:
+                timer.join()
     for _ in range(3):
-        assert_same(run(second, inputs()), run(reference, inputs()))
-        assert_same(run(first, inputs()), run(make(), inputs()))
+        for model, reference in zip(models, references, strict=True):
+            assert_same(run(model, inputs()), run(reference, inputs()))
     for handle in handles:
         handle.remove()
 
@@ -256,52 +264,9 @@ def twins_that_stay() -> Iterator[Twins]:
         yield twins
 
 
-def test_memory_that_runs_out_while_slots_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was to stay on the device is not held in vain, and the next forward has the room."""
-    with twins_that_stay() as twins:
-        memory, kept = engine_of(twins.handle).memory, twins.handle.stats().resident_bytes
-        with monkeypatch.context() as patch:
-            real = memory.take
-
-            def take() -> None:
-                memory._kept, memory.pooled = memory.pooled, []  # type: ignore[attr-defined]
-                memory.arena.release(memory)
-                real()
-
-            patch.setattr(memory, "take", take)
-            raise_at(patch, Arena, "take", error=torch.OutOfMemoryError("no room"))
-            with pytest.raises(torch.OutOfMemoryError):
-                twins.step(x=inputs())
-        twins.check()
-        assert not twins.handle.stats().resident_bytes and not twins.device.allocated_bytes
-        for _ in range(4):
-            twins.step(x=inputs())
-        assert twins.handle.stats().resident_bytes == kept
-
-
-def test_an_interrupt_leaves_no_folder_locked(tmp_path: Path) -> None:
-    """Wherever it strikes, finalizers too: the next set-up there would wait for this process, which does not know."""
-    at, folder = 1, os.open(tmp_path, os.O_RDONLY)
-    while True:
-        strike = Strike(at)
-        with suppress(KeyboardInterrupt), strike:
-            contained(partial(_locked_for_a_moment, tmp_path))
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(folder, fcntl.LOCK_UN)
-        if not strike.where:
-            break
-        at += 1
-    os.close(folder)
-    assert at > 10
-
-
-def _locked_for_a_moment(folder: Path) -> None:
-    with publish.folder_lock(folder):
-        pass
-
-
-def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) -> None:
-    """At any line: no edit is lost, nor is the next one. Files keep their bytes, and the weights return to them."""
+@pytest.mark.parametrize("returns", [False, True])
+def test_interrupts_while_edited_weights_of_files_move_to_ram(returns: bool, tmp_path: Path) -> None:
+    """Or return to their files. At any line: no edit is lost, nor is the next one, and files keep their bytes."""
     model, reference = make(Model, 1), make(Model, 1)
     handle = offload_to(tmp_path, model)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -317,9 +282,9 @@ def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) ->
                 each.extra = nn.Identity()  # on the CPU edits in RAM cannot be told
 
     def refresh(strike: Strike) -> None:
-        change(edits=False)
+        change(edits=returns)
         check(model, reference, inputs())
-        change(edits=True)
+        change(edits=not returns)
         with suppress(KeyboardInterrupt), strike:
             contained(handle.refresh)
         assert_at_rest(model, reference)
@@ -328,7 +293,7 @@ def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) ->
     refresh(counting)
     assert len(counting.places) > 200
     seed = random.SystemRandom().randrange(1 << 30)
-    for place, at in Places(most=150, seed=seed).choose(counting.places):
+    for place, at in Places(most=100, seed=seed).choose(counting.places):
         refresh(Strike(at, place=place))
         change(edits=True)
         check(model, reference, inputs())
@@ -336,28 +301,6 @@ def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) ->
     change(edits=False)
     check(model, reference, inputs())
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    handle.remove()
-    assert_at_rest(model, reference)
-
-
-def test_an_interrupt_before_old_blobs_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are closed all the same, and no page that they had counts as theirs: it has edits of others by then."""
-    model, reference = (from_file(make(Model, 4, 64), tmp_path / "model.safetensors") for _ in range(2))
-    handle = offload_to(tmp_path, model)
-    check(model, reference, inputs(0, 3, 64))
-    for both in (model, reference):
-        both.blocks[2].down.weight.data[30].mul_(0.75)  # in a page that no other weight has bytes in
-    before = {part.blob for each in engine_of(handle).groups for part in each.parts}
-    with monkeypatch.context() as patch:
-        raise_at(patch, Passes, "set_groups")
-        with pytest.raises(KeyboardInterrupt):
-            run(model, inputs(0, 3, 64))
-    check(model, reference, inputs(0, 3, 64))
-    (old,) = before - {part.blob for each in engine_of(handle).groups for part in each.parts}
-    assert isinstance(old, FileBlob) and old not in old.store.blobs
-    for both in (model, reference):
-        both.blocks[2].up.weight.data.mul_(0.75)
-    check(model, reference, inputs(0, 3, 64))
     handle.remove()
     assert_at_rest(model, reference)
 
@@ -414,11 +357,10 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
 # ---------------------------------------------------------------- threads
 
 
-def waits_for_the_lock(thread: threading.Thread) -> None:
+def wait_until_blocked(number: int) -> None:
+    """Until so many threads wait for the model's lock."""
     places = {"wait_for_turn", "remove"}
-    assert thread.ident is not None
-    ident = thread.ident
-    assert eventually(lambda: sys._current_frames()[ident].f_code.co_name in places)
+    assert eventually(lambda: sum(each.f_code.co_name in places for each in sys._current_frames().values()) == number)
 
 
 def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None:
@@ -426,37 +368,25 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
     model, reference = make(), make()
     handle = offload_to(None, model)
     is_inside, go = threading.Event(), threading.Event()
-    outputs: list[Any] = []
 
     def hold(*_: Any) -> None:
         is_inside.set()
         assert go.wait(60)
 
     hook = model.blocks[0].register_forward_pre_hook(hold)
-
-    def forward() -> None:
-        try:
-            outputs.append(run(model, inputs()))
-        except BaseException as error:
-            outputs.append(error)
-
-    first = threading.Thread(target=forward)
-    first.start()
-    assert is_inside.wait(60)
-    hook.remove()
-    taker = threading.Thread(target=handle.remove)
-    taker.start()
-    waits_for_the_lock(taker)  # as the first one
-    second = threading.Thread(target=forward)
-    second.start()
-    waits_for_the_lock(second)
-    go.set()
-    for thread in (first, taker, second):
-        thread.join(60)
-        assert not thread.is_alive()
-    for output in outputs:
-        assert_same(output, run(reference, inputs()))
-    assert not handle.is_active and len(outputs) == 2
+    with ThreadPoolExecutor(3) as pool:
+        outputs = [pool.submit(run, model, inputs())]
+        assert is_inside.wait(60)
+        hook.remove()
+        taker = pool.submit(handle.remove)
+        wait_until_blocked(1)
+        outputs.append(pool.submit(run, model, inputs()))
+        wait_until_blocked(2)
+        go.set()
+        for output in outputs:
+            assert_same(output.result(60), run(reference, inputs()))
+        taker.result(60)
+    assert not handle.is_active
 
 
 def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,3 +459,128 @@ def _as_if_graphed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     replay.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
     return replay
+
+
+# ---------------------------------------------------------------- applying that fails
+
+
+def attributes(module: nn.Module) -> dict[str, set[str]]:
+    return {name: {*part.__dict__} for name, part in module.named_modules()}
+
+
+def hooks(module: nn.Module) -> list[Any]:
+    return [
+        table
+        for part in module.modules()
+        for name, table in part.__dict__.items()
+        if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and table
+    ]
+
+
+def assert_as_before(module: nn.Module, reference: nn.Module, where: str = "") -> None:
+    assert attributes(module) == attributes(reference), where
+    assert hooks(module) == hooks(reference), where
+    assert handle_of(module) is None, where
+    for (name, tensor), (_, other) in zip(named_tensors(module), named_tensors(reference), strict=True):
+        assert type(tensor) is type(other), (name, where)
+        assert not getattr(tensor, "_post_accumulate_grad_hooks", None), (name, where)
+    assert_at_rest(module, reference)
+    assert_same(run(module, inputs()), run(reference, inputs()))
+
+
+def small(folder: Path | None = None) -> nn.Module:
+    """Two blocks that share a bias; with a folder, as views of a file there."""
+    model = make(Model, 2) if folder is None else lay_in_file(make(Model, 2), folder / "model.safetensors")
+    model.blocks[1].up.bias = model.blocks[0].up.bias
+    return model.requires_grad_(False)
+
+
+LEAVES = {"offload_type": "leaf_level"}
+KINDS: dict[str, dict[str, Any]] = {
+    "ram": {},
+    "ram, trained": LEAVES,
+    "file": {"offload_to_disk_path": "groups"},
+    "checkpoint": {},
+    "checkpoint, leaves": LEAVES,
+}
+
+
+class Case:
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.options = kind, folder, dict(KINDS[kind])
+        if "offload_to_disk_path" in self.options:
+            self.options["offload_to_disk_path"] = folder / "groups"
+
+    def make(self) -> nn.Module:
+        model = small(self.folder if self.kind.startswith("checkpoint") else None)
+        if self.kind == "ram, trained":
+            model.norm.requires_grad_(True)
+        return model
+
+    def apply(self, model: nn.Module) -> OffloadHandle:
+        return apply_group_offloading(model, "cpu", **self.options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_an_interrupt_at_any_line(kind: str, is_simulated: bool, tmp_path: Path) -> None:
+    """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
+    case = Case(kind, tmp_path)
+    reference = copy.deepcopy(small())
+    device = SimulatedDevice(0) if is_simulated else None
+    at, strike, folder = 1, Strike(1), tmp_path / "groups"
+    while at == 1 or strike.where:
+        strike, model = Strike(at), case.make()
+        with use_simulated_device(device) if device is not None else nullcontext():
+            try:
+                with strike:
+                    handle = contained(partial(case.apply, model))
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert strike.is_lost or not strike.where, "nobody was told of the interrupt"
+                handle.remove()
+        assert_as_before(model, reference, strike.where)
+        if at % 3 == 0:  # it can be offloaded, run and brought back
+            with use_simulated_device(device) if device is not None else nullcontext():
+                handle = case.apply(model)
+                if device is None:
+                    assert_same(run(model, inputs()), run(reference, inputs()))
+                handle.remove()
+            assert_as_before(model, reference, strike.where)
+        if folder.is_dir():  # the next set-up there would wait for this process, which does not know
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+        at += 1 + at // 6  # the lines of loops over groups come again and again
+    assert at > 500
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("when", ["in the middle", "at the end", "while it is excluded", "one is offloaded already"])
+def test_a_pipeline_of_which_one_model_fails(when: str) -> None:
+    """The others would stay offloaded. What was offloaded before stays so."""
+
+    class Fails(Model):
+        def to(self, *args: Any, **options: Any) -> Any:
+            super().to(*args, **options)
+            raise MemoryError
+
+    models = {"one": make(Model, 1), "two": make(Fails, 2), "three": make(Model, 3)}
+    references = copy.deepcopy(models)
+    handle = apply_group_offloading(models["three"], "cpu") if when == "one is offloaded already" else None
+    if when != "while it is excluded":
+        failing = models["three" if when == "at the end" else "two"]
+        failing.empty = nn.Parameter(torch.empty(2, device="meta"))
+    excluded = ["two"] if when == "while it is excluded" else []
+    with pytest.raises((ModuleError, MemoryError)):
+        enable_group_offload(SimpleNamespace(components=models), "cpu", exclude_modules=excluded)
+    for name, model in models.items():
+        if "empty" in model._parameters:
+            del model.empty
+        if handle is not None and name == "three":
+            assert handle.is_active and handle_of(model) is handle
+        else:
+            assert_as_before(model, references[name])

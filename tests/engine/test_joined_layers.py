@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from group_offload import OffloadHandle
 from group_offload.runtime.engine import Engine
 
 from ..support.inside import engine_of
-from ..support.models import Blocks, Stop
-from ..support.on_device import Twins, forward, offload
+from ..support.models import Blocks, Stop, make, stay
+from ..support.on_device import Twins, forward, hop_between, offload
 from ..support.rigs import check, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -43,6 +43,25 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Choosing(Attention):
+    """Calls its layers in the order that it is told, edits those that are yet to be called, and catches an error of one."""
+
+    order = "q k v out"
+    edits = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.order.split():
+            try:
+                x = self.get_submodule(name)(x)
+            except Stop:
+                x = x + 1
+            if self.edits and name == "q":
+                with torch.no_grad():
+                    self.k.weight.mul_(2)
+                    self.v.bias.add_(1)
+        return x
+
+
 class Repeating(Attention):
     """Calls two layers in turns, and one of them in a row."""
 
@@ -51,20 +70,6 @@ class Repeating(Attention):
             x = self.k(self.q(self.q(x)))
         x = self.out(self.v(x))
         return x + self.down(self.up(x))
-
-
-class Choosing(Attention):
-    """Calls its layers in the order that it is told, and catches an error of one."""
-
-    order = "q k v out"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.order.split():
-            try:
-                x = self.get_submodule(name)(x)
-            except Stop:
-                x = x + 1
-        return x
 
 
 class Tied(Attention):
@@ -109,9 +114,9 @@ def blocks(kind: type[nn.Module] = Attention, count: int = 4) -> Blocks:
     return Blocks(*(kind() for _ in range(count)))
 
 
-def set_order(model: Any, order: str) -> None:
+def set_all(model: Any, name: str, value: object) -> None:
     for block in model.blocks:
-        block.order = order
+        setattr(block, name, value)
 
 
 def groups_of(handle: OffloadHandle) -> list[str]:
@@ -120,14 +125,6 @@ def groups_of(handle: OffloadHandle) -> list[str]:
 
 def joined(handle: OffloadHandle) -> list[str]:
     return [name for name in groups_of(handle) if " to " in name]
-
-
-def largest_layer(handle: OffloadHandle) -> int:
-    return max(part.blob.layout.num_bytes for group in engine_of(handle).groups for part in group.parts)
-
-
-def outer_bytes(handle: OffloadHandle) -> int:
-    return sum(group.num_bytes for group in engine_of(handle).groups if group.height)
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
@@ -150,9 +147,10 @@ def test_bytes_and_memory_are_those_of_single_layers(
                 sent.append(device.copied_bytes - before)
                 assert bool(joined(twins.handle)) is joins
                 peaks.append(twins.handle.stats().peak_device_bytes)
-                most = (5 if "record_stream" in options else 2) * largest_layer(twins.handle) + outer_bytes(
-                    twins.handle
-                )
+                groups = engine_of(twins.handle).groups
+                largest = max(part.blob.layout.num_bytes for group in groups for part in group.parts)
+                outer = sum(group.num_bytes for group in groups if group.height)
+                most = (5 if "record_stream" in options else 2) * largest + outer
     assert sent[1] <= sent[0]
     assert peaks[1] <= most
 
@@ -166,182 +164,64 @@ def test_layers_are_joined_in_the_order_of_their_calls(device: SimulatedDevice) 
         assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
 
 
-def test_a_layer_that_is_not_called_is_parted_from_others(device: SimulatedDevice) -> None:
-    """Else each pass would send it in vain."""
-    with Twins(device, blocks(Choosing), **LEAF) as twins:
-        for _ in range(3):
-            twins.step()
-        assert "blocks.0.q to blocks.0.out" in joined(twins.handle)
-        twins.edit(set_order, "q k out")
-        for _ in range(2):
-            twins.step()
-        assert not joined(twins.handle)
-        twins.edit(set_order, "q k v out")
-        for _ in range(2):
-            twins.step()
-        assert not joined(twins.handle)
-
-
 def test_an_order_that_depends_on_data_leaves_layers_apart(device: SimulatedDevice) -> None:
-    """The module is cut again a few times, and not in each pass."""
+    """A layer that is not called would be sent in vain. The module is cut again a few times, and not in each pass."""
     with Twins(device, blocks(Choosing, 6), **LEAF) as twins:
         engine = engine_of(twins.handle)
         cuts = set()
         for number in range(24):
             names = ["out", *"qkv"]
             names.insert(number % 3, names.pop(number // 3 % 4))
-            twins.edit(set_order, " ".join(names[number % 2 :]))
+            twins.edit(set_all, "order", " ".join(names[number % 2 :]))
             twins.step()
             cuts.add(engine.groups)
         assert len(cuts) <= 5 and not joined(twins.handle)
 
 
-def test_a_gate_in_between_takes_few_calls() -> None:
-    """Those of Python and of C. A gate that brings a group takes two hundred and more."""
-    counts: list[int] = []
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        counts[-1] += event in ("call", "c_call")
-
-    class Counting(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.v(self.q(x))
-            counts.append(0)
-            sys.setprofile(count)
-            x = self.k(x)
-            sys.setprofile(None)
-            return self.out(x)
-
-    model, reference = pair(blocks(Counting))
-    offload(model, **LEAF)
-    x = torch.ones(3, DIM)
-    for _ in range(4):
-        assert torch.equal(run(model, x), run(reference, x))
-    plain, mine = counts[-1], counts[-5]
-    assert mine - plain <= 45 < counts[0] - plain
+CHANGES: dict[Any, Callable[[Any], object]] = {
+    "edit": lambda block: block.k.weight.data.mul_(2),
+    "replace": lambda block: setattr(block.k.weight, "data", torch.ones(DIM, DIM)),
+    "another layer": lambda block: setattr(block, "k", make(nn.Linear, DIM, DIM, seed=1)),
+    "cast back": lambda block: block.k.to(torch.float64).to(torch.float32),
+}
 
 
-@pytest.mark.parametrize("change", ["edit", "replace", "add", "cast back"])
-def test_a_changed_layer_among_joined_ones(change: str, device: SimulatedDevice) -> None:
-    def edit(model: Any) -> None:
-        block = model.blocks[1]
-        with torch.no_grad():
-            if change == "edit":
-                block.k.weight.mul_(2)
-            elif change == "replace":
-                block.k.weight.data = torch.ones(DIM, DIM)
-            elif change == "add":
-                torch.manual_seed(1)
-                block.k = nn.Linear(DIM, DIM)
-            else:
-                block.k.to(torch.float64).to(torch.float32)
-
-    with Twins(device, blocks(), **LEAF) as twins:
-        for number in range(8):
-            if number in (1, 3, 4):
-                twins.edit(edit)
-            twins.step()
-        assert joined(twins.handle)
-
-
-def test_an_edit_in_the_middle_of_joined_layers(device: SimulatedDevice) -> None:
-    """A layer that has yet to be called is on the device by then: the edit is made there, and is brought back."""
-
-    class Editing(Attention):
-        edits = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.q(x)
-            if self.edits:
-                with torch.no_grad():
-                    self.k.weight.mul_(2)
-                    self.v.bias.add_(1)
-            return self.out(self.k(x)) + self.v(x)
-
-    def set_edits(model: Any, edits: bool) -> None:
-        model.blocks[1].edits = edits
-
-    with Twins(device, blocks(Editing), **LEAF) as twins:
-        for number in range(7):
-            twins.edit(set_edits, number in (0, 3, 4))
-            twins.step()
-            twins.check()
-        assert joined(twins.handle)
-
-
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
-def test_an_error_in_a_layer_whose_group_is_there(error: type[BaseException], device: SimulatedDevice) -> None:
-    fails = False
+@pytest.mark.parametrize("seed", range(6))
+def test_edits_and_errors_among_joined_layers(seed: int, device: SimulatedDevice) -> None:
+    """Also in a forward, where a layer that has yet to be called is on the device; and by hooks that call other layers."""
+    rng = random.Random(seed)
+    error: Any = None
 
     def fail(*args: Any) -> None:
-        if fails:
+        if error is not None:
             raise error
 
     with Twins(device, blocks(Choosing), **LEAF) as twins:
         for model in (twins.model, twins.resident):
             for block in model.blocks:
                 block.v.register_forward_pre_hook(fail)
-        for number in range(9):
-            fails = number in (4, 6)
-            if fails and error is KeyboardInterrupt:
+            first, up = model.blocks[0], model.blocks[3].up
+            if seed % 2:
+                first.k.register_forward_hook(lambda module, args, output, up=up: output + up(args[0])[:, :DIM])
+                first.q.register_forward_hook(lambda module, args, output, v=first.out: output + v(args[0]))
+        for _ in range(12):
+            event = rng.choice([*CHANGES, "in the forward", Stop, KeyboardInterrupt, None, None])
+            error = event if isinstance(event, type) else None
+            if event in CHANGES:
+                twins.edit(lambda model, change=CHANGES[event]: change(model.blocks[1]))
+            twins.edit(set_all, "edits", event == "in the forward")
+            if event is KeyboardInterrupt:
                 with pytest.raises(KeyboardInterrupt):
                     forward(device, twins.model, torch.randn(3, DIM))
             else:
                 twins.step()
-        assert not any(group.holds for group in engine_of(twins.handle).groups)
-
-
-def test_a_layer_that_calls_another_one(device: SimulatedDevice) -> None:
-    """A hook of a joined layer calls a layer of another group, and one of its own."""
-    with Twins(device, blocks(), **LEAF) as twins:
-        for model in (twins.model, twins.resident):
-            first, last = model.blocks[0], model.blocks[3]
-            first.k.register_forward_hook(lambda module, args, output, up=last.up: output + up(args[0])[:, :DIM])
-            first.q.register_forward_hook(lambda module, args, output, v=first.v: output + v(args[0]))
-        for _ in range(6):
+            if rng.random() < 0.5:
+                twins.check()
+            assert not any(group.holds for group in engine_of(twins.handle).groups)
+        error = None
+        for _ in range(3):
             twins.step()
-
-
-class Two(nn.Module):
-    """A forward, and a method that needs the same weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
-
-    def back(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
-
-
-WITHOUT_SOURCE = """
-class Calling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Two() for _ in range(12))
-    def forward(self, x):
-        for block in self.blocks:
-            x = block.back(block(x))
-        return x
-"""
-"""Nothing is known of the calls in this forward before they come."""
-
-
-@pytest.mark.parametrize("options", [LEAF, {**LEAF, "record_stream": True}, {"record_stream": True}], ids=str)
-def test_a_method_that_needs_a_group_between_calls(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """Passes learn that it was called, though the group is there. Else every second one would send each group twice."""
-    names: dict[str, Any] = {"nn": nn, "Two": Two}
-    exec(WITHOUT_SOURCE, names)
-    with Twins(device, names["Calling"](), **options) as twins:
-        sent = []
-        for _ in range(8):
-            before = device.copied_bytes
-            twins.step()
-            twins.check()
-            sent.append(device.copied_bytes - before)
-        assert sent[3:] == [12 * 256] * 5
+        assert joined(twins.handle)
 
 
 def test_memory_runs_out_in_joined_layers(device: SimulatedDevice) -> None:
@@ -350,7 +230,7 @@ def test_memory_runs_out_in_joined_layers(device: SimulatedDevice) -> None:
         for _ in range(4):
             twins.step()
             twins.check()
-        assert any(" to " in group.group_id for group in twins.handle.groups)
+        assert joined(twins.handle)
         refused = 0
         for room in range(0, 32 << 10, 512):
             device.capacity = device.total.now + room
@@ -371,33 +251,29 @@ def test_calls_on_other_streams(device: SimulatedDevice) -> None:
     streams = [device.current_stream(), device.new_stream()]
 
     class Hopping(Attention):
+        on_layer: Any = staticmethod(stay)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.alive: list[torch.Tensor] = []
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for name in "q", "k", "v", "out":
-                there, here = streams[(name == "v") ^ (device.current_stream() is streams[1])], device.current_stream()
-                event = device.new_event()
-                event.record(here)
-                there.wait_event(event)
-                with device.use_stream(there):
+            for position, name in enumerate(("q", "k", "v", "out")):
+                self.alive.append(x)
+                with self.on_layer(position % 3):
                     x = self.get_submodule(name)(x)
-                    event.record(there)
-                here.wait_event(event)
-                alive.append(x)
+            self.alive.append(x)
             return x
 
-    alive: list[torch.Tensor] = []
-    model = blocks(Hopping)
-    reference = copy.deepcopy(model)
-    for block in reference.blocks:
-        block.forward = lambda x, block=block: block.out(block.v(block.k(block.q(x))))
-    handle = offload(model, **LEAF)
-    for number in range(8):
-        x = torch.randn(3, DIM)
-        output = forward(device, model, x, streams[number % 4 == 3])
-        device.synchronize()
-        assert torch.equal(device.get(output), run(reference, x))
-        alive.clear()
-    assert joined(handle)
-    handle.remove()
+    with Twins(device, blocks(Hopping), **LEAF) as twins:
+        for block in twins.model.blocks:
+            block.on_layer = hop_between(device, streams)
+        for number in range(8):
+            with device.use_stream(streams[number % 4 == 3]):
+                twins.step()
+            device.synchronize()
+            twins.check()
+        assert joined(twins.handle)
 
 
 def test_a_graph_parts_layers(device: SimulatedDevice) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import apply_group_offloading
@@ -22,7 +23,7 @@ from group_offload import apply_group_offloading
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
 from ..support.rigs import LEVELS, TIERS, OnloadedOnly, offload_to, pair
-from ..support.simulated import Laziness, SimulatedDevice, use_simulated_device
+from ..support.simulated import SimulatedDevice, use_simulated_device
 
 DIM = 8
 
@@ -144,46 +145,31 @@ def test_bits(level: str, tier: str, tmp_path: Path) -> None:
     assert_same(called(model, CALLS["both"], torch.ones(1, DIM)), called(reference, CALLS["both"], torch.ones(1, DIM)))
 
 
-@pytest.mark.parametrize("laziness", ["random", "lazy"])
 @any_mode
-def test_stream_order(options: dict[str, Any], laziness: Laziness) -> None:
+def test_stream_order(options: dict[str, Any]) -> None:
+    """A call is one pass, and foresees the next one like it: the blocks of a decode come ahead of its compute, beside calls of
+    other methods with another order."""
     model, reference = made()
-    device = SimulatedDevice(3, laziness)
+    device = SimulatedDevice(3, "lazy")
     with use_simulated_device(device):
         handle = offload(model, **options)
-        outputs = []
-        for _ in range(2):
-            for call in CALLS.values():
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for calls in (CALLS, CALLS, *[("encode", "decode")] * 4):
+            before = handle.stats()
+            for name in calls:
                 x = torch.randn(2, DIM)
                 with device.running(), OnloadedOnly(model):
-                    outputs.append((called(model, call, device.put(x)), called(reference, call, x)))
-        for output, expected in outputs:
-            for one, other in zip(
-                *(each if isinstance(each, tuple) else (each,) for each in (output, expected)), strict=True
-            ):
-                assert torch.equal(device.get(one), other)
+                    found = called(model, CALLS[name], device.put(x))
+                outputs += zip(tree_leaves(found), tree_leaves(called(reference, CALLS[name], x)), strict=True)
+            after = handle.stats()
+        assert after.passes - before.passes == 2 and after.stalls == before.stalls
+        while outputs:
+            output, expected = outputs.pop()
+            assert torch.equal(device.get(output), expected)
         device.synchronize()
-        del outputs, output, one
+        del found, output
         handle.remove()
         assert device.allocated_bytes == 0
-
-
-def test_a_call_is_one_pass_and_foresees_the_next_one_like_it() -> None:
-    """The blocks of a decode come ahead of its compute, beside encodes with another order."""
-    model, _ = made()
-    device = SimulatedDevice(0, "lazy")
-    with use_simulated_device(device):
-        handle = offload(model)
-        for turn in range(4):
-            before = handle.stats()
-            for call in (CALLS["encode"], CALLS["decode"]):
-                with device.running():
-                    called(model, call, device.put(torch.randn(2, DIM)))
-            after = handle.stats()
-            assert after.passes - before.passes == 2
-            assert turn < 2 or after.stalls == before.stalls
-        device.synchronize()
-        handle.remove()
 
 
 def test_gradients_with_a_checkpoint() -> None:
@@ -201,35 +187,64 @@ def test_gradients_with_a_checkpoint() -> None:
         assert_same(*grads)
 
 
-def test_what_is_called_without_a_tensor_changes_weights_at_rest() -> None:
+def test_callers_see_the_method() -> None:
+    """Whoever took it while the model was offloaded has it afterwards."""
     model, reference = made()
-    handle = offload_to(None, model, "block_level")
-    num_passes = handle.stats().passes
-    for each in (model, reference):
-        each.reset(2.0)
-    assert handle.stats().passes == num_passes
-    check(model, reference)
+    handle = offload_to(None, model)
+    encode = model.encode
+    assert {name for name in vars(model) if name in vars(Autoencoder)} == METHODS
+    assert inspect.signature(encode) == inspect.signature(reference.encode)
+    assert encode.__name__ == "encode" and encode.__self__ is model
+    assert callable(encode) and not hasattr(encode, "missing")
+    handle.remove()
+    x = torch.ones(1, DIM)
+    assert_same(called(model, lambda _, x: encode(x), x), called(reference, CALLS["encode"], x))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("what", ["method", "blocks"])
+def test_compiled(what: str, is_late: bool, level: str) -> None:
+    """As users of diffusers do it, before and after offloading: the graphs contain no weight that moves, and no gate."""
+    model, reference = made()
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    handle = offload_to(None, model, level) if is_late else None
+    if what == "method":
+        model.decode = torch.compile(model.decode, backend=backend)
+    else:
+        for block in (*model.down, *model.up):
+            block.compile(backend=backend, fullgraph=True)
+    handle = handle or offload_to(None, model, level)
+    for turn in range(3):
+        x = torch.randn(2, DIM)
+        assert_same(called(model, CALLS["decode"], x), called(reference, CALLS["decode"], x))
+        assert handle.stats().passes == turn + 1
+    if what == "blocks":
+        assert backend.frame_count == 1  # equal blocks share it
+        assert not any("step" in vars(block) for block in (*model.down, *model.up)) and "decode" in vars(model)
     handle.remove()
 
 
-def test_callers_see_the_method() -> None:
-    model, reference = made()
-    offload_to(None, model)
-    assert {name for name in vars(model) if name in vars(Autoencoder)} == METHODS
-    assert inspect.signature(model.encode) == inspect.signature(reference.encode)
-    assert model.encode.__name__ == "encode" and model.encode.__self__ is model and model.decode
-    assert callable(model.encode) and not hasattr(model.encode, "missing")
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
+    """What is called without a tensor changes weights at rest."""
     model, reference = made()
     handle = offload_to(None, model, "leaf_level")
+    for each in (model, reference):
+        each.reset(2.0)
+    assert handle.stats().passes == 0
     check(model, reference, passes=1)
     other = duplicate(model)
     handle.remove()
-    with torch.no_grad():
-        model.shift.zero_()
+    model.reset(0)
     assert other.encode.__self__ is other
     for call in CALLS.values():
         assert_same(called(other, call, torch.ones(2, DIM)), called(reference, call, torch.ones(2, DIM)))
@@ -241,69 +256,16 @@ def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
 def test_methods_of_an_instance(is_late: bool) -> None:
     """A library may replace a method of one module, before it is offloaded or after."""
     model, reference = made()
-    if is_late:
-        handle = apply_group_offloading(model, "cpu")
+    handle = apply_group_offloading(model, "cpu") if is_late else None
     for each in (model, reference):
         before = each.decode
         each.decode = MethodType(lambda self, x, before=before: before(x) + 1, each)
-    if not is_late:
-        handle = apply_group_offloading(model, "cpu")
+    handle = handle or apply_group_offloading(model, "cpu")
     mine = model.decode
     check(model, reference)
-    with torch.no_grad():
-        for each in (model, reference):
-            each.up.append(copy.deepcopy(each.up[0]))  # it is cut into groups again
+    for each in (model, reference):
+        each.up.append(copy.deepcopy(each.up[0]))  # it is cut into groups again
     check(model, reference)
     handle.remove()
     assert is_late is (model.decode is mine)
     assert_same(called(model, CALLS["both"], torch.ones(1, DIM)), called(reference, CALLS["both"], torch.ones(1, DIM)))
-
-
-def test_a_stale_method_still_computes() -> None:
-    """Whoever took the method while the model was offloaded has it afterwards."""
-    model, reference = made()
-    handle = apply_group_offloading(model, "cpu")
-    encode = model.encode
-    handle.remove()
-    assert_same(
-        called(model, lambda _, x: encode(x), torch.ones(1, DIM)),
-        called(reference, CALLS["encode"], torch.ones(1, DIM)),
-    )
-
-
-class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def _fresh_compiler(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_methods(self, level: str) -> None:
-        """As users of diffusers do it, before and after offloading: the graphs contain no weight that moves."""
-        for is_late in (False, True):
-            model, reference = made()
-            handle = None if is_late else offload_to(None, model, level)
-            model.decode = torch.compile(model.decode, backend="eager")
-            handle = handle or offload_to(None, model, level)
-            for turn in range(3):
-                x = torch.randn(2, DIM)
-                assert_same(called(model, CALLS["decode"], x), called(reference, CALLS["decode"], x))
-                assert handle.stats().passes == turn + 1
-            handle.remove()
-
-    @pytest.mark.parametrize("is_late", [False, True])
-    def test_blocks_that_call_their_methods(self, is_late: bool) -> None:
-        """A block's own graph contains no gate, and equal blocks share it."""
-        model, reference = made()
-        backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
-        handle = offload_to(None, model) if is_late else None
-        for block in (*model.down, *model.up):
-            block.compile(backend=backend, fullgraph=True)
-        handle = handle or offload_to(None, model)
-        for _ in range(2):
-            x = torch.randn(2, DIM)
-            assert_same(called(model, CALLS["forward"], x), called(reference, CALLS["forward"], x))
-        assert backend.frame_count == 1
-        assert not any("step" in vars(block) for block in (*model.down, *model.up))
-        assert "decode" in vars(model)

@@ -17,62 +17,52 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from group_offload import ModuleError, StateError, apply_group_offloading, remove_group_offloading
+from group_offload import ModuleError, StateError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
-from ..support.rigs import LEVELS, TIERS, check, offload_to, run
+from ..support.on_device import Twins, forward, offload
+from ..support.rigs import LEVELS, Offload, check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import in_threads
 
-every_tier = pytest.mark.parametrize("tier", TIERS)
 every_level = pytest.mark.parametrize("level", LEVELS)
-
-
-def put(tier: str, tmp_path: Path) -> Path | None:
-    return tmp_path / "groups" if tier == "file" else None
 
 
 # ---------------------------------------------------------------- TorchScript
 
-scripts = pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning", "ignore:.*torch.jit.*:DeprecationWarning")
-
 
 def scripted(how: str) -> nn.Module:
     model = make(Model)
-    if how == "root":
-        script: nn.Module = torch.jit.script(Block().eval())
-        return script
     block: Any = model.blocks[1]
+    if how == "root":
+        script: nn.Module = torch.jit.script(block)
+        return script
     if how == "child":
-        model.blocks[1] = torch.jit.script(block)
+        model.blocks[1] = torch.jit.freeze(torch.jit.script(block))
     elif how == "traced":
         model.blocks[1] = torch.jit.trace(block, inputs())
-    elif how == "frozen":
-        model.blocks[1] = torch.jit.freeze(torch.jit.script(block))
     else:
         block.up = torch.jit.script(block.up)
         model.proj_in = torch.jit.script(model.proj_in)
     return model
 
 
-@scripts
-@every_tier
-@every_level
-@pytest.mark.parametrize("how", ["child", "traced", "frozen", "inside", "root"])
-def test_scripted_modules(how: str, tier: str, level: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["child", "traced", "inside", "root"])
+def test_scripted_modules(how: str, offload_either: Offload) -> None:
     """One that is scripted moves as a whole, around its call."""
     model, reference = scripted(how), scripted(how)
     reference.load_state_dict(model.state_dict())
-    handle = offload_to(put(tier, tmp_path), model, level)
+    handle = offload_either(model)
     x = inputs()
-    for _ in range(3):
+    for _ in range(2):
         check(model, reference, x, passes=2)
         for each in (model, reference):
             for parameter in each.parameters():
                 parameter.data.mul_(0.5)
-    saved = io.BytesIO()
     if how == "root":
+        saved = io.BytesIO()
         torch.jit.save(model, saved)
         saved.seek(0)
         assert_same(run(torch.jit.load(saved), x), run(reference, x))
@@ -80,9 +70,7 @@ def test_scripted_modules(how: str, tier: str, level: str, tmp_path: Path) -> No
     assert_at_rest(model, reference)
     for left, right in zip(model.modules(), reference.modules(), strict=True):
         assert left.__dict__.keys() == right.__dict__.keys()
-    assert_same(run(model, x), run(reference, x))
-    remove_group_offloading(model)
-    offload_to(put(tier, tmp_path), model, level)
+    offload_either(model)
     check(model, reference, x)
 
 
@@ -99,39 +87,25 @@ class WithLazy(Model):
         return self.last(super().forward(x))
 
 
-def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(7)  # a lazy module draws its weights when it gets a shape
-    return run(model, x)
-
-
-@every_tier
-@every_level
-@pytest.mark.parametrize("changes", [False, True])
-def test_lazy_modules(tier: str, level: str, changes: bool, tmp_path: Path) -> None:
+def test_lazy_modules(offload_either: Offload) -> None:
     """They are in no group until they have a shape, and run as they do resident."""
+    with pytest.raises(ModuleError, match="Run it once"):
+        offload_either(nn.Sequential(nn.LazyLinear(WIDTH)))
     model, reference = make(WithLazy), make(WithLazy)
-    handle = offload_to(put(tier, tmp_path), model, level)
+    handle = offload_either(model)
     num_tensors = sum(group.num_tensors for group in handle.groups)
-    if changes:
-        for each in (model, reference):
-            each.gain.data.mul_(2)
-            each.blocks[0].register_buffer("shift", torch.ones(WIDTH))
-        num_tensors += 1
-        handle.refresh()
-        assert sum(group.num_tensors for group in handle.groups) == num_tensors
-    assert_same(seeded(model, inputs()), seeded(reference, inputs()))
+    for each in (model, reference):
+        each.gain.data.mul_(2)
+        each.blocks[0].register_buffer("shift", torch.ones(WIDTH))
+    handle.refresh()
+    assert sum(group.num_tensors for group in handle.groups) == num_tensors + 1
+    for each in (model, reference):
+        torch.manual_seed(7)  # a lazy module draws its weights when it gets a shape
+        run(each, inputs())
     check(model, reference, inputs())
-    assert sum(group.num_tensors for group in handle.groups) == num_tensors + 8
+    assert sum(group.num_tensors for group in handle.groups) == num_tensors + 9
     handle.remove()
     assert_same(run(model, inputs()), run(reference, inputs()))
-
-
-def test_a_module_that_is_all_lazy() -> None:
-    model = nn.Sequential(nn.LazyLinear(WIDTH))
-    with pytest.raises(ModuleError, match="Run it once"):
-        apply_group_offloading(model, "cpu")
-    run(model, inputs())
-    apply_group_offloading(model, "cpu")
 
 
 # ---------------------------------------------------------------- hooks
@@ -191,19 +165,6 @@ def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-def test_a_tool_that_patches_calls_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls, plain = make(Model), [], nn.Module._call_impl
-    apply_group_offloading(model, "cpu", offload_type="leaf_level")
-
-    def note(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls.append(module)
-        return plain(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    monkeypatch.setattr(nn.Module, "_call_impl", note)
-    run(model, inputs())
-    assert {*calls} == {module for module in model.modules() if not isinstance(module, nn.ModuleList)}
-
-
 # ---------------------------------------------------------------- copies of hooks
 
 
@@ -215,62 +176,38 @@ def test_hooks_that_are_copied_do_nothing(level: str) -> None:
     for module in [*model.modules()]:
         other = nn.Linear(WIDTH, WIDTH)
         expected = run(other, inputs())
-        for hook in module._forward_pre_hooks.values():
-            other.register_forward_pre_hook(hook)
-            other.register_forward_pre_hook(hook, with_kwargs=True)
-        for hook in module._forward_hooks.values():
-            other.register_forward_hook(hook)
-            other.register_forward_hook(hook, with_kwargs=True)
+        for with_kwargs in (False, True):
+            for hook in module._forward_pre_hooks.values():
+                other.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+            for hook in module._forward_hooks.values():
+                other.register_forward_hook(hook, with_kwargs=with_kwargs)
         assert_same(run(other, inputs()), expected)
-    for each in (copy.deepcopy(model.blocks[1]), pickle.loads(pickle.dumps(model.blocks[1]))):
-        assert_same(run(each, inputs()), run(reference.blocks[1], inputs()))
-        each.requires_grad_(True)(inputs()).sum().backward()
+    copied = copy.deepcopy(model.blocks[1])
+    copied.requires_grad_(True)(inputs()).sum().backward()
     check(model, reference, inputs())
-
-
-@every_level
-def test_a_copy_is_compiled_as_one(level: str) -> None:
-    """The copy of an offloaded module has its hooks, and nothing that they stand for."""
-    model, reference = make(Model), make(Model)
-    apply_group_offloading(model, "cpu", offload_type=level)
-    for part, same in ((model, reference), (model.blocks[1], reference.blocks[1])):
-        compiled = torch.compile(copy.deepcopy(part), fullgraph=True, backend="eager")
-        assert_same(run(compiled, inputs()), run(same, inputs()))
 
 
 class HandsOut(Model):
     """Its copies and pickles are made of its `__dict__`."""
 
     def __deepcopy__(self, memo: Any) -> HandsOut:
-        return _made_of(copy.deepcopy(self.__dict__, memo))
+        made = HandsOut.__new__(HandsOut)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def __reduce__(self) -> Any:
-        return _made_of, (self.__dict__.copy(),)
+        return HandsOut.__new__, (HandsOut,), self.__dict__.copy()
 
 
-def _made_of(values: dict[str, Any]) -> HandsOut:
-    model = HandsOut.__new__(HandsOut)
-    model.__dict__.update(values)
-    return model
-
-
-@every_tier
 @pytest.mark.parametrize("kind", [Model, HandsOut], ids=["plain", "hands out"])
-@pytest.mark.parametrize(
-    "make_copy",
-    [
-        copy.deepcopy,
-        lambda model: pickle.loads(pickle.dumps(model)),
-        lambda model: copy.deepcopy(copy.copy(model)),
-    ],
-    ids=["deepcopy", "pickle", "of a shallow copy"],
-)
-def test_copies_are_modules_as_any_other(
-    kind: Any, make_copy: Callable[[nn.Module], nn.Module], tier: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "of a shallow copy"])
+def test_copies_are_modules_as_any_other(kind: Any, how: str, tmp_path: Path) -> None:
     model, reference = make(kind), make(kind)
-    handle = offload_to(put(tier, tmp_path), model)
-    copied = make_copy(model)
+    handle = offload_to(tmp_path, model)
+    if how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        copied = copy.deepcopy(model if how == "deepcopy" else copy.copy(model))
     model.gain.data.zero_()
     assert_same(run(copied, inputs()), run(reference, inputs()))
     assert handle.stats().passes == 0
@@ -296,15 +233,12 @@ class Unbound(nn.Module):
 
 @every_level
 def test_an_unbound_call_of_a_forward_has_its_weights_on_the_device(level: str) -> None:
-    model, reference = make(Unbound), make(Unbound)
-    x = torch.randn(2, WIDTH)
-    with use_simulated_device(SimulatedDevice()) as device:
-        apply_group_offloading(model, "cpu", offload_type=level)
+    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(Unbound), offload_type=level) as twins:
+        model = twins.model
         at_rest = {linear.weight.data_ptr() for linear in (*model.blocks, model.last)}
         for _ in range(2):
-            with torch.no_grad(), device.running():
-                output = model(device.put(x))
-            assert_same(device.get(output), run(reference, x))
+            twins.step(x=inputs())
+            twins.check()
             assert len({*model.seen}) == 4 and at_rest.isdisjoint(model.seen)
 
 
@@ -320,61 +254,47 @@ class Sharing(nn.Module):
         self.embed.weight = embed.weight
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.inner: list[nn.Module] = []
-        self.running: list[nn.Module] = []
-        self.overlaps = 0
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.overlaps += any(each is not self for each in self.running) and not self.inner
-        self.running.append(self)
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
             time.sleep(0)
         for inner in self.inner:
             x = x + inner(ids).mean()
-        self.running.remove(self)
         return x @ self.embed.weight.t()
 
 
 def two() -> tuple[Sharing, Sharing]:
     torch.manual_seed(0)
     embed = nn.Embedding(8, WIDTH)
-    one, other = Sharing(embed).eval(), Sharing(embed).eval()
-    other.running = one.running
-    return one, other
+    return Sharing(embed).eval(), Sharing(embed).eval()
 
 
-@every_tier
 @every_level
-def test_two_models_with_a_weight_in_two_threads(tier: str, level: str, tmp_path: Path) -> None:
+def test_two_models_with_a_weight_in_two_threads(level: str) -> None:
     """One would compute with the other's slot."""
     models, references = two(), two()
     ids = torch.arange(8)
     expected = [run(each, ids) for each in references]
-    for index, model in enumerate(models):
-        offload_to(put(tier, tmp_path / str(index)), model, level)
-    found: list[list[torch.Tensor]] = [[], []]
+    with use_simulated_device(SimulatedDevice()) as device:
+        handles = [offload(model, offload_type=level) for model in models]
 
-    def repeat(index: int) -> None:
-        for _ in range(30):
-            found[index].append(run(models[index], ids))
+        def repeat(index: int) -> None:
+            for _ in range(30):
+                assert_same(device.get(forward(device, models[index], ids)), expected[index])
 
-    in_threads([partial(repeat, index) for index in range(2)])
-    for index in range(2):
-        assert len(found[index]) == 30
-        for output in found[index]:
-            assert_same(output, expected[index])
-        assert models[index].overlaps == 0
+        in_threads([partial(repeat, index) for index in range(2)])
+        for handle in handles:
+            handle.remove()
 
 
-@every_tier
-@every_level
-def test_one_of_two_models_is_called_inside_of_the_other(tier: str, level: str, tmp_path: Path) -> None:
+def test_one_of_two_models_is_called_inside_of_the_other(offload_either: Offload) -> None:
     models, references = two(), two()
     ids = torch.arange(8)
     for one, other in (models, references):
         one.inner.append(other)
-    handles = [offload_to(put(tier, tmp_path / str(i)), model, level) for i, model in enumerate(models)]
+    handles = [offload_either(model) for model in models]
     for _ in range(3):
         for model, reference in zip(models, references, strict=True):
             assert_same(run(model, ids), run(reference, ids))
@@ -385,47 +305,17 @@ def test_one_of_two_models_is_called_inside_of_the_other(tier: str, level: str, 
         assert_same(run(model, ids), run(reference, ids))
 
 
-def test_training_of_two_models_with_a_weight() -> None:
-    """Their passes take turns under one lock, and so do their backwards."""
-    models, references = (make(Model), make(Model, seed=1)), (make(Model), make(Model, seed=1))
-    for one, other in (models, references):
-        other.blocks[1].up.weight = one.blocks[1].up.weight
-    device = SimulatedDevice()
-    with use_simulated_device(device):
-        for model in models:
-            apply_group_offloading(model.requires_grad_(False), "cpu")
-        for _ in range(3):
-            for model, reference in zip(models, references, strict=True):
-                x, wanted = inputs().requires_grad_(), inputs().requires_grad_()
-                reference.requires_grad_(False)(wanted).sum().backward()
-                with device.running():
-                    on_device = device.put(x.detach()).requires_grad_()
-                    model(on_device).sum().backward()
-                assert on_device.grad is not None and wanted.grad is not None
-                assert_same(device.get(on_device.grad), wanted.grad)
-        for model in models:
-            remove_group_offloading(model)
-
-
 def test_weights_that_come_to_be_shared() -> None:
     """Who takes turns with whom is settled when a model is offloaded."""
-    models, references = (make(Model), make(Model, seed=1)), (make(Model), make(Model, seed=1))
-    handles = [apply_group_offloading(model, "cpu") for model in models]
-    for one, other in (models, references):
-        other.gain = one.gain
-    with pytest.raises(StateError, match="gain of Model is a weight of Model too"):
-        run(models[1], inputs())
-    handles[1].remove()
-    apply_group_offloading(models[1], "cpu")
-    for model, reference in zip(models, references, strict=True):
-        check(model, reference, inputs(), passes=1)
-
-
-def test_a_model_that_shares_weights_with_two_others() -> None:
     one, two, three = make(Model), make(Model, seed=1), make(Model, seed=2)
+    handles = [apply_group_offloading(model, "cpu") for model in (one, two)]
+    two.gain = one.gain
+    with pytest.raises(StateError, match="gain of Model is a weight of Model too"):
+        run(two, inputs())
+    two.gain = nn.Parameter(torch.ones(WIDTH))
+    run(two, inputs())
     three.gain, three.norm.weight = one.gain, two.norm.weight
     references = copy.deepcopy((one, two, three))
-    handles = [apply_group_offloading(model, "cpu") for model in (one, two)]
     with pytest.raises(StateError, match="offload this one first"):
         apply_group_offloading(three, "cpu")
     for handle in handles:

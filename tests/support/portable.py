@@ -60,7 +60,7 @@ ABOUT_LINUX = {
     "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
     "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",
     "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
-    "engine/weights/test_tensor_subclasses.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
+    "engine/weights/test_kinds.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
 }
 """The tests that are about what Linux alone has, and what that is. They are skipped.
 

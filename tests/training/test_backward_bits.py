@@ -21,34 +21,22 @@ from ..support.on_device import packing
 from ..support.training import CHECKPOINTS, DIM, STEPS, Step, assert_same_bits, in_part, plain, selective, train
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_bits_in_place(step: Step, tmp_path: Path) -> None:
-    stats = check(step, "cpu", tmp_path, in_files=False)
-    assert (stats.copies, stats.onloads, stats.backward_passes, stats.peak_device_bytes) == (0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("device", ["cpu", "random"])
+@pytest.mark.parametrize("device", ["in place", "cpu", "random"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_bits(step: Step, device: str, tmp_path: Path) -> None:
-    """Hazard: autograd holds a view of a buffer that's refilled before backward: silently wrong gradients."""
+    """Hazard: autograd holds a view of a buffer that's refilled before backward: silently wrong gradients. A backward breaks
+    off, and the next forward finds the module half onloaded."""
+    if device == "in place":
+        stats = check(step, "cpu", tmp_path, in_files=False)
+        assert (stats.copies, stats.onloads, stats.backward_passes, stats.peak_device_bytes) == (0, 0, 0, 0)
+        return
     stats = check(step, device, tmp_path)
     if step is not in_part:  # which needs nothing of what is offloaded
         assert stats.backward_passes > 0
     assert 0 < stats.trainable_bytes < 6000
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("device", ["cpu", "lazy"])
-def test_bits_with_options(device: str, options: dict[str, Any], tmp_path: Path) -> None:
-    if device == "cpu" and {"record_stream", "vram_budget"} & options.keys():
-        pytest.skip("needs a device with streams")
-    check(STEPS["retained" if device == "cpu" else "plain"], device, tmp_path, **options)
-
-
-LEVELS_AND_FILES: list[dict[str, Any]] = [{}, {"offload_type": "leaf_level"}, {"in_files": True}]
-
-
-@pytest.mark.parametrize("options", LEVELS_AND_FILES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"in_files": True}], ids=str)
 @pytest.mark.parametrize("run", [*CHECKPOINTS, selective])
 def test_bits_with_checkpoints(run: Any, options: dict[str, Any], tmp_path: Path) -> None:
     """Around blocks, and around parts of them, where nobody calls the group's own module again. Selective ones count
@@ -136,60 +124,48 @@ def test_calls_of_a_block_share_autocasts_copies(options: dict[str, Any], tmp_pa
     check(STEPS["autocast"], "random", tmp_path, lambda: make(5, order=[0, 1, 0]), **options)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_training(seed: int, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_training(seed: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Blocks that are left out or called again, checkpoints here and there, steps of all kinds, on any tier."""
-    exercise(seed, "random" if seed % 2 else "lazy", tmp_path)
-
-
-def exercise(seed: int, device: str, folder: Path) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {options}")
     num_blocks = rng.randint(1, 5)
     order = [rng.randrange(num_blocks) for _ in range(rng.randint(1, 7))] if rng.random() < 0.5 else None
     attributes: dict[str, Any] = {"order": order or list(range(num_blocks))}
-    if rng.random() < 0.5:
-        attributes["run_block"] = rng.choice(CHECKPOINTS)
-    elif rng.random() < 0.5:
-        attributes["run_part"] = rng.choice(CHECKPOINTS)
-    options = dict(rng.choice([*OPTIONS.values()]))
-    step = STEPS[rng.choice(["plain", "accumulated", "two_by_two", "both_at_once", "autocast", "evaluated"])]
-    if attributes.get("run_block") is None and attributes.get("run_part") is None and rng.random() < 0.5:
-        step = rng.choice([STEPS["retained"], STEPS["doubled"]])
-    check(step, device, folder, lambda: make(num_blocks, **attributes), num_steps=3, seed=seed, **options)
+    steps = ["plain", "accumulated", "two_by_two", "both_at_once", "autocast", "evaluated"]
+    where = rng.choice(["run_block", "run_part", None])
+    if where is not None:
+        attributes[where] = rng.choice(CHECKPOINTS)
+    else:
+        steps += ["retained", "doubled"] * 2
+    step, device = STEPS[rng.choice(steps)], rng.choice(["random", "lazy"])
+    check(step, device, tmp_path, lambda: make(num_blocks, **attributes), num_steps=3, seed=seed, **options)
 
 
-def test_bits_beside_activation_offloading(tmp_path: Path) -> None:
-    """Both at once, whichever was applied first: each leaves what is the other's to it."""
-    for first in ("weights", "activations"):
-        for run_block in (None, CHECKPOINTS[1 if first == "weights" else 0]):
-            attributes = {} if run_block is None else {"run_block": run_block}
-            expected = train(make(**attributes), plain)
-            model = make(**attributes)
-            with offloaded(model, "random", tmp_path, offload_type="block_level") as (_, handle, put, get):
-                if first == "activations":
-                    handle.remove()
-                activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
-                if first == "activations":
-                    handle = apply_group_offloading(model, "cpu")
-                assert_same_bits(train(model, plain, put), expected, get)
-                saved = activations.stats()
-                assert saved.offloads > 0
-                assert handle.stats().backward_passes == 2
-                activations.remove()
-
-
-def test_weights_never_go_to_ram_as_activations(tmp_path: Path) -> None:
-    """Not even views of buffers: what activation offloading moves is the same as without weight offloading."""
-
-    def moved(is_offloaded: bool) -> int:
-        model = make()
-        if is_offloaded:
-            apply_group_offloading(model, "cpu")
-        handle = apply_activation_offloading(model, device="cpu", min_bytes=0)
-        train(model, plain)
-        return handle.stats().offloaded_bytes
-
-    assert moved(True) == moved(False)
+@pytest.mark.parametrize("first", ["weights", "activations"])
+@pytest.mark.parametrize("run_block", [None, *CHECKPOINTS[:2]])
+def test_bits_beside_activation_offloading(first: str, run_block: Any, tmp_path: Path) -> None:
+    """Both at once, whichever was applied first: each leaves what is the other's to it. Weights never go to RAM as activations,
+    not even views of buffers."""
+    attributes = {} if run_block is None else {"run_block": run_block}
+    bits, moved = [], []
+    for is_offloaded in (False, True):
+        model = make(**attributes)
+        with offloaded(model, "random", tmp_path, offload_type="block_level") as (_, handle, put, get):
+            if not is_offloaded or first == "activations":
+                handle.remove()
+            activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
+            if is_offloaded and first == "activations":
+                handle = apply_group_offloading(model, "cpu")
+            bits.append([get(each) for each in train(model, plain, put)])
+            moved.append(activations.stats().offloaded_bytes)
+            assert not is_offloaded or handle.stats().backward_passes == 2
+            activations.remove()
+            handle.remove()
+    assert_same_bits(*bits)
+    assert moved[0] == moved[1] > 0
+    assert_same_bits(bits[0], train(make(**attributes), plain))
 
 
 class WideBlock(LoraBlock):

@@ -1,10 +1,12 @@
-"""Autograd functions that keep weights in their contexts, as those of bitsandbytes do, and training over such weights."""
+"""What graphs over offloaded weights hold: contexts that keep weights, as those of bitsandbytes do, and hooks of others."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,24 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import StateError
+from group_offload.runtime import backward as backward_module
 
-from ..support.asserts import plain_tensors
-from ..support.backward import OPTIONS, make, offloaded
-from ..support.training import DIM, Put, assert_same_bits, data, plain, retained, train, two_by_two
+from ..support.asserts import plain_tensors, same_bits
+from ..support.backward import OPTIONS, LoraModel, check, make, offloaded
+from ..support.inside import engine_of
+from ..support.quantised import Quantised
+from ..support.training import (
+    CHECKPOINTS,
+    DIM,
+    Put,
+    TrainingModel,
+    assert_same_bits,
+    data,
+    plain,
+    retained,
+    train,
+    two_by_two,
+)
 
 
 class QuantState:
@@ -51,15 +67,30 @@ class Product(torch.autograd.Function):
         return gradient @ (weight.view(DIM, DIM).to(gradient.dtype) * ctx.state.scale).t(), None, None
 
 
+class Kept(torch.autograd.Function):
+    """Keeps the weight itself, and its state in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, state: QuantState) -> torch.Tensor:
+        ctx.weight, ctx.others = weight, [(state, None)]
+        return x @ (weight.to(x.dtype) * state.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        SEEN.extend((ctx.weight.data_ptr(), ctx.others[0][0].scale.data_ptr()))
+        return gradient @ (ctx.weight.to(gradient.dtype) * ctx.others[0][0].scale).t(), None, None
+
+
 class PackedLinear(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
         values = torch.randint(-127, 127, (DIM, DIM), dtype=torch.int8)
         self.weight = Packed(values, requires_grad=False)
         self.weight.quant_state = QuantState(torch.rand(DIM, 1) / 200)
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Product.apply(x, self.weight, self.weight.quant_state)
+        return self.function.apply(x, self.weight, self.weight.quant_state)
 
 
 class MatmulLtState:
@@ -101,81 +132,37 @@ class Packed8Linear(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.mid, self.down = PackedLinear(), Packed8Linear(), PackedLinear()
+        self.up, self.mid, self.down = PackedLinear(Product), Packed8Linear(), PackedLinear(Kept)
         self.lora = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.mid(self.up(x)) + self.lora(x)))
 
 
-class Model(nn.Module):
+def packed_model(run: Callable[..., torch.Tensor] | None = None) -> TrainingModel:
     """The weights of all layers are packed. What is trained is small beside the buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.register_buffer("large", torch.zeros(64, DIM, DIM))
-        self.checkpointed: bool | None = None
-        """Whether the checkpoints around the blocks are reentrant; None: there are none."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_() if torch.is_grad_enabled() and x.is_leaf else x
-        for block in self.blocks:
-            how = self.checkpointed
-            x = block(x) if how is None else checkpoint(block, x, use_reentrant=how)
-        return x
-
-
-def packed_model(checkpointed: bool | None = None) -> Model:
     torch.manual_seed(0)
-    model = Model()
-    model.checkpointed = checkpointed
+    model = TrainingModel(0)
+    model.embed = nn.Identity()
+    model.head = nn.Identity()
+    model.blocks.extend(Block() for _ in range(3))
+    model.order = [0, 1, 2]
+    model.register_buffer("large", torch.zeros(64, DIM, DIM))
+    model.run_block = lambda block, x, shared: (run or Block.__call__)(block, x.requires_grad_() if x.is_leaf else x)
     return model
-
-
-class Kept(torch.autograd.Function):
-    """Keeps the weight itself, and its state in a list."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        ctx.weight, ctx.others = weight, [(weight.quant_state, None)]
-        return x @ (weight.to(x.dtype) * weight.quant_state.scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        SEEN.extend((ctx.weight.data_ptr(), ctx.others[0][0].scale.data_ptr()))
-        return gradient @ (ctx.weight.to(gradient.dtype) * ctx.weight.quant_state.scale).t(), None
-
-
-def other_model() -> Model:
-    model = packed_model()
-    for block in model.blocks:
-        for layer in (block.up, block.down):
-            layer.forward = lambda x, layer=layer: Kept.apply(x, layer.weight)  # type: ignore[method-assign, union-attr]
-    return model
-
-
-MODELS: dict[str, Callable[[], Model]] = {
-    "no checkpoint": packed_model,
-    "checkpoint": partial(packed_model, False),
-    "reentrant": partial(packed_model, True),
-    "a context with the weight itself": other_model,
-}
 
 
 @pytest.mark.parametrize("device", ["cpu", "random"])
 @pytest.mark.parametrize("options", ["block", "leaf", "files"])
-@pytest.mark.parametrize("model_of", MODELS.values(), ids=MODELS)
-def test_bits(
-    model_of: Callable[[], Model], options: str, device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("run", [None, *CHECKPOINTS[:2]])
+def test_bits(run: Any, options: str, device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Backward reads weights and scales on the device, and not where they rest. Hazard: an autograd function keeps
     scales or packed weights in its context, and reads them offloaded (bitsandbytes)."""
     caplog.set_level(logging.WARNING, "group_offload")
     for step in (plain, retained, two_by_two) if options == "block" else (plain,):
-        expected = train(model_of(), step)
+        expected = train(packed_model(run), step)
         SEEN.clear()
-        with offloaded(model_of(), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
+        with offloaded(packed_model(run), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
             assert_same_bits(train(model, step, put), expected, get)
             at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
             assert SEEN and not at_rest & set(SEEN)
@@ -187,11 +174,10 @@ def test_a_backward_inside_of_a_forward_is_an_error(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner = packed_model().requires_grad_(False)
-            self.last = nn.Linear(DIM, DIM).requires_grad_(False)
 
         def forward(self, x: torch.Tensor) -> Any:
             x = x.detach().requires_grad_()
-            return self.last(torch.autograd.grad(self.inner(x).sum(), [x])[0])
+            return torch.autograd.grad(self.inner(x).sum(), [x])[0]
 
     with (
         offloaded(Guided(), "cpu", tmp_path) as (model, _, put, _),
@@ -224,7 +210,7 @@ class Doubling(torch.autograd.Function):
 def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tmp_path: Path) -> None:
     """Another node has saved `mix` too, and would see the change. Afterwards the weights are as they were. Hazard: the
     next node computes with the changed weight, and the change is lost."""
-    model = packed_model() if name == "beside a context" else make().eval()
+    model: Any = packed_model() if name == "beside a context" else make().eval()
     name = "other" if name == "beside a context" else name
     model.blocks[1].other = nn.Parameter(torch.eye(DIM), requires_grad=False)
 
@@ -245,42 +231,10 @@ def test_a_weight_that_a_backward_changes_is_an_error(name: str, device: str, tm
     assert torch.equal(other, torch.eye(DIM))
 
 
-def test_a_weight_at_rest_that_a_hook_changes_during_backward(tmp_path: Path) -> None:
-    """No node gets it any more: the change is made where the weight rests, and stays. Hazard: a hook's edit during
-    backward is taken for a change by backward itself."""
-
-    def step(model: Any, put: Put) -> torch.Tensor:
-        weight = model.blocks[2].down.base.weight
-
-        def change(_: torch.Tensor) -> None:
-            with torch.no_grad():
-                weight.add_(0.01)
-
-        hook = model.blocks[2].attention.qkv.down.weight.register_post_accumulate_grad_hook(change)
-        loss = plain(model, put)
-        hook.remove()
-        with torch.no_grad():
-            return loss + model(data(1, put)).square().mean()
-
-    expected = train(make().eval(), step)
-    with offloaded(make().eval(), "cpu", tmp_path) as (model, _, put, get):
-        assert_same_bits(train(model, step, put), expected, get)
-
-
-def test_a_graph_without_saved_tensor_hooks_is_an_error(tmp_path: Path) -> None:
-    """Hazard: backward fails with an error of torch that names nothing."""
-    with offloaded(make(), "cpu", tmp_path) as (model, _, put, _):
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            with pytest.raises(StateError, match="saved-tensor hooks are forbidden"):
-                model(data(0, put))
-            with torch.no_grad():
-                model(data(0, put))
-        plain(model, put)
-
-
 @pytest.mark.parametrize("device", ["cpu", "random"])
-def test_a_reentrant_checkpoint_around_the_whole_model(device: str, tmp_path: Path) -> None:
-    """The first call has no gradients, and the second one is inside of backward: neither looks like training."""
+def test_a_graph_without_saved_tensor_hooks_is_an_error(device: str, tmp_path: Path) -> None:
+    """Hazard: backward fails with an error of torch that names nothing. Afterwards, a reentrant checkpoint around the whole
+    model: its first call has no gradients, and the second one is inside of backward."""
 
     def step(model: nn.Module, put: Put) -> torch.Tensor:
         loss = checkpoint(model, data(0, put).requires_grad_(), use_reentrant=True).square().mean()
@@ -289,6 +243,11 @@ def test_a_reentrant_checkpoint_around_the_whole_model(device: str, tmp_path: Pa
 
     expected = train(make(), step)
     with offloaded(make(), device, tmp_path) as (model, _, put, get):
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            with pytest.raises(StateError, match="saved-tensor hooks are forbidden"):
+                model(data(0, put))
+            with torch.no_grad():
+                model(data(0, put))
         assert_same_bits(train(model, step, put), expected, get)
 
 
@@ -327,3 +286,108 @@ def test_layerwise_casting(layer: Any, options: dict[str, Any], tmp_path: Path) 
             assert_same_bits([gradient(model)], [expected])
         with pytest.raises(StateError, match=r"inplace operation: the weight '1\.0\.weight'"):
             gradient(model, edit=True)
+
+
+# ---------------------------------------------------------------- graphs
+
+
+def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
+    """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
+
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make().eval()
+            self.last = nn.Linear(DIM, DIM).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.inner(x).square().mean(), [x])
+            return self.last(x + gradient)
+
+    model = Guided()
+    expected = model(data(0, torch.clone))
+    with offloaded(model, "random", tmp_path) as (_, _, put, get):
+        for _ in range(3):
+            assert same_bits(get(model(data(0, put))).detach(), expected.detach())
+
+
+def count_saved() -> int:
+    return sum(type(each) is backward_module.SavedWeight for each in gc.get_objects())
+
+
+def test_graphs_that_are_dropped_hold_nothing(tmp_path: Path) -> None:
+    model = make()
+    with offloaded(model, "cpu", tmp_path) as (_, handle, put, _):
+        plain(model, put)
+        engine = weakref.ref(engine_of(handle))
+        gc.collect()
+        gc.disable()
+        try:
+            before = count_saved()
+            loss = model(data(0, put)).square().mean()
+            assert count_saved() > before
+            del loss
+            assert count_saved() == before
+        finally:
+            gc.enable()
+        handle.remove()
+        del handle
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_hooks_of_others_around_and_inside(where: str, tmp_path: Path) -> None:
+    """`save_on_cpu` around the model gets what is no weight; inside of a block it gets all, which is right as well."""
+
+    def run_block(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu() if where == "inside" else nullcontext():
+            result: torch.Tensor = block(*args)
+        return result
+
+    def step(model: nn.Module, put: Put) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu() if where == "around" else nullcontext():
+            loss = model(data(0, put)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    check(step, "cpu", tmp_path, lambda: make(run_block=run_block))
+
+
+class QuantisedFunction(torch.autograd.Function):
+    """Saves the quantised weight itself, and restores it in backward, as the layers of such libraries do."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return x @ weight.dequantised()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = context.saved_tensors
+        return gradient @ weight.dequantised().t(), None
+
+
+class QuantisedProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Quantised.of(torch.randn(DIM, DIM)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = QuantisedFunction.apply(x, self.weight)
+        return result.sin()
+
+
+def test_weights_that_are_tensor_subclasses(tmp_path: Path) -> None:
+    def quantised() -> LoraModel:
+        model = make(1)
+        model.blocks = nn.ModuleList(QuantisedProduct() for _ in range(5))
+        model.order = list(range(5))
+        torch.manual_seed(0)
+        return model
+
+    for device in ("cpu", "random"):
+        for level in ("block_level", "leaf_level"):
+            stats = check(plain, device, tmp_path, quantised, offload_type=level)
+            assert stats.backward_passes == 2

@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from group_offload import ModuleError, OffloadHandle, apply_activation_offloading, apply_group_offloading
+from group_offload import ModuleError, apply_activation_offloading, apply_group_offloading
 
 from ..support import tiny_models as tiny
-from ..support.asserts import same_bits
 from ..support.several import local, world_of_one
-from ..support.training import TrainingModel, data
+from ..support.training import TrainingModel, assert_same_bits, data
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # a linear layer does
 
@@ -40,17 +39,17 @@ def make() -> TrainingModel:
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
     """The gradients of a step."""
     torch.manual_seed(seed)
-    model(data(seed, lambda tensor: tensor)).square().mean().backward()
+    model(data(seed, torch.clone)).square().mean().backward()
     bits = [local(each.grad) for each in model.parameters() if each.grad is not None]
     model.zero_grad()
     return bits
 
 
-def assert_same_steps(model: nn.Module, reference: nn.Module, num_steps: int = 2) -> None:
-    for seed in range(num_steps):
+def assert_same_steps(model: nn.Module, reference: nn.Module) -> None:
+    for seed in range(2):
         mine, expected = step(model, seed), step(reference, seed)
-        assert len(mine) == len(expected) > 0
-        assert all(same_bits(one, other) for one, other in zip(mine, expected, strict=True))
+        assert mine
+        assert_same_bits(mine, expected)
 
 
 def with_lora(mesh: DeviceMesh, where: str) -> Any:
@@ -60,15 +59,13 @@ def with_lora(mesh: DeviceMesh, where: str) -> Any:
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
 
     def wrap() -> None:
+        ignored = {each for each in model.parameters() if not each.requires_grad}
+        parts = [*model.transformer_blocks, *model.single_transformer_blocks, model]
         if where == "layers":
-            layers = [
-                layer for name, layer in model.named_modules() if "lora_" in name and isinstance(layer, nn.Linear)
-            ]
-            assert len([fully_shard(layer, mesh=mesh) for layer in layers]) > 10
-        else:
-            ignored = {each for each in model.parameters() if not each.requires_grad}
-            for block in (*model.transformer_blocks, *model.single_transformer_blocks, model):
-                fully_shard(block, mesh=mesh, ignored_params=ignored)
+            named = model.named_modules()
+            ignored, parts = set(), [each for name, each in named if "lora_" in name and isinstance(each, nn.Linear)]
+        for part in parts:
+            fully_shard(part, mesh=mesh, ignored_params=ignored)
 
     return model, wrap
 
@@ -106,23 +103,12 @@ def test_a_lora_in_each_block(order: str, where: str, mesh: DeviceMesh) -> None:
             handle.remove()
         model(**tiny.flux_inputs())[0].square().mean().backward()
         bits.append(found + [local(each.grad) for each in model.parameters() if each.grad is not None])
-    assert len(bits[0]) == len(bits[1]) > 100
-    assert all(same_bits(one, other) for one, other in zip(*bits, strict=True))
-
-
-def num_in_groups(handle: OffloadHandle) -> int:
-    return sum(group.num_tensors for group in handle.groups)
+    assert len(bits[0]) > 100
+    assert_same_bits(*bits)
 
 
 def under_fsdp(model: TrainingModel, mesh: DeviceMesh) -> FSDPModule:
     return fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
-
-
-def pair(mesh: DeviceMesh) -> tuple[TrainingModel, OffloadHandle, TrainingModel]:
-    model, reference = make(), make()
-    under_fsdp(model, mesh)
-    under_fsdp(reference, mesh)
-    return model, apply_group_offloading(model, "cpu"), reference
 
 
 @pytest.mark.parametrize("removed_first", [False, True])
@@ -154,67 +140,19 @@ def test_offloaded_while_parameters_are_gathered(mesh: DeviceMesh) -> None:
     for each in (model, reference):
         under_fsdp(each, mesh)
         with torch.no_grad():
-            each(data(0, lambda tensor: tensor))
+            each(data(0, torch.clone))
     assert type(model.head.weight) is nn.Parameter
     handle = apply_group_offloading(model, "cpu")
     gathered = model.head.weight
     assert_same_steps(model, reference)
-    assert handle.stats().rebuilds == 0 and num_in_groups(handle) == len([*model.parameters()]) - 2
+    assert handle.stats().rebuilds == 0
+    assert sum(group.num_tensors for group in handle.groups) == len([*model.parameters()]) - 2
     with torch.no_grad():
-        model(data(0, lambda tensor: tensor))
+        model(data(0, torch.clone))
     assert model.head.weight is gathered
     handle.refresh()
     handle.remove()
     assert_same_steps(model, reference)
-
-
-def test_parameters_that_are_frozen_for_a_while(mesh: DeviceMesh) -> None:
-    """Also if the module changes meanwhile, and has to be cut again."""
-    model, handle, reference = pair(mesh)
-    assert_same_steps(model, reference)
-    for each in (model, reference):
-        each.head.requires_grad_(requires_grad=False)
-        each.embed.weight.requires_grad_(requires_grad=True)
-        each.extra = nn.Linear(2, 2).requires_grad_(requires_grad=False)
-    assert_same_steps(model, reference)
-    for each in (model, reference):
-        each.head.requires_grad_(requires_grad=True)
-    assert_same_steps(model, reference)
-    handle.remove()
-
-
-def test_weights_beside_them_are_looked_at(mesh: DeviceMesh) -> None:
-    """In one module FSDP2 exchanges a parameter, and the user others. Hazard: beside a parameter that FSDP2 exchanges,
-    an edit of another one isn't noticed."""
-    model, reference = make(), make()
-    for each in (model, reference):
-        each.head.bias.requires_grad_(requires_grad=False)
-        fully_shard(each.head, mesh=mesh, ignored_params={each.head.bias})
-    handle = apply_group_offloading(model, "cpu")
-    assert_same_steps(model, reference)
-    before = handle.stats().rebuilds
-    for each in (model, reference):
-        each.head.bias = nn.Parameter(torch.full_like(each.head.bias, 3), requires_grad=False)
-    assert_same_steps(model, reference)
-    assert handle.stats().rebuilds == before + 1
-    for each in (model, reference):
-        each.head.register_parameter("more", nn.Parameter(torch.zeros(2), requires_grad=False))
-    assert_same_steps(model, reference)
-    assert num_in_groups(handle) == len([*model.parameters()]) - 1
-    handle.remove()
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_most_of_a_model_is_trained(order: str, mesh: DeviceMesh) -> None:
-    """Without FSDP2 nothing of it would stay on the device."""
-    model, reference = make(), make()
-    handle = apply_group_offloading(model, "cpu") if order == "after" else None
-    for each in (model, reference):
-        for part in (*each.blocks[:-1], each.head):
-            fully_shard(part.requires_grad_(requires_grad=True), mesh=mesh)
-    handle = handle or apply_group_offloading(model, "cpu")
-    assert_same_steps(model, reference)
-    handle.remove()
 
 
 def test_what_is_refused(mesh: DeviceMesh) -> None:

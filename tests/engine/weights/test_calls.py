@@ -1,51 +1,33 @@
-"""How a model is called: blocks in any order, parts without the model, inputs that move or stay, forwards that raise."""
+"""How a model is called: parts without the model, inputs that move or stay, forwards that raise, in threads, with gradients."""
 
 from __future__ import annotations
 
+import copy
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from group_offload import StateError
+from group_offload.runtime import passes
+from group_offload.runtime.threads import where_it_waits
 
-from ...support.asserts import assert_at_rest, assert_same, named_tensors
-from ...support.models import WIDTH, Model, inputs
+from ...support.asserts import assert_at_rest, assert_same
+from ...support.changing import CHANGING, Around
+from ...support.edits import edit_in_place, edit_through_data
+from ...support.kinds import KINDS
+from ...support.models import WIDTH, Model, inputs, make
+from ...support.reading import eventually
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
-
-
-class AnyOrder(Model):
-    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (), extra: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.proj_in(x)
-        for index in order:
-            x = self.blocks[index](x)
-        if extra is not None:
-            x = x + self.blocks[0](extra)
-        return self.norm(x) * self.gain
-
-
-ORDERS = [
-    [(0, 1, 2, 3)] * 2,
-    [(0, 0, 1, 2, 3, 3)] * 3,
-    [(3, 3)] * 3,
-    [(3, 2, 1, 0), (0, 1, 2, 3), (3, 2, 1, 0)],
-    [(0, 2), (0, 1, 2, 3), (1, 3), ()],
-    [(), (0,), (), (3, 0, 3, 0)],
-    [(1,) * 5, (2,) * 5, (0, 1) * 3],
-]
-
-
-@pytest.mark.parametrize("options", [{}, {"num_blocks_per_group": 3}, {"level": "leaf_level"}], ids=str)
-@pytest.mark.parametrize("orders", ORDERS, ids=str)
-def test_any_order_of_blocks(orders: list[tuple[int, ...]], options: dict[str, Any], folder: Path | None) -> None:
-    """Blocks are called conditionally, or in another order than they were registered in (diffusers #11307, #11375, #13211)."""
-    model, reference = pair(AnyOrder)
-    offload_to(folder, model, **options)
-    for order in orders:
-        for extra in (None, inputs(1)):
-            check(model, reference, inputs(), order, extra=extra, passes=2)
+from ...support.travellers import in_threads
+from ...support.tuning import tune
 
 
 class Encoder(nn.Module):
@@ -73,18 +55,13 @@ class Encoder(nn.Module):
 
 
 def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None:
-    """`text_encoder.text_model.final_layer_norm(x)`, as pipelines do that skip layers of CLIP."""
+    """`text_encoder.text_model.final_layer_norm(x)`, as pipelines do that skip layers of CLIP. And peft looks whether
+    `_compiled_call_impl` is true."""
     model, reference = pair(Encoder)
     handle = offload_either(model)
-    x = inputs()
-    for part in (
-        "text_model.norm",
-        "text_model.embeddings",
-        "text_model.embeddings.0",
-        "text_model",
-        "",
-        "text_model.norm",
-    ):
+    assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
+    x, inner = inputs(), "text_model.embeddings"
+    for part in ("text_model.norm", inner, f"{inner}.0", "text_model", "", "text_model.norm"):
         for _ in range(2):
             before = handle.stats().passes
             expected = run(reference.get_submodule(part), x)
@@ -115,13 +92,6 @@ def test_a_block_of_another_offloaded_model_is_refused(offload_either: Offload, 
     model.blocks[1], reference.blocks[1] = theirs, other_reference.blocks[1]
     assert_same(run_onloaded(model, x), run(reference, x))
     handle.remove()
-
-
-def test_what_others_take_for_a_mark_of_compiling(offload_either: Offload) -> None:
-    """peft looks whether `_compiled_call_impl` is true."""
-    model, _ = pair(Encoder)
-    offload_either(model)
-    assert not any(getattr(module, "_compiled_call_impl", False) for module in model.modules())
 
 
 # ---------------------------------------------------------------- inputs
@@ -157,47 +127,11 @@ def test_inputs_stay_that_are_excluded_or_there_already(kind: Any, options: Any,
 # ---------------------------------------------------------------- forwards that raise
 
 
-class Raising(Model):
-    error: BaseException | None = None
-    where = 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.proj_in(x)
-        for index, block in enumerate(self.blocks):
-            if self.error is not None and index == self.where:
-                raise self.error
-            x = block(x)
-        return self.norm(x) * self.gain
-
-
-def _at_rest_pointers(model: nn.Module) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in named_tensors(model)}
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("where", [0, 2])
-def test_forward_that_raises(error: type[BaseException], where: int, offload_either: Offload) -> None:
-    """Else groups are left on the device."""
-    model, reference = pair(Raising)
-    offload_either(model)
-    run(model, inputs())
-    places = _at_rest_pointers(model)
-    model.error, model.where = error(), where
-    for _ in range(2):
-        with pytest.raises(error):
-            run(model, inputs())
-        assert _at_rest_pointers(model) == places
-        assert_at_rest(model, reference)
-    model.error = None
-    check(model, reference, inputs())
-
-
 def test_forward_that_raises_and_is_caught_inside(offload: Offload) -> None:
     """A block fails, the model goes on without it."""
 
     class Catching(Model):
         def forward(self, x: torch.Tensor, fail: bool = False) -> torch.Tensor:
-            x = self.proj_in(x)
             for index, block in enumerate(self.blocks):
                 try:
                     x = block(x if not fail or index != 1 else x[:, :3])
@@ -219,3 +153,181 @@ def test_remove_in_the_middle_of_a_forward_is_refused(offload: Offload) -> None:
         run(model, inputs())
     hook.remove()
     check(model, reference, inputs())
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_blocks_that_a_forward_calls_in_threads_are_refused(
+    offload_either: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward waits for the threads: they must not wait for it."""
+    tune(monkeypatch, turn_patience_seconds=0.2)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.max_workers = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.max_workers:
+                return sum(block(x) for block in self.blocks)
+            with ThreadPoolExecutor(self.max_workers) as pool:
+                return sum(pool.map(lambda block: block(x), self.blocks))
+
+    model, reference = pair(Branches)
+    handle = offload_either(model)
+    with pytest.raises(StateError, match="in another thread than a forward that is in progress"):
+        run(model, inputs())
+    model.max_workers = 0
+    assert_same(run_onloaded(model, inputs()), run(reference, inputs()))
+    handle.remove()
+
+
+@pytest.mark.parametrize("calls_a_part", [False, True])
+def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
+    calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
+    tune(monkeypatch, turn_patience_seconds=0.05)
+    began, got_on, is_over, looks = threading.Event(), threading.Event(), threading.Event(), []
+
+    def look(thread: int) -> Any:
+        found = where_it_waits(thread)
+        looks.append(found)
+        got_on.clear()
+        assert eventually(lambda: got_on.is_set() or is_over.is_set())
+        return found
+
+    monkeypatch.setattr(passes, "where_it_waits", look)
+
+    class Tiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            began.set()
+            while calls_a_part and is_offloaded and len(looks) < 4:
+                pool.submit(time.sleep, 1e-3).result()
+                got_on.set()
+            pool.submit(time.sleep, 0.3).result()
+            got_on.set()
+            return self.blocks[1](x)
+
+    model, reference = pair(Tiled)
+    x, is_offloaded = inputs(), False
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [run(called, x) for called in (reference, reference.blocks[0] if calls_a_part else reference)]
+        began.clear()
+        handle, is_offloaded = offload_to(None, model), True
+        first = pool.submit(run_onloaded, model, x)
+        first.add_done_callback(lambda _: is_over.set())
+        assert began.wait(240)
+        second = pool.submit(run_onloaded, model, x, call=model.blocks[0] if calls_a_part else model)
+        for found, expected in zip((first, second), wanted, strict=True):
+            assert_same(found.result(), expected)
+    handle.remove()
+
+
+def test_applying_and_running_in_threads(offload: Offload) -> None:
+    model, reference = pair()
+    handle = offload(model)
+    expected = [run(reference, inputs(seed)) for seed in range(3)]
+    twins = [pair(make(Model, 2, seed=seed)) for seed in range(4)]
+
+    def run_often(seed: int) -> None:
+        for _ in range(8):
+            assert_same(run(model, inputs(seed)), expected[seed])
+
+    def apply_all() -> None:
+        for other, other_reference in twins:
+            handle = offload(other)
+            check(other, other_reference, inputs())
+            handle.remove()
+
+    in_threads([*(partial(run_often, seed) for seed in range(3)), apply_all])
+    assert handle.stats().passes == 24
+    assert_at_rest(model, reference)
+
+
+# ---------------------------------------------------------------- inference mode and gradients
+
+
+def test_inference_mode(offload: Offload) -> None:
+    model, reference = pair()
+    offload(model)
+    expected = run(reference, inputs())
+    for _ in range(3):
+        with torch.inference_mode():
+            assert_same(model(inputs()), expected)
+        assert not any(tensor.is_inference() for tensor in model.parameters())
+        assert_at_rest(model, reference)
+        check(model, reference, inputs(), passes=1)
+        edit_in_place(model)
+        edit_in_place(reference)
+        expected = run(reference, inputs())
+
+
+@pytest.mark.parametrize("is_made_inside", [True, False])
+@pytest.mark.parametrize("is_used_inside", [True, False])
+def test_made_or_offloaded_in_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Offload) -> None:
+    with torch.inference_mode(is_made_inside):
+        model, reference = pair()
+    with torch.inference_mode(is_used_inside):
+        handle = offload(model)
+    assert is_made_inside or not any(tensor.is_inference() for tensor in model.parameters())
+    for edit in (edit_in_place if is_made_inside is is_used_inside else edit_through_data, edit_through_data):
+        with torch.inference_mode(is_used_inside and is_made_inside):
+            check(model, reference, inputs())
+            edit(model)
+            edit(reference)
+            check(model, reference, inputs())
+    handle.remove()
+    assert_at_rest(model, reference)
+
+
+def gradients_of_input(model: nn.Module, x: torch.Tensor, is_checkpointing: bool) -> torch.Tensor | None:
+    """What backward leaves in the input; None if it raises."""
+    x = x.clone().requires_grad_()
+    output = checkpoint(model, x, use_reentrant=False) if is_checkpointing else model(x)
+    try:
+        output.square().sum().backward()
+    except RuntimeError:
+        return None
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_kind(kind: str, is_checkpointing: bool, offload_either: Offload) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(KINDS[kind]().eval().requires_grad_(False))
+    offload_either(model)
+    for _ in range(2):
+        x = inputs(0, 2, 3, WIDTH)
+        expected = gradients_of_input(reference, x, is_checkpointing)
+        assert expected is not None
+        assert_same(gradients_of_input(model, x, is_checkpointing), expected)
+        assert_at_rest(model, reference)
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_gradients_through_what_changes_itself(kind: str, offload_either: Offload) -> None:
+    """Right, or an error if there is one without offloading."""
+    torch.manual_seed(0)
+    model = Around(CHANGING[kind]).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    x = inputs(0, 4, 3, WIDTH)
+    offload_either(model)
+    for _ in range(3):
+        expected = gradients_of_input(reference, x, False)
+        actual = gradients_of_input(model, x, False)
+        if actual is not None:
+            assert_same(actual, expected)
+        elif kind != "codebook, other parameter":  # the new one requires gradients, and is offloaded
+            assert expected is None
+        assert_at_rest(model, reference)

@@ -1,7 +1,0 @@
-"""Fixtures of the tests of weights: each level and each tier."""
-
-from __future__ import annotations
-
-from ...support.fixtures import folder, level, offload, offload_either, tier
-
-__all__ = ["folder", "level", "offload", "offload_either", "tier"]
