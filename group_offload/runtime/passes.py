@@ -351,10 +351,10 @@ class Passes:
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
-            self.memory.spared = self.succession.spared_by(self)
+            self.memory.protected = self.succession.protected_from(self)
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_stint=self.succession is not None and self.succession.is_first_of_stint)
+        self._placer.make_room(kind, begins_phase=self.succession is not None and self.succession.is_first_of_phase)
         self.memory.take()
         timed = kind if self._placer.begin_pass(kind) else None
         stream, copies = self._backend.current_stream(), self._transfer.stream
@@ -420,9 +420,9 @@ class Passes:
 
     def _start_first(self) -> None:
         if self.succession is not None:
-            self.memory.spared = self.succession.spared_by(self)
+            self.memory.protected = self.succession.protected_from(self)
         if self.kind is not None:
-            self._placer.make_room(self.kind, begins_stint=True)
+            self._placer.make_room(self.kind, begins_phase=True)
         with suppress(torch.OutOfMemoryError):  # its own pass may find more memory, or says that there is too little
             self.memory.take()
             self._lookahead.prepare()
@@ -599,7 +599,7 @@ class Passes:
         kind = Kind(_BACKWARD, (), with_grad=True)
         self._placer.replan(kind)
         self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_stint=False)
+        self._placer.make_room(kind, begins_phase=False)
         self.memory.take()
         self._placer.begin_pass(kind)
         stream, copies = self._backend.current_stream(), self._transfer.stream

@@ -82,7 +82,7 @@ def test_what_a_backward_takes(asked: Counter[str], tmp_path: Path) -> None:
     """Trained parameters, slots, and copies of weights for a graph that may outlive them."""
     for step in (training.plain, training.doubled):
         backward.check(step, "random", tmp_path, vram_budget=120_000)
-    assert asked["trained._bring"] and asked["backward.copy_of"]
+    assert asked["trained._move"] and asked["backward.copy_of"]
 
 
 def test_what_activations_take(asked: Counter[str]) -> None:
