@@ -17,36 +17,36 @@ R = TypeVar("R")
 
 
 class Holding:
-    """What one module has of the arena. The module's engine holds it, so that the memory goes with the module."""
+    """What one module has of the arena, and how it frees that: `DeviceMemory` overrides the two methods."""
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
         """What rings and berths are cut from; None before the first pass, and once another module took it over."""
         self.pooled_bytes = 0
-        """The bytes of slots in no ring, in which groups take turns too."""
+        """The bytes of slots in no ring, allocated just in time."""
         self.resident_bytes = 0
-        """The bytes of groups that stay between passes, unless they give way."""
-        self.spared: Mapping[Holding, int] = {}
-        """Other modules whose residents are worth as much as this one's, or more, and the bytes that each wants to have."""
+        """The bytes of residents: groups that stay between passes, until they are evicted."""
+        self.protected: Mapping[Holding, int] = {}
+        """Other modules whose residents this one does not displace, and the bytes that each wants to have."""
         self.is_busy = False
-        """Whether a pass of the module is running: then no other module takes anything."""
+        """Whether a pass of the module is running: then no other module takes anything, but one inside of that pass."""
         self.thread = 0
         """The thread of that pass."""
         self.turn = 0
         """A number that is higher the later the module has run."""
         self.num_passes = 0
-        """How many passes the module has had."""
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes that groups take turns in now."""
+        """The bytes of slots and berths, without residents."""
         return (0 if self.memory is None else self.memory.numel()) + self.pooled_bytes
 
     def evict_residents(self, num_bytes: int) -> None:
         """Evict residents until `num_bytes` are free. In the module's own pass: those that are needed last, none in use."""
+        raise NotImplementedError
 
     def take_back(self) -> tuple[torch.Tensor | None, list[Event]]:
-        """Take back all but residents. Whatever is in it, or on its way there, is forgotten.
+        """Empty all slots but residents, and let go of their memory.
 
         Returns:
             The memory, and the events behind all that is done to it and that compute has not waited for. None if other code
@@ -61,18 +61,18 @@ class Arena:
     [Note: Memory that gives way]
     Everything is taken here, in one of two ways. Rings, slots that a call waits for, trained parameters, activations that come
     back, and copies of any kind are *needed*: if the device refuses them, residents are evicted until it does not, or none is
-    left (`take`, `retried`). Residents are *spare*: if the device refuses one, the group takes turns with the others
-    (`take_spare`). A resident is a copy of a group that rests elsewhere, so evicting it costs one more copy, and never bits.
-    What goes first is worth least: residents of models for which the one that runs is worth more (see `Succession.spared_by`),
+    left (`take`, `retried`). Residents are *spare*: if the device refuses one, the group streams like the others
+    (`take_spare`). A resident is a copy of a group that is stored elsewhere, so evicting it costs one more copy, and never
+    bits. What is worth least goes first: residents of models that the running one may displace (`Succession.protected_from`),
     then its own that are needed last, then those of the other models.
 
-    The model's own allocations come past the arena. If one is refused, a gate calls `give_way` and repeats its call
+    The model's own allocations bypass the arena. If one is refused, a gate calls `give_way` and repeats its call
     (`runtime/repeat.py`).
 
     Rings are cut from memory that stays with the module that ran last: nothing is allocated for its next pass, and copies
-    that are on their way arrive. When another module runs, it takes the memory over, or exchanges it for memory of another
-    size. So modules take as much for rings as the running one needs, never the sum. A module that starts while another one is
-    in the middle of a pass gets separate memory.
+    that are on their way arrive. Each pass calls `claim`, `lease` and `give_back`. The first one of another module takes the
+    memory over, or exchanges it for memory of another size. So modules take as much for rings as the running one needs, never
+    the sum. A module that starts in the middle of another one's pass gets memory of its own, until that pass is over.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -118,17 +118,18 @@ class Arena:
     def give_way(self, num_bytes: int, mine: Holding | None = None) -> bool:
         """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""
         with self._lock:
-            before, others, spared = self.resident_bytes, self._others(mine), () if mine is None else mine.spared
+            before, others, own = self.resident_bytes, self._others(mine), [] if mine is None else [mine]
+            first = [each for each in others if mine is None or each not in mine.protected]
+            # Of modules in whose call this one was called, those residents may go that no call uses.
             around = [each for each in self._holdings if each.is_busy and each.thread == threading.get_ident()]
-            first = [each for each in others if each not in spared]
-            self._evict([*first, *(() if mine is None else (mine,)), *others, *around], num_bytes)
+            self._evict([*first, *own, *others, *around], num_bytes)
             return self.resident_bytes < before or self._free_idle()
 
-    def displace(self, mine: Holding | None, room: int, spared: Collection[Holding] = ()) -> None:
-        """Evict residents of modules other than `mine` and `spared`, until those of all others take no more than `room`."""
+    def displace(self, mine: Holding | None, kept_bytes: int, protected: Collection[Holding] = ()) -> None:
+        """Evict residents of other modules than `mine`, but of none `protected`, until all others have `kept_bytes` at most."""
         with self._lock:
-            others = [each for each in self._others(mine) if each not in spared]
-            self._evict(others, self.others_resident_bytes(mine) - room)
+            others = [each for each in self._others(mine) if each not in protected]
+            self._evict(others, self.others_resident_bytes(mine) - kept_bytes)
 
     def _evict(self, holdings: Sequence[Holding], num_bytes: int) -> None:
         left = self.resident_bytes - num_bytes
@@ -147,7 +148,7 @@ class Arena:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of all modules' residents. It is asked in each call of a gate."""
+        """The bytes of all modules' residents. Each call of a gate asks for it."""
         with self._lock:
             return sum(each.resident_bytes for each in self._holdings)
 
@@ -193,8 +194,8 @@ class Arena:
             last, memory = self._current(), None
             if last is mine:
                 return False
-            is_apart = last is not None and last.is_busy
-            if last is not None and not is_apart:
+            is_inside = last is not None and last.is_busy
+            if last is not None and not is_inside:
                 memory, unread = last.take_back()
                 if memory is not None and memory.numel() != num_bytes:
                     self.backend.free(memory)
@@ -214,7 +215,7 @@ class Arena:
                     self.backend.record_stream(memory, writer)
             mine.memory = memory
             # Until here `_last` has no memory, so it counts as none: an interrupt does no harm.
-            if not is_apart:  # else the arena stays with the module that runs
+            if not is_inside:
                 self._last = weakref.ref(mine)
             return True
 
@@ -231,7 +232,7 @@ class Arena:
             self.backend.record_stream(mine.memory, stream)
 
     def release(self, mine: Holding) -> None:
-        """Give the memory back to the device, if it was not taken back already. Residents stay."""
+        """Give the memory of slots back to the device. Residents stay."""
         with self._lock:
             if mine.memory is not None:
                 memory, _ = mine.take_back()

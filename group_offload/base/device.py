@@ -132,7 +132,7 @@ class Backend:
         return 0.0
 
     def empty(self, num_bytes: int, stream: Stream | None = None) -> torch.Tensor:
-        """Uninitialised uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
+        """Uninitialized uint8 device memory, owned by `stream` (default: the current one), 256-byte aligned."""
         # torch's CPU allocator aligns to 64 bytes; blobs are laid out for 256, and MKL rounds by alignment.
         memory = plain_empty(num_bytes + 255, self.device)
         start = -memory.data_ptr() % 256
@@ -215,7 +215,7 @@ class Backend:
             kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        """Page-lock host memory in place. See `PageLock`, which everything but tests uses.
+        """Pin host memory in place. See `PageLock`, which everything but tests uses.
 
         Args:
             undo: Gets the call that unlocks the memory, before it is locked: so an interrupt leaves nothing locked. The call
@@ -229,7 +229,7 @@ class Backend:
         return False
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor | None:
-        """Page-locked memory of the device's own making, for where `pin` is refused; None if that is too."""
+        """Pinned memory of the device's own making, for where `pin` is refused; None if that is too."""
         return None
 
 
@@ -284,7 +284,7 @@ class AcceleratorBackend(Backend):
     def bring(self, tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
         if non_blocking or tensor.device.type != "cpu" or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
             return tensor.to(self.device, non_blocking=non_blocking)
-        # A blocking copy would wait for all that compute has to do before. So it is made from page-locked memory of our own,
+        # A blocking copy would wait for all that compute has to do before. So it is made from pinned memory of our own,
         # which torch gives to nobody else before the copy is done.
         try:
             staged = torch.empty_like(tensor, pin_memory=True)
@@ -421,7 +421,7 @@ class AcceleratorBackend(Backend):
 
 
 def plain_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised uint8 memory that is no inference tensor, whatever mode the caller is in.
+    """Uninitialized uint8 memory that is no inference tensor, whatever mode the caller is in.
 
     A weight that is bound to an inference tensor could not be used outside of inference mode any more.
     """

@@ -14,6 +14,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..plan.placement import NUM_BERTHS
 from ..stores.base import PlacedBlob
+from ..stores.packed import PackedImage
 from .copies.transfer import Transfer
 from .foresight.schedule import Schedule
 from .groups.group import Group
@@ -54,13 +55,15 @@ class DeviceMemory(Holding):
         self.residents: list[Slot[Any]] = []
         """The slots of groups that stay between passes, unless they give way."""
         self.wanted_bytes = 0
-        """What would stay if the module had the device to itself."""
+        """What would stay if the module had the device to itself. `Placer` sets it, and the limits of each pass below."""
+        self.resident_limit = 0
+        """The bytes that residents may take in this pass. It falls as residents are evicted: these stream then."""
+        self.window_bytes = 0
+        """The bytes that may be on their way just in time."""
         self.schedule = Schedule(())
-        """Tells which groups are needed last."""
+        """Tells which groups are needed last. `LookAhead` sets it."""
         self._to_stay: frozenset[Group | PackedGroup] = frozenset()
         """Groups, and packed groups, that are to stay on the device between passes."""
-        self.resident_room = 0
-        """Device memory that groups may stay in between passes."""
         self.ring_sizes: dict[int, int] = {}
         """For each height, the bytes that its groups take turns in."""
         self.berth_bytes = 0
@@ -71,17 +74,15 @@ class DeviceMemory(Holding):
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
-        self.window_bytes = 0
-        """The bytes that may be on their way just in time."""
-        self.next_bytes: int | None = 0
-        """The bytes just in time that there was no room for; None if all foreseen groups are on their way."""
+        self.was_freed = True
+        """Whether memory was freed since the look-ahead walked through the groups that come next."""
 
     # ---------------------------------------------------------------- between passes
 
     def reside(self, to_stay: frozenset[Group | PackedGroup], groups: Sequence[Group]) -> None:
-        """Let only these of the groups stay on the device, as they are or packed.
+        """Note which groups stay on the device, as they are or packed, and size the rings for all others.
 
-        Rings are for all groups but those that stay as they are. Residents that are on the device already stay there.
+        Residents that are to stay no more are evicted. None is brought.
         """
         self._to_stay = to_stay
         streamed = [group for group in groups if group not in to_stay and not group.is_in_place]
@@ -104,7 +105,7 @@ class DeviceMemory(Holding):
         self.ring_sizes, self.berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
 
     def _ring_bytes(self, height: int, sizes: list[int]) -> int:
-        """The bytes that groups of these sizes take turns in: the largest slots, or one where there is no stream.
+        """The size of a ring for groups of these sizes: as many of the largest as there are slots, or one without a stream.
 
         Groups that are needed around others all stay on the device, if their sum is small.
         """
@@ -118,13 +119,13 @@ class DeviceMemory(Holding):
         return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if height and config.use_stream else in_turn
 
     @property
-    def turn_bytes(self) -> int:
-        """The bytes of all rings, and of the berths."""
+    def fixed_bytes(self) -> int:
+        """The bytes of all rings, and of the berths, which a module leases as a whole."""
         return sum(self.ring_sizes.values()) + self.berth_bytes
 
     @property
     def outer_bytes(self) -> int:
-        """The bytes that groups that are needed around others take turns in."""
+        """The bytes of the rings of groups that are needed around others."""
         return sum(size for height, size in self.ring_sizes.items() if height)
 
     @property
@@ -148,27 +149,27 @@ class DeviceMemory(Holding):
             slot.evict()
             if slot.waited_on is None:
                 unread.append(slot.ready)
-        # At once and at the end: after an interrupt the memory is either taken back or still has slots that are known.
+        # At once and at the end: an interrupt finds all of it, or nothing.
         self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
         return None if is_aliased else memory, unread
 
     def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
-        """The same blobs. Those whose packed bytes no berth has room for are sent as they are at rest.
+        """The same blobs, of which those are sent unpacked whose packed bytes fit into no berth.
 
         Args:
             has_berths: Whether there are berths by now, or will be.
         """
-        room = {True: self._reading_bytes, False: (self.berth_bytes - self._reading_bytes) // NUM_BERTHS}
+        sent_bytes = (self.berth_bytes - self._reading_bytes) // NUM_BERTHS
 
-        def lands(placed: PlacedBlob) -> bool:
-            packed = placed.packed
-            return (
-                packed is None
-                or placed.on_device is not None
-                or (has_berths and packed.layout.largest_strip <= room[packed.is_read])
-            )
+        def fits(packed: PackedImage) -> bool:
+            return has_berths and packed.layout.largest_strip <= (self._reading_bytes if packed.is_read else sent_bytes)
 
-        return [placed if lands(placed) else placed._replace(packed=None) for placed in blobs]
+        return [
+            placed
+            if placed.packed is None or placed.on_device is not None or fits(placed.packed)
+            else placed._replace(packed=None)
+            for placed in blobs
+        ]
 
     def evict_residents(self, num_bytes: int) -> None:
         if num_bytes <= 0:
@@ -180,17 +181,15 @@ class DeviceMemory(Holding):
                 next_use.setdefault(group, number)
                 next_use.setdefault(group.packed, number)
             never = len(next_use)
-            slots.sort(key=lambda slot: min((next_use.get(group, never) for group in slot.groups), default=never))
-            slots.reverse()
+            slots.sort(key=lambda slot: -min((next_use.get(group, never) for group in slot.groups), default=never))
         for slot in slots:
             if num_bytes > 0 and not slot.is_held:
                 num_bytes -= slot.memory.numel()
                 self.free(slot)
-        # What was evicted is not brought again in this pass: it takes turns.
-        self.resident_room = min(self.resident_room, self.resident_bytes)
+        self.resident_limit = min(self.resident_limit, self.resident_bytes)
 
     def release(self) -> None:
-        """Give all memory up."""
+        """Free all memory."""
         for slot in [*self.residents]:
             self.free(slot)
         self.arena.release(self)
@@ -198,14 +197,14 @@ class DeviceMemory(Holding):
     # ---------------------------------------------------------------- a pass
 
     def claim(self) -> None:
-        """Keep other modules' passes from taking anything until `give_back`."""
+        """Keep other modules' passes from taking anything until `give_back`. It begins a pass."""
         self.arena.claim(self)
         # Another module's pass may have been interrupted as it took a slot's memory.
         self.residents = [slot for slot in self.residents if slot.groups]
         self.resident_bytes = sum(slot.memory.numel() for slot in self.residents)
 
     def take(self) -> None:
-        """A pass begins: the slots exist from here on. Groups in them that are out of date are given up.
+        """Lease the memory of slots, and cut it. Groups in them that are out of date are dropped.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
@@ -229,7 +228,7 @@ class DeviceMemory(Holding):
 
     def give_back(self) -> None:
         """The pass is over, or there was none after all."""
-        self.spared = {}  # else the memory of models that are gone would stay
+        self.protected = {}  # else the memory of models that are gone would stay
         for slot in self.slots:
             # The memory of slots that no call has used has to outlast their copies: another module's pass may drop it.
             if slot.owner is not None and slot.waited_on is None:
@@ -238,10 +237,9 @@ class DeviceMemory(Holding):
         self.arena.give_back(self, self._backend.current_stream())
 
     def recover(self) -> None:
-        """Give all memory up, in any state: a pass failed, or was interrupted. No copy is on its way."""
+        """Free all memory, in any state: a pass failed, or was interrupted. No copy is on its way."""
         self.bound.clear()
-        self.spared = {}
-        self.next_bytes = 0
+        self.protected, self.was_freed = {}, True
         slots = [*self.residents, *self.pooled]
         for slot in slots:
             slot.evict()
@@ -255,28 +253,28 @@ class DeviceMemory(Holding):
 
     def __del__(self) -> None:
         """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
-        if not hasattr(self, "next_bytes"):
+        if not hasattr(self, "was_freed"):
             return  # an interrupt came in the middle of the constructor
         for slot in self.slots:
             for group in slot.groups:
                 group.slot = None
 
     def may_reside(self, group: Group | PackedGroup) -> bool:
-        """Whether the group is to stay on the device, and has room there."""
-        return group in self._to_stay and self.resident_bytes + group.num_bytes <= self.resident_room
+        """Whether a group that is not on the device is to stay there, and has space."""
+        return group in self._to_stay and self.resident_bytes + group.num_bytes <= self.resident_limit
 
     @property
     def misses_residents(self) -> bool:
-        """Whether a group that is to stay on the device, and has room there, is not there."""
+        """Whether a group is yet to come that stays then."""
         return any(group.slot is None and self.may_reside(group) for group in self._to_stay)
 
     def resident_slot(self, group: Group | PackedGroup) -> Slot[Any] | None:
-        """Memory for a group that is to stay; None if it may not, or if there is none: then the group takes turns."""
+        """Memory for a group that is to stay; None if it may not, or if there is none: then the group streams."""
         if not self.may_reside(group):
             return None
         memory = self.arena.take_spare(group.num_bytes, self._backend.current_stream())
         if memory is None:
-            self.resident_room = self.resident_bytes  # and no other one is tried in this pass
+            self.resident_limit = self.resident_bytes  # and no other one is tried in this pass
             return None
         slot = self._new_slot(memory, is_resident=True)
         if isinstance(group, PackedGroup):
@@ -287,8 +285,8 @@ class DeviceMemory(Holding):
     def pooled_slot(self, num_bytes: int) -> Slot[Group]:
         """Memory from the device's own allocator, for one run of groups.
 
-        It belongs to the stream that computes, so that it is free again, for activations too, once compute has come to
-        the point where it is given back: the host does not wait, and memory is held no longer than needed.
+        It belongs to the stream that computes. So it is free again, for activations too, once compute has come to the point
+        where it is freed: the host does not wait.
         """
         return self._new_slot(self.arena.take(num_bytes, self._backend.current_stream(), self), is_resident=False)
 
@@ -297,12 +295,9 @@ class DeviceMemory(Holding):
         for slot in [slot for slot in self.pooled if slot.unused]:
             if may_evict(slot):  # no call needs the slot any more
                 self.free(slot)
-        if not self.has_room_for(num_bytes):
-            self.next_bytes = num_bytes
-            return None
-        return self.pooled_slot(num_bytes)
+        return self.pooled_slot(num_bytes) if self.has_space_for(num_bytes) else None
 
-    def has_room_for(self, num_bytes: int) -> bool:
+    def has_space_for(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may be on their way just in time. Without a budget one run may always be."""
         num_pooled = self.pooled_bytes + num_bytes
         # A budget's plan counts on as much as a ring would take.
@@ -359,10 +354,10 @@ class DeviceMemory(Holding):
         slot.waited_on = slot.last_stream = None
         return after
 
-    # ---------------------------------------------------------------- giving up
+    # ---------------------------------------------------------------- groups leave their slots
 
     def unbind(self, group: Group) -> None:
-        """Bind a group to its place at rest again, with the forward's changes."""
+        """Bind a group to its blobs again, with the forward's changes."""
         self.bound.pop(group, None)
         num_changed = group.offload(self._transfer)
         self._counters.changed += num_changed
@@ -389,22 +384,22 @@ class DeviceMemory(Holding):
         slot.evict()
 
     def try_unbind(self, slot: Slot[Group]) -> bool:
-        """Bind groups to rest that are bound to a slot in vain: no call holds them. False if other code keeps views of it."""
+        """Unbind the groups in a slot that no call holds. False if other code keeps views of it."""
         for group in [*slot.groups]:
             if group in self.bound:
                 self.unbind(group)
         return not slot.is_aliased
 
     def free(self, slot: Slot[Group]) -> None:
-        """Take all groups out of a slot, and give its memory up if it is of no ring."""
+        """Take all groups out of a slot. If it is in no ring its memory is freed."""
         self.evict(slot)
         among = self.residents if slot.is_resident else self.pooled
-        if slot not in among:  # the slot is of a ring, or was given back when its last group was dropped
+        if slot not in among:  # it is in a ring, or was freed as `evict` dropped its last group
             return
         assert slot.owner is not None
         if slot.waited_on is None:  # no call used the slot: its copy may still be on its way
             slot.owner.wait_event(slot.ready)
-        self.next_bytes = self.next_bytes or 0
+        self.was_freed = True
         among.remove(slot)
         if slot.is_resident:
             self.resident_bytes -= slot.memory.numel()

@@ -39,7 +39,7 @@ _USUAL_RATIO = 0.7
 class Packer:
     """Makes the packed images of a module. An engine owns it, and uses it under its lock, between passes.
 
-    Order of calls: `begin` whenever the module was cut into groups; then `limit`, `choose`, and `pack` what is `lacking`.
+    Order of calls: `begin` whenever the module was partitioned; then `limit`, `choose`, and `pack` what is `lacking`.
     """
 
     def __init__(self, config: OffloadConfig, transfer: Transfer, folder: Folder | None) -> None:
@@ -51,7 +51,7 @@ class Packer:
         self._transfer = transfer
         self._folder = folder
         self._spares_ram = config.rests_in_files and not config.has_budgets
-        """Whether weights that rest in files are packed only if RAM has plenty of room for that."""
+        """Whether weights that are stored in files are packed only if RAM has plenty of room for that."""
         self._has_ram_budget = (config.ram_budget, config.ram_share) != (None, None)
         """Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve."""
         self._may_lock = config.may_lock_files
@@ -69,7 +69,7 @@ class Packer:
         self._sizes: dict[Part, int] = {}
         """The packed bytes of parts that were packed before, which tell more than `_USUAL_RATIO`."""
         self._missing = 0
-        """Packed bytes of parts in files that RAM had no room for, or could not be page-locked, since `take_missing`."""
+        """Packed bytes of parts in files that RAM had no room for, or could not be pinned, since `take_missing`."""
 
     @property
     def reads_packed(self) -> bool:
@@ -77,7 +77,7 @@ class Packer:
         return self._folder is not None
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """The module was cut into these groups. All of them are to be packed."""
+        """The module was partitioned into these groups. All of them are to be packed."""
         self._groups = tuple(groups)
         self._ids = {
             part: f"{group.group_id}+{index}" if index else group.group_id
@@ -90,7 +90,7 @@ class Packer:
         self._sizes = {part: size for part, size in self._sizes.items() if part in self._ids}
 
     def switch_on(self) -> None:
-        """Pack from now on. What is page-locked itself so far is not any more: `begin` comes next."""
+        """Pack from now on. What is pinned itself so far is not any more: `begin` comes next."""
         self.is_on = True
         for part in _parts_of(self._groups):
             blob = part.blob
@@ -101,7 +101,7 @@ class Packer:
                 blob.store.unlock(LockLimit(self._backend))
 
     def limit(self, groups: Iterable[Group], room: int) -> int:
-        """Pack only as many of these groups, which rest in RAM, as there is room for their packed bytes besides.
+        """Pack only as many of these groups, which are stored in RAM, as there is room for their packed bytes besides.
 
         Returns:
             The bytes of these.
@@ -128,7 +128,7 @@ class Packer:
         if not self.reads_packed:
             self._groups = tuple(group for group in groups if group not in read)
         else:
-            # What is needed around others rests in RAM as it is, whatever a plan says.
+            # What is needed around others is stored in RAM as it is, whatever a plan says.
             self._groups = tuple(group for group in groups if group not in read or not group.height)
             self._to_read = {part for part in _parts_of(read) if isinstance(part.blob, FileBlob)}
         for group in groups:
@@ -162,7 +162,7 @@ class Packer:
         return missing
 
     def check(self) -> None:
-        """Look at the packed files that are page-locked, before anything is sent from them.
+        """Look at the packed files that are pinned, before anything is sent from them.
 
         Raises:
             GroupFileError: another program changed one since the last pass began: what was sent since may be wrong. From now on
@@ -365,7 +365,7 @@ class Packer:
         return target
 
     def _noted(self, image: PackedImage | None, part: Part, limit: LockLimit) -> PackedImage | None:
-        """Note what could not be page-locked."""
+        """Note what could not be pinned."""
         if image is None and limit.was_refused:
             self._missing += self._size_of(part)
         return image

@@ -372,12 +372,12 @@ class Passes:
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, entry)
-            self.memory.spared = self.succession.spared_by(self)
-        begins_stint = self.succession is not None and self.succession.is_first_of_stint
-        self._start(kind, type(top).__name__, scope, begins_stint=begins_stint)
+            self.memory.protected = self.succession.protected_from(self)
+        begins_phase = self.succession is not None and self.succession.is_first_of_phase
+        self._start(kind, type(top).__name__, scope, begins_phase=begins_phase)
 
     def _start(
-        self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_stint: bool
+        self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_phase: bool
     ) -> None:
         """Take the slots, and start the first copies.
 
@@ -386,7 +386,7 @@ class Passes:
         """
         self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_stint=begins_stint)
+        self._placer.make_room(kind, begins_phase=begins_phase)
         self.memory.take()
         timed = kind if self._placer.begin_pass(kind) else None
         what, stream = _BACKWARD if kind.is_backward else "forward", self._backend.current_stream()
@@ -456,9 +456,9 @@ class Passes:
         self.begin_work()
         try:
             if self.succession is not None:
-                self.memory.spared = self.succession.spared_by(self)
+                self.memory.protected = self.succession.protected_from(self)
             if self.kind is not None:
-                self._placer.make_room(self.kind, begins_stint=True)
+                self._placer.make_room(self.kind, begins_phase=True)
             with suppress(torch.OutOfMemoryError):  # its own pass may find more, or says that there is too little
                 self.memory.take()
                 self.lookahead.prepare()
@@ -619,7 +619,7 @@ class Passes:
         self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._start(kind, self.name, set(self._groups), forward[::-1], begins_stint=False)
+        self._start(kind, self.name, set(self._groups), forward[::-1], begins_phase=False)
         self._state = State.OPEN
 
     def end_backward(self, *, completed: bool) -> None:

@@ -1,4 +1,7 @@
-"""Carries plans out: which groups stay on the device, which files are page-locked, and how many bytes may be on their way.
+"""Carries plans out: which groups stay on the device, which files are pinned, and how many bytes may be on their way.
+
+The account of device memory has five owners: the `Arena` takes it, `DeviceMemory` has what one module holds, `Needs` measures
+what passes need besides weights, the `Budgeter` plans for the rest, and the `Placer` decides in each pass who has what.
 
 [Note: Slots in rings, and just in time]
 Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
@@ -10,7 +13,6 @@ the current call are allocated, so weights that wait for their turn do not add t
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import torch
@@ -45,8 +47,6 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
-_SAME_PLAN = 0.05
-"""A plan is not logged again if what stays, and what is sent, change by no more than this share of the weights."""
 _MIN_PACKING_GAIN = 0.05
 """With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _MOST_TOGETHER = 16
@@ -56,8 +56,8 @@ _MOST_TOGETHER = 16
 class Placer:
     """Keeps one module within its budgets. Owned by an engine, and used under its lock.
 
-    Order of calls: `place` whenever the module was cut into groups; in each forward `replan` and `make_room`, then, once there
-    are slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
+    Order of calls: `place` whenever the module was partitioned; in each forward `replan` and `make_room`, then, once there are
+    slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
     """
 
     def __init__(
@@ -88,18 +88,16 @@ class Placer:
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
-        self._spared_bytes = 0
+        self._protected_bytes = 0
         """What residents of other models keep, as the last pass began."""
-        self._told = math.inf, math.inf
-        """What stayed on the device, and what was sent, by the plan that was logged last."""
 
-    # ---------------------------------------------------------------- a module that was cut
+    # ---------------------------------------------------------------- set-up
 
     def place(self, groups: Sequence[Group], *, is_first: bool) -> None:
-        """Decide where these groups rest, before any pass has taught anything.
+        """Decide where these groups are stored, and pack, pin and size memory for that, before any pass was measured.
 
         Args:
-            is_first: Whether the module is being offloaded. False: it was cut into groups again.
+            is_first: Whether the module is being offloaded. False: its groups were rebuilt.
 
         Raises:
             ConfigError: a budget is too small.
@@ -146,9 +144,9 @@ class Placer:
 
     @property
     def slot_bytes(self) -> int:
-        """The most device memory that a pass takes for weights that take turns."""
+        """The most device memory that a pass takes for slots and berths. (`DeviceMemory.slot_bytes` is what is held now.)"""
         if not self._memory.is_just_in_time:
-            return self._memory.turn_bytes
+            return self._memory.fixed_bytes
         return self._memory.largest + self._window() + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
@@ -176,46 +174,29 @@ class Placer:
         return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
 
     def current_plan(self) -> Plan | None:
-        """The plan with times known by now; without budgets, one of the present state. None if no weights take turns."""
+        """The plan with times known by now; without budgets, one of the present state. None if no weights are streamed."""
         self._learn()
         return self._budgeter.current_plan()
 
     def _learn(self, *, describes: bool = True) -> None:
         """Note the times that passes have measured. Without budgets, also make the plan of the present state."""
-        names = {group.group_id for group in self._groups if not group.height}
-        for measured in self._recorder.measured(names):
+        for measured in self._recorder.measured({group.group_id for group in self._groups if not group.height}):
             self._budgeter.note_times(*measured)
         if describes and not self._config.has_budgets:
             self._budgeter.describe(self._groups, self._lookahead.schedule.order)
 
     def _plan_first(self, *, is_first: bool) -> None:
-        """Settle the budgets for weights alone, and share files out between RAM and the drive: see `place`."""
-        config, files, is_apart = self._config, self._files.blobs, self._backend.has_streams
+        """Settle the budgets for weights alone, and share files out between RAM and the disk: see `place`."""
+        config, is_apart = self._config, self._backend.has_streams
         blobs = [part.blob for group in self._groups for part in group.parts]
         in_ram = sum(blob.layout.num_bytes for blob in blobs if not isinstance(blob, FileBlob))
         self._vram = config.vram_budget
         if is_first or self._ram is None:  # there is no limit as long as no weight was in files
             self._ram = self._ram_for_weights(in_ram, is_first=is_first)
-        ram = None
         promised.add(self, 0)
-        if self._ram is not None:
-            ram = max(self._ram, in_ram)
-            if is_apart and (config.ram_budget, config.ram_share) != (None, None):
-                promised.add(self, min(ram - in_ram, sum(blob.layout.num_bytes for blob in files)))
-            if not is_apart and files:
-                # The device is RAM: weights at rest there take their part, and weights from files take turns in the remainder.
-                self._vram, ram = int((ram - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
-            # Outer groups rest in RAM, whatever the plan says; so do groups that are in no file.
-            outer = sum(group.num_bytes for group in self._groups if group.height)
-            in_no_file = [group for group in self._groups if not group.is_in_file]
-            least = sum(group.num_bytes for group in in_no_file if not group.height)
-            if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
-                outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
-            least += self._packer.limit((group for group in in_no_file if not group.height), ram - outer - least)
-            outer += self._packer.limit((group for group in in_no_file if group.height), ram - outer - least)
-            ram = max(least, ram - outer)
-        room = self._room(0) if self.has_budget else None
-        self._budgeter.begin(self._groups, first_guess(self._groups), ram, room)
+        ram = None if self._ram is None else self._plan_ram(self._ram, in_ram)
+        device_bytes = self._space(0) if self.has_budget else None
+        self._budgeter.begin(self._groups, first_guess(self._groups), ram, device_bytes)
         least = self._budgeter.least_bytes + self._memory.outer_bytes
         if isinstance(self._vram, int) and self._groups and self._vram < least:
             if is_apart or (is_first and isinstance(config.ram_budget, int)):
@@ -223,9 +204,29 @@ class Placer:
             self._vram = least  # they take those bytes anyway
         if is_apart and self._budgeter.plan is not None:
             self._share_out_files()
-        elif isinstance(self._vram, int):
-            # Activations in RAM cannot be measured. A share of the budget is theirs.
-            self._budgeter.before_pass((), self._room(0))
+        elif isinstance(self._vram, int):  # activations in RAM cannot be measured: see `_plan_ram`
+            self._budgeter.before_pass((), self._space(0))
+
+    def _plan_ram(self, limit: int, in_ram: int) -> int:
+        """The RAM of a limit that the plan has for groups inside of whose modules no other one is needed.
+
+        Where the device is RAM, weights that are stored there take their part, and weights from files stream through the rest.
+        """
+        config, files, total = self._config, self._files.blobs, max(limit, in_ram)
+        if self._backend.has_streams:
+            if (config.ram_budget, config.ram_share) != (None, None):
+                promised.add(self, min(total - in_ram, sum(blob.layout.num_bytes for blob in files)))
+        elif files:
+            self._vram, total = int((total - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
+        # Outer groups are stored in RAM, whatever the plan says; so are groups that are in no file.
+        outer = sum(group.num_bytes for group in self._groups if group.height)
+        in_no_file = [group for group in self._groups if not group.is_in_file]
+        least = sum(group.num_bytes for group in in_no_file if not group.height)
+        if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
+            outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
+        least += self._packer.limit((group for group in in_no_file if not group.height), total - outer - least)
+        outer += self._packer.limit((group for group in in_no_file if group.height), total - outer - least)
+        return max(least, total - outer)
 
     def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
         """Bytes of RAM for weights, which take `in_ram` of them already; None for no limit."""
@@ -236,11 +237,10 @@ class Placer:
             return None
         turns = 0
         if is_first and files and not self._backend.has_streams:
-            turns = int(self._memory.turn_bytes / (1 - HOST_ACTIVATIONS_SHARE)) + 1
+            turns = int(self._memory.fixed_bytes / (1 - HOST_ACTIVATIONS_SHARE)) + 1
         return ram_for_weights(config.ram_budget, in_ram, tuning().reading_bytes if files else 0, turn_bytes=turns)
 
     def _too_small(self, least: int, vram: int) -> ConfigError:
-        """The error for weights that need `least` bytes to take turns in."""
         name, given, remedy = "vram_budget", vram, ", plus activations. Raise it"
         if not self._backend.has_streams:
             assert isinstance(self._config.ram_budget, int)
@@ -259,7 +259,7 @@ class Placer:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out.
 
         Raises:
-            GroupFileError: another program changed a packed file that is page-locked; before a backward, any such file.
+            GroupFileError: another program changed a packed file that is pinned; before a backward, any such file.
         """
         self._packer.check()
         if kind.is_backward:  # which looks for no edits, and keeps the plan
@@ -282,11 +282,12 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        self._spared_bytes = sum(max(each.resident_bytes, wanted) for each, wanted in self._memory.spared.items())
+        protected = self._memory.protected.items()
+        self._protected_bytes = sum(max(each.resident_bytes, wanted) for each, wanted in protected)
         need = self._needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
-        if self._budgeter.before_pass(*self._problem(kind, need)):
+        if self._budgeter.before_pass(*self._order_and_space(kind, need)):
             self._carry_out()
         self._memory.wanted_bytes = self._budgeter.resident_bytes
 
@@ -295,28 +296,23 @@ class Placer:
         self._learn(describes=False)
         need = self._needs.of(kind) if self.has_budget else None
         if need is not None:
-            self._budgeter.after_pass(*self._problem(kind, need))
+            self._budgeter.after_pass(*self._order_and_space(kind, need))
 
-    def _problem(self, kind: Kind, need: int) -> tuple[Sequence[Group], int]:
-        """The order in which a pass needs groups, and the room that they have beside what it needs."""
-        return self._lookahead.schedule.order_of(kind.top), self._own_room(need)
+    def _order_and_space(self, kind: Kind, need: int) -> tuple[Sequence[Group], int]:
+        return self._lookahead.schedule.order_of(kind.top), self._own_space(need)
 
     def _carry_out(self) -> None:
-        """Carry the plan out, and log it if it is another one than what was logged last: a little more or less room is none."""
+        """Carry the plan out, and log it."""
         self.reside()
         plan = self._budgeter.plan
         if plan is None or not self._backend.has_streams:
             return
-        stays, sent = self._budgeter.resident_bytes, plan.prediction.h2d_bytes
-        if max(abs(stays - self._told[0]), abs(sent - self._told[1])) <= _SAME_PLAN * self._total_bytes:
-            return
-        self._told = stays, sent
         logger.info(
             "Plan for %s: %s resident on %s; each forward transfers %s and takes %.3f s%s.",
             self._name,
-            describe_bytes(stays),
+            describe_bytes(self._budgeter.resident_bytes),
             self._backend.device,
-            describe_bytes(sent),
+            describe_bytes(plan.prediction.h2d_bytes),
             plan.prediction.step_seconds,
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
@@ -344,73 +340,72 @@ class Placer:
             self._packer.pack(lacking)
         # Ranks that share groups would come to plans of their own.
         follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
-        return follows and self._budgeter.settle(self._packer.take_missing())
+        return follows and self._budgeter.count_packed(self._packer.take_missing())
 
-    def make_room(self, kind: Kind, *, begins_stint: bool) -> None:
-        """Evict what leaves the pass too little room, before it takes slots.
+    def make_room(self, kind: Kind, *, begins_phase: bool) -> None:
+        """Evict what leaves the pass too little memory, before it leases slots, and set how much may stay in it.
 
         Without a budget that is everything, and so it is in the first pass of a kind that nothing known is like: the pass
         shows what it needs.
 
         Args:
-            begins_stint: Whether another model ran before.
+            begins_phase: Whether another model ran before.
         """
         memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
-        if begins_stint:
-            self._needs.begin_stint()
+        if begins_phase:
+            self._needs.begin_phase()
         need = self._needs.of(kind) if self.has_budget else None
         measures = self.has_budget and need is None
         if measures and self._backend.joins_fragments:  # those between residents would count as needed
             need = self._needs.at_most(kind)
-        room = 0 if need is None else self._room(need)
-        slots = least = memory.turn_bytes - memory.outer_bytes
+        space = 0 if need is None else self._space(need)
+        slots = least = memory.fixed_bytes - memory.outer_bytes
         if plan is not None:
-            arena.displace(memory, max(0, room - max(slots, plan.device_bytes)), memory.spared)
-            # A plan without slots needs room for its groups, or for slots.
+            arena.displace(memory, max(0, space - max(slots, plan.device_bytes)), memory.protected)
+            # Even protected models leave it that much: a plan without slots needs space for its groups, or for slots.
             least = max(slots, min(plan.device_bytes, smallest_device_bytes(plan.problem)))
-        arena.displace(memory, max(0, room - least))
-        to_stay = max(0, room - slots - arena.others_resident_bytes(memory))
+        arena.displace(memory, max(0, space - least))
+        to_stay = max(0, space - slots - arena.others_resident_bytes(memory))
         memory.evict_residents(memory.resident_bytes - to_stay)
-        memory.resident_room = to_stay
+        memory.resident_limit = 0 if measures else to_stay
         if measures:  # what comes to stay would count as needed, and so would fragments
-            memory.resident_room = 0
             self._backend.release_unused()
-        elif need is not None and begins_stint:
+        elif need is not None and begins_phase:
             self._clear_fragments(need)
 
     def _clear_fragments(self, need: int) -> None:
         """Give cached memory back where fragments may stand in the way of `need`, or would add to a budget."""
         memory, backend = self._memory, self._backend
-        cached = backend.reserved_bytes() - backend.bytes_in_use()
-        more = need + max(0, memory.turn_bytes - memory.num_bytes)
+        more = need + max(0, memory.fixed_bytes - memory.num_bytes)
         if isinstance(self._vram, int):  # the device does not refuse what goes beyond it
-            grown = backend.reserved_bytes() + more + memory.resident_room
+            cached = backend.reserved_bytes() - backend.bytes_in_use()
+            grown = backend.reserved_bytes() + more + memory.resident_limit
             if cached > tuning().device_margin_bytes and grown > self._vram:
                 backend.release_unused()
         if backend.joins_fragments:
             return
-        # What is freed in a segment of memory that a resident is cut from is not the device's again. An operator that finds
-        # no memory may take another way without a word, so the device has to have what is needed before.
+        # A segment that a resident is cut from does not return to the device. An operator that finds no memory may silently
+        # choose another algorithm, so the device has to have what is needed before.
         while backend.free_bytes() < more:
             backend.release_unused()
             missing = more - backend.free_bytes()
             if missing <= 0 or not memory.arena.give_way(missing, memory):
                 return
 
-    def _room(self, need: int) -> int:
-        """Device memory for the weights of all models, but groups needed around others, in a pass that needs `need` besides."""
+    def _space(self, need: int) -> int:
+        """Device memory for the weights of all models, but this one's outer groups, in a pass that needs `need` besides."""
         memory, available = self._memory, self.vram_budget
         assert available is not None
         others = max(0, self._backend.bytes_in_use() - memory.num_bytes - memory.arena.others_bytes(memory))
         margin = tuning().device_margin_bytes if self._backend.has_streams else 0
         return available - others - need - margin - memory.outer_bytes
 
-    def _own_room(self, need: int) -> int:
-        """What of `_room` is not for models whose residents are spared."""
-        return max(0, self._room(need) - self._spared_bytes)
+    def _own_space(self, need: int) -> int:
+        """The part of `_space` that protected models leave."""
+        return max(0, self._space(need) - self._protected_bytes)
 
     def begin_pass(self, kind: Kind) -> bool:
-        """The slots are there, and compute begins: decide how many bytes may be on their way just in time.
+        """The slots are there, and compute begins: decide how far ahead to send just in time.
 
         Returns:
             Whether its compute is to be measured: not that of a backward.
@@ -425,16 +420,16 @@ class Placer:
         return not kind.is_backward and self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
-        """How many forwards of this kind have room beside one another, if all of them compute with the same weights.
+        """How many forwards of this kind fit on the device together, if all of them compute with the same weights.
 
-        One where nothing is sent: company would only evict residents.
+        One where nothing is sent: more would only evict residents.
         """
         if not self.has_budget:
             return _MOST_TOGETHER
         need = self._needs.measured(kind) if self._backend.has_streams else None
         if need is None or self.sends_nothing:
             return 1
-        return min(_MOST_TOGETHER, (self._room(0) - self._budgeter.least_bytes) // max(1, need))
+        return min(_MOST_TOGETHER, (self._space(0) - self._budgeter.least_bytes) // max(1, need))
 
     def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
         """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
@@ -443,11 +438,11 @@ class Placer:
             return self._budgeter.gain_from_sharing(kinds, None, None)
         needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
         of_all = self._needs.measured(both) or self._needs.at_most(both) or sum(needs)
-        return self._budgeter.gain_from_sharing(kinds, self._own_room(max(needs)), self._own_room(of_all))
+        return self._budgeter.gain_from_sharing(kinds, self._own_space(max(needs)), self._own_space(of_all))
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether all groups that could take turns stay on the device by the plan."""
+        """Whether all groups stay on the device by the plan."""
         plan = self._budgeter.plan
         return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
@@ -466,12 +461,12 @@ class Placer:
                 describe_bytes(self._vram, digits=4),
                 describe_bytes(measured[0], digits=4),
                 " Evicting weights to fit inputs of this size from now on."
-                if self._room(measured[0]) >= self._budgeter.least_bytes
+                if self._space(measured[0]) >= self._budgeter.least_bytes
                 else "",
             )
 
     def reside(self) -> None:
-        """Let only the groups stay on the device that the plan puts there, as far as they are there."""
+        """Let those groups stay on the device that the plan puts there: see `DeviceMemory.reside`."""
         staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
         packed = {group.packed for group in self._agreed("packed", self._budgeter.at(Placement.PACKED)) - staying}
         self._memory.reside(staying | packed, self._groups)
@@ -485,7 +480,7 @@ class Placer:
         return frozenset(group for group in self._groups if group.group_id in names)
 
     def _share_out_files(self) -> None:
-        """Lock the groups in RAM that the plan puts there, and the groups that are needed around others, or pack them."""
+        """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
         for _ in range(_MOST_PLANS + 1):
             in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
             if self._packer.is_on and self._budgeter.ram_bytes is not None:
@@ -510,7 +505,7 @@ class Placer:
     # ---------------------------------------------------------------- too little memory
 
     def give_way(self, factor: int, num_bytes: int) -> bool:
-        """Memory of `num_bytes` was refused in the middle of a pass: evict residents. False if there are none."""
+        """Memory of `num_bytes` was refused in a pass: evict residents for `factor` times as much. False if there are none."""
         gave = self._memory.arena.give_way(factor * max(num_bytes, tuning().give_way_bytes), self._memory)
         if gave and self.has_budget:
             self._needs.add(num_bytes)
@@ -526,13 +521,13 @@ class Placer:
         arena.answer()
         before = arena.resident_bytes
         arena.give_way(before, self._memory)
-        given = before - arena.resident_bytes
+        evicted = before - arena.resident_bytes
         self._backend.release_unused()
-        self._needs.add(given)
+        self._needs.add(evicted)
         advice = (
-            f"Evicted {describe_bytes(given)} of resident weights: call {name} again. (It wasn't retried: gradients are "
+            f"Evicted {describe_bytes(evicted)} of resident weights: call {name} again. (It wasn't retried: gradients are "
             f"recorded, or it may have changed something before it failed.)"
-            if given
+            if evicted
             else f"No resident weights of {name} left to evict. Use smaller inputs, attention slicing, or "
             f"offload_type='leaf_level'."
         )
@@ -544,7 +539,7 @@ class Placer:
         """The bytes that may be on their way just in time, in passes that take so many for activations.
 
         Mostly the largest group: a budget's plan counts on no more. At leaf level that does not hide the copy of a large layer
-        behind a small one's compute, so with large activations it may be a third of them.
+        behind a small one's compute, so it may be a third of the activations, if that is more.
         """
         least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
         if not self._config.is_leaf_level or self.has_budget:

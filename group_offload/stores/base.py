@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
+from .checkpoint import Origin
 from .moves import Move, PageableMemory, Read
-from .origin import Origin
 from .packed import PackedImage
 
 
@@ -19,9 +19,9 @@ class Tier(Enum):
     """Where a blob rests."""
 
     RAM = "ram"
-    """Page-locked RAM: one asynchronous copy to the device."""
+    """Pinned RAM: one asynchronous copy to the device."""
     PAGEABLE = "pageable ram"
-    """RAM that is not page-locked: through staging buffers to the device."""
+    """RAM that is not pinned: through staging buffers to the device."""
     FILE = "file"
     """A file, read for each onload."""
 
@@ -33,7 +33,7 @@ class Store(Protocol):
     def commits_late(self) -> bool:
         """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
 
-        Then none rests elsewhere afterwards, and a blob becomes outdated only after a fork.
+        Then none is stored elsewhere afterwards, and a blob becomes outdated only after a fork.
         """
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
@@ -89,7 +89,7 @@ class Blob(ABC):
     @property
     @abstractmethod
     def pinned_bytes(self) -> int:
-        """Bytes of page-locked RAM that the blob takes."""
+        """Bytes of pinned RAM that the blob takes."""
 
     @property
     @abstractmethod

@@ -44,12 +44,8 @@ class Checkpoint(SourceFile):
 
     is_ours = False
     """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
-
-    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
-        """See `SourceFile`."""
-        super().__init__(path, fd, start, end, stamp)
-        self._pages: _Pages | None = None
-        """The memory of all blobs; None until it is needed."""
+    _pages: _Pages | None = None
+    """The memory of all blobs; None until it is needed."""
 
     @classmethod
     def of(cls, spans: Sequence[FileSpan], folder: Folder | None = None) -> Checkpoint:
@@ -61,11 +57,10 @@ class Checkpoint(SourceFile):
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
         """
-        file = spans[0].file
         # A name may have a newline, or look as if it had.
-        path = Path(file.path.replace("\\012", "\n"))
+        path = Path(spans[0].path.replace("\\012", "\n"))
         if not path.exists():
-            path = Path(file.path)
+            path = Path(spans[0].path)
         fd = open_to_read(path)
         try:
             start = min(span.position for span in spans)
@@ -76,7 +71,7 @@ class Checkpoint(SourceFile):
             os.close(fd)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = mapping_at(found.bytes.data_ptr())
-        if mapping is None or mapping.identity != file.identity:
+        if mapping is None or mapping.identity != spans[0].identity:
             raise OSError(f"{path} has changed since it was mapped")
         return found
 
@@ -95,21 +90,14 @@ class Checkpoint(SourceFile):
     def commits_late(self) -> bool:
         return False
 
-    def _rest_pages(self, blobs: Sequence[FileBlob]) -> _Pages:
-        # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
-        # of another `Checkpoint`: whoever forgets them loses that blob's edits.
-        if self._pages is None or self._pages.num_blobs != len(blobs):
-            self._pages = _Pages(blobs)
-        return self._pages
-
-    def _rest_blobs(self) -> list[FileBlob]:
-        return [blob for blob in self.blobs if isinstance(blob, FileBlob)]
-
     def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
         self.check()
-        blobs = self._rest_blobs()
-        pages = self._rest_pages(blobs)
+        blobs, pages = [blob for blob in self.blobs if isinstance(blob, FileBlob)], self._pages
+        # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
+        # of another `Checkpoint`: whoever forgets them loses that blob's edits.
+        if pages is None or pages.num_blobs != len(blobs):
+            pages = self._pages = _Pages(blobs)
         for start, end in pages.all:
             started = time.perf_counter()
             written = written_pages(start, end - start)
@@ -211,7 +199,7 @@ class FileBlob(Contents, Blob):
 
     @property
     def is_locked(self) -> bool:
-        """Whether the blob is page-locked in the page cache: then copies take it from there, and nothing is read."""
+        """Whether the blob is pinned in the page cache: then copies take it from there, and nothing is read."""
         if self.source.num_lockings != self._num_lockings:
             self._num_lockings = self.source.num_lockings
             self._is_locked = self.source.is_locked(self.pieces)
@@ -260,19 +248,16 @@ class FileBlob(Contents, Blob):
         Raises:
             GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
         """
-        if not self.is_outdated and start < self._last and self._first < end:
-            self.is_outdated = any(
-                self._differs(tensor, max(start, first) - first, min(end, first + num_bytes) - first, position)
-                for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True)
-            )
-            if self.is_outdated and self.is_verified and self.content is not None:
-                self.is_outdated = False
-                self.prove()
+        if self.is_outdated or not (start < self._last and self._first < end):
+            return self.is_outdated
+        for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True):
+            low, high = max(start - first, 0), min(end - first, num_bytes)
+            if low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high]):
+                if self.is_verified and self.content is not None:
+                    self.prove()
                 self.is_outdated = True
+                break
         return self.is_outdated
-
-    def _differs(self, tensor: torch.Tensor, low: int, high: int, position: int) -> bool:
-        return low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high])
 
     def write(self, index: int, value: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -261,7 +261,7 @@ class Folder:
                 found = is_right(fd)
                 if found:
                     return path, (fd, stamp, found)
-            except OSError as error:  # a drive that fails: the file is not one to rely on
+            except OSError as error:  # a disk that fails: the file is not one to rely on
                 logger.info("%s cannot be read: %s.", path, error)
             finally:
                 if not found:
@@ -286,7 +286,7 @@ class Folder:
 
 def _opened_as_written(path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
     """A descriptor of the file, and what `fstat` says now; None if it is not what was written."""
-    with ExitStack() as stack, suppress(OSError):  # a drive that fails, or a file that went again
+    with ExitStack() as stack, suppress(OSError):  # a disk that fails, or a file that went again
         stack.callback(os.close, fd := open_to_read(path))
         # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
         # stamp of another content would make a change by another program count as what was written here.

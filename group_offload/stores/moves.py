@@ -19,7 +19,7 @@ from .source import Proof, SourceFile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One asynchronous copy of page-locked memory. The bytes must not change before it is done."""
+    """One asynchronous copy of pinned memory. The bytes must not change before it is done."""
 
     at: int
     """The byte of the slot that the first byte goes to."""
@@ -32,7 +32,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageableMemory:
-    """RAM that is not page-locked."""
+    """RAM that is not pinned."""
 
     bytes: torch.Tensor
     """Flat uint8."""
@@ -51,7 +51,7 @@ class PageableMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """Bytes of a file, or of RAM that is not page-locked. Other threads read them later, and copy them to the slot."""
+    """Bytes of a file, or of RAM that is not pinned. Other threads read them later, and copy them to the slot."""
 
     at: int
     """The byte of the slot that the first byte goes to; with `unpack`, the byte of a berth."""
@@ -78,7 +78,7 @@ class Unpack:
     num_bytes: int
     strip: Strip
     packed: torch.Tensor | None
-    """The packed bytes of the strip, flat uint8, in page-locked memory or on the device. None: they are read from a file."""
+    """The packed bytes of the strip, flat uint8, in pinned memory or on the device. None: they are read from a file."""
     label: str
     """The name of the group that needs the bytes, for traces."""
     needed_for: Callable[[int, int], Runs]
@@ -175,7 +175,7 @@ def sent_bytes(move: Move) -> int:
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, with neighbours that lie side by side both at rest and in the slot joined into one."""
+    """The same moves, with neighbors that lie side by side both at rest and in the slot joined into one."""
     found: list[Move] = []
     for move in moves:
         last = found[-1] if found else None

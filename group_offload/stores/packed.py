@@ -1,15 +1,15 @@
-"""Packed images: the bytes of a blob once more, in fewer bytes of page-locked RAM, or of a file. They are what is sent.
+"""Packed images: the bytes of a blob once more, in fewer bytes of pinned RAM, or of a file. They are what is sent.
 
 [Note: Packed weights at rest]
 The weights at rest stay what they are without packing: views of their checkpoint, of a group file, or of RAM. So they can be
 read, edited and saved as always, and edits are found as always. A packed image is made from them, and lies beside them. It is
 good as long as the blob has the same `generation`: after an edit the blob itself is sent, until it was packed again.
 
-Memory that is only read does not have to be page-locked. So what rests in a checkpoint or in a group file takes no RAM beside
-its packed image, and what rests in RAM takes its own size and that of the image.
+Memory that is only read does not have to be pinned. So what rests in a checkpoint or in a group file takes no RAM beside
+its packed image, and what is stored in RAM takes its own size and that of the image.
 
-A packed group file is page-locked where it lies in the page cache, if the device allows that: its image takes RAM once, for all
-processes of the host. Else the image is read into page-locked RAM. Where RAM has no room for it, it stays in its file, and is
+A packed group file is pinned where it lies in the page cache, if the device allows that: its image takes RAM once, for all
+processes of the host. Else the image is read into pinned RAM. Where RAM has no room for it, it stays in its file, and is
 read from there each time.
 
 What is read or locked the first time is compared with its hash, as the file may have been packed long ago. From then on the
@@ -91,7 +91,7 @@ class _PackedSource(SourceFile):
 
 
 class PackedImage:
-    """The packed bytes of a blob: in page-locked RAM, or read from their file. See [Note: Packed weights at rest]."""
+    """The packed bytes of a blob: in pinned RAM, or read from their file. See [Note: Packed weights at rest]."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class PackedImage:
         """
         Args:
             generation: That of the blob that the packed bytes are good for.
-            memory: Page-locked, flat uint8. None: the packed bytes are read each time that they are sent.
+            memory: Pinned, flat uint8. None: the packed bytes are read each time that they are sent.
             lock: None if the driver allocated the memory, or `contents` holds the lock.
             contents: The packed file, if the packed bytes are taken from it for as long as the image is used.
             is_verified: Whether each read is compared with what was packed.
@@ -134,14 +134,14 @@ class PackedImage:
     def check(self) -> None:
         """
         Raises:
-            GroupFileError: another program changed the file that the packed bytes are page-locked in. (Reads of others tell.)
+            GroupFileError: another program changed the file that the packed bytes are pinned in. (Reads of others tell.)
         """
         if self.contents is not None and not self.is_read:
             self.contents.source.check()
 
     @property
     def ram_bytes(self) -> int:
-        """What the packed bytes take of page-locked RAM."""
+        """What the packed bytes take of pinned RAM."""
         return 0 if self.is_read else self.num_bytes
 
     def moves(self, at: int, label: str, on_device: torch.Tensor | None) -> list[Move]:
@@ -195,7 +195,7 @@ class PackedImage:
         return escapes_of(int(tile_table(self._memory[place:], strip)[tile]), strip)
 
     def copy(self, at: int) -> Copy:
-        """How packed bytes in page-locked RAM get to byte `at` of a slot."""
+        """How packed bytes in pinned RAM get to byte `at` of a slot."""
         assert self._memory is not None
         return Copy(at, self.num_bytes, self._memory, 0)
 
@@ -214,19 +214,19 @@ def is_packable(layout: BlobLayout) -> bool:
 
 
 class LockedMemory:
-    """Makes page-locked memory for packed bytes."""
+    """Makes pinned memory for packed bytes."""
 
     def __init__(self, limit: LockLimit, wait: Callable[[], None]) -> None:
         """
         Args:
-            limit: How much more may be page-locked.
+            limit: How much more may be pinned.
             wait: A function that returns once no copy is on its way: the pages stay locked until then.
         """
         self._limit, self._wait = limit, wait
         self._found: tuple[torch.Tensor, PageLock | None] | None = None
 
     def begin(self, num_bytes: int) -> Callable[[], torch.Tensor]:
-        """Begin to make memory that is page-locked, if the system allows it. Returns a function that waits for it."""
+        """Begin to make memory that is pinned, if the system allows it. Returns a function that waits for it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
         touched = touch_all(memory)
         locked = on_pool(self._lock, memory, touched)  # all of `touched` were begun before: none waits for a thread
@@ -248,7 +248,7 @@ class LockedMemory:
         return None if by_driver is None else (by_driver, None)
 
     def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
-        """What is in the memory that was made last; None if it is not page-locked."""
+        """What is in the memory that was made last; None if it is not pinned."""
         if self._found is None:
             return None
         memory, lock = self._found
@@ -258,14 +258,14 @@ class LockedMemory:
 def lock_image(
     file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
 ) -> tuple[PackedImage, Task[str]] | None:
-    """Page-lock what was packed before where it lies in the page cache.
+    """Pin what was packed before where it lies in the page cache.
 
     Args:
         wait: A function that returns once no copy is on its way: the pages stay locked until then.
 
     Returns:
         The image, and the work of the pool that proves it: its result is what is wrong with the file, empty if nothing is. None
-        if the device page-locks no files.
+        if the device pins no files.
 
     Raises:
         GroupFileError: the file cannot be mapped.
@@ -291,7 +291,7 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
     """Read what was packed before.
 
     Returns:
-        None if no more memory can be page-locked.
+        None if no more memory can be pinned.
 
     Raises:
         GroupFileError: the file cannot be read, or is damaged.

@@ -1,4 +1,4 @@
-"""Blobs in RAM. They take exactly the bytes of the weights, and are page-locked where the device can do so.
+"""Blobs in RAM. They take exactly the bytes of the weights, and are pinned where the device can do so.
 
 [Note: Edits at rest]
 Copies to the device read RAM long after they were enqueued, and the first groups of the next pass are on their way
@@ -43,17 +43,16 @@ from .moves import Copy, Move, PageableMemory, Read
 logger = logging.getLogger("group_offload")
 
 
-class _Forks:
-    """How many forks this process has been through, as parent or as child."""
-
-    num = 0
-
-    @classmethod
-    def count(cls) -> None:
-        cls.num += 1
+_num_forks = 0
+"""How many forks this process has been through, as parent or as child."""
 
 
-on_fork(before=_Forks.count)
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+on_fork(before=_count_fork)
 
 
 class HostMemory(Protocol):
@@ -77,7 +76,7 @@ class HostMemory(Protocol):
 
 
 class Segment:
-    """RAM that holds blobs one after another, page-locked as a whole. See [Note: Edits at rest].
+    """RAM that holds blobs one after another, pinned as a whole. See [Note: Edits at rest].
 
     Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
@@ -105,12 +104,12 @@ class Segment:
         self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
         self._num_open = 0
         self.is_locked = False
-        self._lock: PageLock | None = None
+        self._pinned: PageLock | None = None
         self._coming: list[tuple[int, torch.Tensor]] = []
         """Bytes that are in memory of a device, and where they go: `fetch` copies them."""
         self.pageable: PageableMemory | None = None
         """The memory, as threads read it that bring it to the device, if it is not locked."""
-        self._num_forks = _Forks.num
+        self._num_forks = _num_forks
         try:
             is_twice = (self._pins or (host is not None and num_bytes > 0)) and can_detect_writes()
             self._twice = self._map(num_bytes) if is_twice else None
@@ -148,7 +147,7 @@ class Segment:
     @property
     def is_shared(self) -> bool:
         """Whether another process sees writes to the memory."""
-        return self._private is not None and (self._num_forks != _Forks.num or self._host is not None)
+        return self._private is not None and (self._num_forks != _num_forks or self._host is not None)
 
     @property
     def commits_late(self) -> bool:
@@ -200,7 +199,7 @@ class Segment:
         self._host.was_filled(self._twice, self._num_bytes)
 
     def lock(self, limit: LockLimit | None) -> None:
-        """Page-lock the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
+        """Pin the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
 
         Blobs may rest in it by now: then nothing but the memory itself can be locked.
 
@@ -208,17 +207,17 @@ class Segment:
             limit: None for memory that is not to be locked, because packed bytes are sent in place of it.
         """
         if self._pins and not self.is_locked and limit is not None:
-            self._lock = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._lock is not None or (not self._num_open and self._fall_back(limit))
+            self._pinned = limit.lock(self.bytes, self._wait)
+            self.is_locked = self._pinned is not None or (not self._num_open and self._fall_back(limit))
         self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
         for blob in self._blobs:
             blob.find_tier()
 
     def unlock(self, limit: LockLimit) -> None:
         """Give up the lock, for memory that needs it more."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock, self.is_locked, self.pageable = None, False, PageableMemory(self.bytes)
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned, self.is_locked, self.pageable = None, False, PageableMemory(self.bytes)
             limit.give_back(self._num_bytes)
             for blob in self._blobs:
                 blob.find_tier()
@@ -260,8 +259,8 @@ class Segment:
         self._num_open -= 1
         if self._num_open:
             return
-        memory = [self._lock, self.pageable, self._private, self._twice, self._rest_memory, self.bytes]
-        self._lock, self.is_locked, self.pageable = None, False, None
+        memory = [self._pinned, self.pageable, self._private, self._twice, self._rest_memory, self.bytes]
+        self._pinned, self.is_locked, self.pageable = None, False, None
         self._private = self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
         release_later(memory)
@@ -339,7 +338,7 @@ class RamBlob(Blob):
         """The memory was locked, or unlocked."""
         self.tier, self.where = Tier.RAM, "pinned RAM"
         if not self.store.backend.has_streams or not self.layout.num_bytes:
-            # Without streams every copy is done when it returns: page-locking would buy nothing.
+            # Without streams every copy is done when it returns: pinning would buy nothing.
             self.where = "RAM"
         elif not self.store.is_locked:
             self.tier, self.where = Tier.PAGEABLE, "pageable RAM"
@@ -383,7 +382,7 @@ class RamBlob(Blob):
         return self.store.bytes[self.start : self.start + self.layout.num_bytes]
 
     def locked_bytes(self) -> torch.Tensor | None:
-        """The bytes of the blob in page-locked memory; None if weights at rest may have other bytes."""
+        """The bytes of the blob in pinned memory; None if weights at rest may have other bytes."""
         if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
             return None
         return self.sent_bytes

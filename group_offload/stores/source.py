@@ -3,10 +3,10 @@
 [Note: Ways to read a file]
 Each file has one of three ways to the device.
 
-- *Locked*: the pages are in the page cache, and page-locked there, so that copies read them where they are. This takes RAM
-  from all processes, so it is done only where RAM is plentiful (`stores.ways`).
+- *Locked*: the pages are in the page cache, and pinned there, so that copies read them where they are. This takes RAM
+  from all processes, so it is done only where RAM is plentiful (`CachedFiles.choose_ways`).
 - *Cached*: `preadv` through the page cache. The pages stay there as long as the kernel needs the RAM for nothing else.
-- *Direct*: `preadv` past the page cache (O_DIRECT), where RAM is scarce. Direct reads have the drive's full speed, take
+- *Direct*: `preadv` past the page cache (O_DIRECT), where RAM is scarce. Direct reads have the disk's full speed, take
   hardly any CPU time, and drive nothing out of the page cache. Parts that are in the page cache are read from there all
   the same.
 
@@ -138,7 +138,7 @@ class SourceFile:
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
-        """The page-locked ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
+        """The pinned ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
         self.num_lockings = 0
         """A number that goes up when other ranges are locked."""
 
@@ -152,7 +152,7 @@ class SourceFile:
     def lock(
         self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None], *, in_one: bool = False
     ) -> bool:
-        """Page-lock the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
+        """Pin the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
 
         Args:
             pieces: None for the whole part of the file.
@@ -175,7 +175,7 @@ class SourceFile:
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
                 memory = self.bytes[first : min(first + step, end)]
-                # Else the driver waits for the drive, and all others for the driver.
+                # Else the driver waits for the disk, and all others for the driver.
                 populate(memory)
                 begun = time.perf_counter()
                 lock = PageLock.take(backend, memory, wait, read_only=True)

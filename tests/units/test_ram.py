@@ -15,7 +15,7 @@ from torch import nn
 from group_offload import StateError, apply_group_offloading
 from group_offload.base import mapping, ram, system
 from group_offload.base.ram import available_ram
-from group_offload.stores import ways
+from group_offload.runtime.copies import cached
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.files import failing
@@ -102,7 +102,7 @@ def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    patch.setattr(ways, "available_ram", lambda: num_bytes)
+    patch.setattr(cached, "available_ram", lambda: num_bytes)
 
 
 def ways_of(rig: Rig) -> list[str]:

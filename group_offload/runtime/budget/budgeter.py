@@ -1,12 +1,12 @@
-"""The budgeter plans where groups rest, and which of them stay on the device.
+"""The budgeter plans where groups are stored, and which of them stay on the device.
 
 [Note: How a plan comes to be]
-When a module is offloaded, the plan for all memory that it may have decides which groups rest in RAM, and which are read from
-the drive. That stays so. What stays on the device is a copy, so a pass never locks, unlocks or packs anything because of it. No
-group stays yet: what passes need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]).
-From the second one on as many groups stay on the device as fit beside that. Passes also measure how long each group computes.
-The plan is made again with these times, and when the device has other room, and carried out if it is 3% faster. That takes some
-milliseconds, which the device would wait at the beginning of a pass. So it is done as a pass ends, while the device still
+When a module is offloaded, the plan for all memory that it may have decides which groups are stored in RAM, and which are read
+from disk. That stays so. What stays on the device is a copy, so a pass never pins or packs anything because of it. No group
+stays yet: what passes need besides weights is not known. The first pass of a kind tells (see [Note: What a pass needs]). From
+the second one on as many groups stay on the device as fit beside that. Passes also measure how long each group computes. The
+plan is made again with these times, and when the device has more or less space, and carried out if it is 3% faster. That takes
+some milliseconds, for which the device would wait as a pass begins. So it is done as a pass ends, while the device still
 computes; before a pass only if the plan does not fit. Compute is measured again now and then: a device's speed varies, and
 other inputs take another time.
 """
@@ -56,7 +56,7 @@ NUM_TIMED_KINDS = 8
 _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
-"""All weights are this many steps of room on the device: a change below one step makes no new plan."""
+"""All weights are this many steps of space on the device: a change below one step makes no new plan."""
 
 
 class Budgeter:
@@ -76,7 +76,7 @@ class Budgeter:
         """The groups that the plan places."""
         self._order: tuple[Group, ...] = ()
         self.ram_bytes: int | None = None
-        """RAM for weights that are in no file, and for page-locked files."""
+        """RAM for weights that are in no file, and for pinned files."""
         self._num_passes: Recent[Kind, int] = Recent()
         """How many passes each kind had, of the last kinds."""
         self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
@@ -87,14 +87,14 @@ class Budgeter:
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._pass_seconds = 0.0
         """The sum of these when it last differed by much from the one before: plans are made for it."""
-        self._for: tuple[int | None, float] | None = None
-        """The room on the device and the `_pass_seconds` that the plan was made for."""
-        self._next: Plan | None = None
+        self._made_for: tuple[int | None, float] | None = None
+        """What the plan was made for: see `_basis`."""
+        self._next_plan: Plan | None = None
         """The plan from the next pass on, if it was made again."""
-        self._weighed: tuple[Any, float] = None, 0.0
-        """What sharing a pass was weighed for last, and its gain."""
-        self._asked_to_pack: float | None = None
-        """The `_pass_seconds` at which `gain_from_packing` was asked last."""
+        self._gain_from_sharing: tuple[Any, float] = None, 0.0
+        """The last answer of `gain_from_sharing`, behind what it was made for."""
+        self._packing_weighed_at: float | None = None
+        """The `_pass_seconds` for which `gain_from_packing` answered last."""
 
     @cached_property
     def _speeds(self) -> Speeds:
@@ -115,7 +115,7 @@ class Budgeter:
     def begin(
         self, groups: Sequence[Group], order: Sequence[Group], ram_bytes: int | None, device_bytes: int | None
     ) -> None:
-        """Decide where groups rest, once the module was cut into groups, before any measurement. None stays on the device.
+        """Decide where groups are stored, before any measurement. None stays on the device.
 
         Args:
             ram_bytes: RAM for weights; None for no limit.
@@ -125,11 +125,11 @@ class Budgeter:
         self.groups = tuple(g for g in groups if g.num_bytes and not g.height and not g.is_in_place)
         self._order, self.ram_bytes = tuple(order), ram_bytes
         if self.groups:
-            self.plan = make_plan(self._problem(device_bytes))  # it decides where groups rest
-            self.plan = make_plan(self._problem(None))
+            self.plan = make_plan(self._problem(device_bytes))
+            self.plan = make_plan(self._problem(None))  # with the tiers of the first one
 
     def describe(self, groups: Sequence[Group], order: Sequence[Group]) -> None:
-        """Describe in a plan where groups rest: there is no budget."""
+        """Without a budget: describe in a plan where groups are stored."""
         self.plan = None  # Ctrl-C below must not leave a plan of other groups
         self.groups, self._order = tuple(g for g in groups if g.num_bytes and not g.height), tuple(order)
         read = [any(isinstance(part.blob, FileBlob) and part.blob.is_read for part in g.parts) for g in self.groups]
@@ -138,7 +138,7 @@ class Budgeter:
 
     @property
     def least_bytes(self) -> int:
-        """The device memory that groups take turns in, with none that stays."""
+        """The device memory that groups need at least: slots, and none that stays."""
         return smallest_device_bytes(self._problem(None)) if self.groups else 0
 
     @property
@@ -154,58 +154,59 @@ class Budgeter:
         took = [seconds for kind, seconds in self._passes if kind == self._passes[-1][0]]
         return replace(self.plan, measured_seconds=median_low(took) if took else None)
 
-    def before_pass(self, order: Sequence[Group], room: int) -> bool:
-        """A pass begins, and groups have `room` bytes on the device, slots included.
+    def before_pass(self, order: Sequence[Group], space: int) -> bool:
+        """A pass begins, and groups have `space` bytes on the device, slots included.
 
         Returns:
-            Whether there is another plan: the last pass made a faster one, or that does not fit.
+            Whether there is another plan: the last pass made a faster one, or the present one does not fit.
         """
         before = self.plan
         if before is None:
             return False
-        self.plan, self._next = self._next or before, None
-        if self._for is None or not self._fits(self.plan, room):
-            self.plan = self._made_again(order, room)
+        self.plan, self._next_plan = self._next_plan or before, None
+        if self._made_for is None or not self._fits(self.plan, space):
+            self.plan = self._made_again(order, space)
         if self.plan.placements == before.placements:
             return False
         self._passes.clear()
         return True
 
-    def after_pass(self, order: Sequence[Group], room: int) -> None:
+    def after_pass(self, order: Sequence[Group], space: int) -> None:
         """A pass completed: make the plan of the next one, if it is faster with what is known by now.
 
-        Where there is too little room for the present plan, the next pass may find more.
+        Where there is too little space for the present plan, the next pass may find more.
         """
-        if self.plan is None or self._asked(room) == self._for or not self._fits(self.plan, room):
+        if self.plan is None or self._basis(space) == self._made_for or not self._fits(self.plan, space):
             return
-        is_first, self._next = self._for is None, self._made_again(order, room)
-        if not is_first and self._next.placements != self.plan.placements:
-            kept = _as_of(self._next.problem, self.plan)
-            if self._next.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
-                self._next = kept
+        is_first, self._next_plan = self._made_for is None, self._made_again(order, space)
+        if not is_first and self._next_plan.placements != self.plan.placements:
+            kept = _as_of(self._next_plan.problem, self.plan)
+            if self._next_plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+                self._next_plan = kept
 
-    def _fits(self, plan: Plan, room: int) -> bool:
+    def _fits(self, plan: Plan, space: int) -> bool:
         # Packed files may be lost: then what was to stay on the device packed cannot.
         is_possible = all(map(self._packer.packed_bytes, self.at(Placement.PACKED)))
-        return is_possible and (plan.device_bytes <= room or plan.device_bytes <= self.least_bytes)
+        return is_possible and (plan.device_bytes <= space or plan.device_bytes <= self.least_bytes)
 
-    def _made_again(self, order: Sequence[Group], room: int) -> Plan:
+    def _made_again(self, order: Sequence[Group], space: int) -> Plan:
         self._order = tuple(order) or self._order
-        plan, self._for = make_plan(self._problem(room)), self._asked(room)
+        plan, self._made_for = make_plan(self._problem(space)), self._basis(space)
         return plan
 
-    def _asked(self, room: int | None) -> tuple[int | None, float]:
+    def _basis(self, space: int | None) -> tuple[int | None, float]:
+        """What plans depend on that passes change: the space on the device, in steps, and the seconds of compute."""
         step = max(1, sum(group.num_bytes for group in self.groups) // _STEPS)
-        return None if room is None else room // step * step, self._pass_seconds
+        return None if space is None else space // step * step, self._pass_seconds
 
-    def settle(self, missing: int) -> bool:
+    def count_packed(self, missing: int) -> bool:
         """Groups were packed: count their packed bytes as they turned out.
 
         Args:
             missing: Bytes of the plan's RAM that could not be had.
 
         Returns:
-            Whether groups are to rest elsewhere now.
+            Whether groups are to be stored elsewhere now.
         """
         plan = self.plan
         if plan is None or self.ram_bytes is None:
@@ -221,7 +222,7 @@ class Budgeter:
         if tuple(rests) == plan.rests:
             self.plan = _as_of(now, plan)
             return False
-        self.plan, self._next, self._for = make_plan(replace(now, rests=tuple(rests))), None, None
+        self.plan, self._next_plan, self._made_for = make_plan(replace(now, rests=tuple(rests))), None, None
         return True
 
     @property
@@ -229,10 +230,10 @@ class Budgeter:
         """The problem of the plan, as of now."""
         return self._problem(None if self.plan is None else self.plan.problem.budgets.device_bytes)
 
-    def _problem(self, room: int | None) -> Problem:
+    def _problem(self, space: int | None) -> Problem:
         """
         Args:
-            room: Device memory for groups; None for no limit. If it is too little, the least that works.
+            space: Device memory for groups; None for no limit. If it is too little, the least that works.
         """
         index = {group: number for number, group in enumerate(self.groups)}
         planned = [
@@ -257,13 +258,13 @@ class Budgeter:
             staging_bytes=tuning().reading_bytes,
             rests=None if self.plan is None else self.plan.rests,
         )
-        if room is None:
+        if space is None:
             return problem
-        room = max(room, smallest_device_bytes(problem))
-        return replace(problem, budgets=replace(problem.budgets, device_bytes=room))
+        space = max(space, smallest_device_bytes(problem))
+        return replace(problem, budgets=replace(problem.budgets, device_bytes=space))
 
     def at(self, placement: Placement) -> frozenset[Group]:
-        """The groups to which the plan gives this placement: `RAM` to those that rest there, wherever copies of them stay."""
+        """The groups to which the plan gives this placement: `RAM` to those stored there, wherever copies of them stay."""
         if self.plan is None:
             return frozenset()
         found = self.plan.rests if placement is Placement.RAM else self.plan.placements
@@ -271,13 +272,13 @@ class Budgeter:
 
     @property
     def has_learnt_to_pack(self) -> bool:
-        """Whether `gain_from_packing` may have another answer than the last time: compute was measured since."""
+        """Whether compute was measured since `gain_from_packing` answered last."""
         is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
-        return is_known and self._pass_seconds != self._asked_to_pack
+        return is_known and self._pass_seconds != self._packing_weighed_at
 
     def gain_from_packing(self) -> float:
         """The share of a pass that would be saved if groups were packed, as far as that can be told."""
-        self._asked_to_pack = self._pass_seconds
+        self._packing_weighed_at = self._pass_seconds
         if self.plan is None:
             return 0.0
         now = _as_of(self._now, self.plan)
@@ -288,33 +289,33 @@ class Budgeter:
         try:
             then = make_plan(replace(now.problem, groups=tuple(packed))).prediction.step_seconds
         except ConfigError:
-            return 0.0  # the budgets have no room for packed bytes
+            return 0.0  # the budgets have no space for packed bytes
         of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
         before = now.prediction.step_seconds
         return 1 - max(then, of_host) / before if before else 0.0
 
-    def gain_from_sharing(self, kinds: Sequence[Kind], *rooms: int | None) -> float | None:
+    def gain_from_sharing(self, kinds: Sequence[Kind], *spaces: int | None) -> float | None:
         """The share of time that is saved if forwards of these kinds share a pass; None if their compute isn't known yet.
 
         A forward is about to begin, so plans are made only if what they are made from has changed.
 
         Args:
-            rooms: Device memory for groups, slots included, in a pass of one of these forwards, and of all; None without a
+            spaces: Device memory for groups, slots included, in a pass of one of these forwards, and of all; None without a
                 budget.
         """
         timed = [each for kind, each in self._timed.items() if kind in kinds]
         if self.plan is None or sum(map(len, timed)) < 2:  # the module's first pass warms up
             return None
-        asked = [*kinds], [self._asked(room) for room in rooms]
-        if asked != self._weighed[0]:
+        asked = [*kinds], [self._basis(space) for space in spaces]
+        if asked != self._gain_from_sharing[0]:
             seconds = {name: median_low(each[name] for each in timed[-1] if name in each) for name in timed[-1][-1]}
             took = []
-            for (room, _), times in zip(asked[1], (1, len(kinds)), strict=True):
-                problem = self._problem(room)
+            for (space, _), times in zip(asked[1], (1, len(kinds)), strict=True):
+                problem = self._problem(space)
                 groups = [replace(each, compute_seconds=times * seconds.get(each.name, 0.0)) for each in problem.groups]
                 took.append(make_plan(replace(problem, groups=tuple(groups))).prediction.step_seconds)
-            self._weighed = asked, 1 - took[1] / (took[0] * len(kinds)) if took[0] else 0.0
-        return self._weighed[1]
+            self._gain_from_sharing = asked, 1 - took[1] / (took[0] * len(kinds)) if took[0] else 0.0
+        return self._gain_from_sharing[1]
 
     # ---------------------------------------------------------------- measurements of passes
 

@@ -66,17 +66,15 @@ class Kind:
 
 
 class Needs:
-    """The needs of one module's passes, learnt from the first pass of each kind. An engine owns it, and uses it under its lock.
+    """The needs of one module's passes, learned from the first pass of each kind. Used under the engine's lock.
 
     [Note: What a pass needs]
     The first pass of a kind runs with nothing resident in its way, whatever that costs, and with no fragments of what ran
     before. If smaller inputs were measured, `at_most` says what may be in its way; else all residents are evicted. What the
     allocator reserves in it, beyond weights and what was there before, is the kind's need: activations, workspaces of
-    libraries, and what rounding adds. In later passes so much is kept free. So a convolution, which takes another algorithm
-    if it finds no memory for the first one, takes the one that it takes on an empty card.
-
-    To evict less, in steps as memory is refused, would not do: cuDNN leaves out algorithms whose workspaces are larger than
-    what is free, without asking for it, and nobody would see that the bits are others.
+    libraries, and what rounding adds. In later passes so much is kept free. So a convolution chooses the algorithm that it
+    chooses on an empty device. To evict in steps, as memory is refused, would not do: cuDNN leaves out algorithms whose
+    workspaces are larger than what is free, without asking for memory, and nobody would see that the bits are others.
 
     Without a budget the need is what activations take, at leaf level (`Placer._window`). It is looked at as calls begin: the
     peak that users may read is not set back.
@@ -95,16 +93,16 @@ class Needs:
         """The passes since, or since half of it was tried again."""
         self._measuring: tuple[Kind, int] | None = None
         """The kind that is being measured, and the bytes in use that are not its need."""
-        self._most: int | None = None
-        """The most that was in use when it was looked at; None with a budget, where the device's peak tells."""
+        self._most_seen: int | None = None
+        """Without a budget: the most that was in use as calls began. With one (None) the device's peak tells."""
         self._num_looks = 0
 
     def of(self, kind: Kind) -> int | None:
-        """The need of a pass of this kind, and of those before it if they take turns; None if it has yet to be measured."""
+        """What to keep free for a pass of this kind, and recent ones that it alternates with; None if it was not measured."""
         found = self.measured(kind) if self._backend.has_streams else 0
         if found is None:
             return None
-        # Two kinds that take turns would else bring groups to the device and evict them again and again.
+        # Else two kinds that alternate would evict groups and bring them back again and again.
         return max(found + self._more, self.kept_bytes if kind in self._recent else 0)
 
     def measured(self, kind: Kind) -> int | None:
@@ -115,15 +113,17 @@ class Needs:
         return min((int(need * growth * _SLACK) if growth > 1 else need for growth, need in fitting), default=None)
 
     def at_most(self, kind: Kind) -> int | None:
-        """What a pass needs at most whose kind has yet to be measured, by what smaller inputs needed: attention takes the
-        square. What forwards need apart is enough for all of them together. None if no kind is known that could tell."""
+        """The most that a kind may need that was not measured, by what smaller inputs needed: attention takes the square.
+
+        Several forwards need no more than each by itself in sum. None if no known kind tells.
+        """
         apart = [self.measured(each) for each in kind.together]
         if apart and None not in apart:
             return sum(filter(None, apart))
         return min((int(need * growth**2 * _SLACK) for growth, need in self._alike(kind)), default=None)
 
     def _alike(self, kind: Kind) -> list[tuple[float, int]]:
-        """How much larger the inputs are than those of kinds that are known, and the needs of these."""
+        """For known kinds: how much larger the inputs are than theirs, and what they need."""
         growths = [(kind.growth_from(other), need) for other, need in self._known.items()]
         return [(growth, need) for growth, need in growths if growth is not None]
 
@@ -140,7 +140,7 @@ class Needs:
                 the latter alone.
         """
         self._recent.append(kind)
-        self._measuring, self._most, self._num_looks = None, None if has_budget else 0, 0
+        self._measuring, self._most_seen, self._num_looks = None, None if has_budget else 0, 0
         if self.measured(kind) is None:
             self._measuring = kind, beside
             if has_budget:
@@ -150,10 +150,10 @@ class Needs:
 
     def look(self, beside_weights: Callable[[], int]) -> None:
         """A call in the pass begins: see what is in use beside weights, unless there is a budget."""
-        if self._measuring is not None and self._most is not None:
+        if self._measuring is not None and self._most_seen is not None:
             self._num_looks += 1
             if self._num_looks % (1 + self._num_looks // _NUM_LOOKS) == 0:
-                self._most = max(self._most, beside_weights())
+                self._most_seen = max(self._most_seen, beside_weights())
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""
@@ -164,7 +164,7 @@ class Needs:
         if measuring is None or not completed:
             return None
         kind, beside = measuring
-        peak = self._backend.peak_reserved_bytes() if self._most is None else self._most
+        peak = self._backend.peak_reserved_bytes() if self._most_seen is None else self._most_seen
         self._known[kind] = max(0, peak - beside)
         return self._known[kind], peak
 
@@ -173,8 +173,8 @@ class Needs:
         self._more += num_bytes
         self._num_good = 0
 
-    def begin_stint(self) -> None:
-        """Another model ran since: what was refused may be there again. A call before the stint's first pass counts too."""
+    def begin_phase(self) -> None:
+        """Another model ran since: what was refused may be there again."""
         if self._recent:
             self._more, self._num_good = self._more // 2, 0
         self._recent.clear()

@@ -1,4 +1,4 @@
-"""The files of a module that are page-locked in the page cache, and how the others are read."""
+"""The files of a module that are pinned in the page cache, and how the others are read."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from ...config import OffloadConfig
 from ...plan.budgets import describe_bytes
 from ...stores.files import FileBlob
 from ...stores.source import Piece, SourceFile
-from ...stores.ways import choose_ways
 
 logger = logging.getLogger("group_offload")
 
 MAX_LOCKING_SECONDS = 1.0
-"""After this many seconds no more files are page-locked before the next pass."""
+"""After this many seconds no more files are pinned before the next pass."""
 MIN_FREE_RAM_BYTES = 256 << 20
-"""With less available RAM than this, page-locked files are given up."""
+"""With less available RAM than this, pinned files are unpinned."""
 _NEARLY_ALL = 0.95
 """The share of its bytes that is read when a whole blob is read: blobs are padded."""
 _RELIEF_PART = 4
-"""When RAM runs short one in four locked blobs is unlocked, and no more for `Tuning.relief_seconds`."""
+"""When RAM runs short one in four pinned blobs is unpinned, and no more for `Tuning.relief_seconds`."""
 
 
 class CachedFiles:
-    """The blobs of a module that rest in files. Owned by an engine, and used under its lock, between passes.
+    """The blobs of a module that are stored in files. Used under the engine's lock, between passes.
 
-    A file is locked only once it is in the page cache: mostly after it was read in a pass.
+    A file is pinned only once it is in the page cache: mostly after it was read in a pass.
     """
 
     def __init__(self, config: OffloadConfig, wait: Callable[[], None]) -> None:
@@ -48,16 +47,33 @@ class CachedFiles:
         self._has_run = False
 
     def begin(self, blobs: Sequence[FileBlob]) -> None:
-        """The module was cut into groups."""
+        """The module was partitioned."""
         self.blobs = [blob for blob in blobs if blob.layout.num_bytes]
         self._to_lock = {}
         self._has_run = False
 
     def choose_ways(self) -> None:
-        """Decide by the available RAM which blobs are locked, and how the others are read."""
+        """Decide by the available RAM how each blob is read: see [Note: Ways to read a file].
+
+        All are to be pinned, once they are in the page cache, if they fit into `Tuning.locked_share` of the RAM; else none.
+        """
         read = [blob for blob in self.blobs if not blob.is_packed]
-        for blob in choose_ways(read, may_lock=self._may_lock):
-            self._to_lock.setdefault(blob.source, []).append(blob)
+        num_bytes, available = sum(blob.layout.num_bytes for blob in read), available_ram()
+        if self._may_lock and num_bytes <= available * tuning().locked_share:
+            for blob in read:
+                blob.is_direct = False
+                self._to_lock.setdefault(blob.source, []).append(blob)
+            return
+        # The same share of blobs is cached in each pass. If all were to be cached, each would drive out the next, and none
+        # would be found in the cache.
+        share, credit = min(1.0, available / 2 / max(1, num_bytes)), 0.0
+        for blob in read:
+            credit += share * blob.layout.num_bytes
+            blob.is_direct = credit < blob.layout.num_bytes * (1 - 1e-9)
+            if blob.is_direct:
+                blob.source.avoid_readahead()
+            else:
+                credit -= blob.layout.num_bytes
 
     def share_out(self, in_ram: Iterable[FileBlob]) -> None:
         """Lock the blobs `in_ram` once they are in the page cache. Read the others past the page cache."""
@@ -123,18 +139,18 @@ class CachedFiles:
         if available_ram() >= MIN_FREE_RAM_BYTES:
             return
         there = [blob for blob in self.blobs if blob.is_locked]
-        given_up = set(there[::_RELIEF_PART])
-        if not given_up:
+        unpinned = set(there[::_RELIEF_PART])
+        if not unpinned:
             return
-        for blob in given_up:
+        for blob in unpinned:
             blob.is_direct = True
-        for source in {blob.source for blob in given_up}:
-            self._lock(source, [blob for blob in there if blob.source is source and blob not in given_up])
+        for source in {blob.source for blob in unpinned}:
+            self._lock(source, [blob for blob in there if blob.source is source and blob not in unpinned])
             self._to_lock.pop(source, None)
         self.look()
         logger.warning(
             "Low on RAM: unpinned %s of %s. These weights are now read from disk in every forward.",
-            describe_bytes(sum(blob.layout.num_bytes for blob in given_up)),
+            describe_bytes(sum(blob.layout.num_bytes for blob in unpinned)),
             name,
         )
 

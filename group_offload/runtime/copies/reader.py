@@ -2,21 +2,21 @@
 
 [Note: The life of a chunk]
 The bytes that a slot needs from files are one *job*, cut into chunks. A chunk gets a frame of the staging memory, which is
-page-locked once; a thread of the pool reads the chunk into the frame; then the copy to the slot is enqueued, and once that
+pinned once; a thread of the pool reads the chunk into the frame; then the copy to the slot is enqueued, and once that
 copy is done the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their
-jobs: so the drive, the link to the device and compute are all busy at once, and the groups that are needed first come first.
+jobs: so the disk, the link to the device and compute are all busy at once, and the groups that are needed first come first.
 
 Chunks of packed bytes are copied to the reading berth, one strip after another, and not to the slot. The last chunk of a
 strip is followed by its unpacking: see [Note: The life of a berth].
 
 All jobs are in one queue. A job may be *announced* before there is a slot for it: it is read as far as there are frames.
-Once it is *submitted* with its slot, it is sent, before all jobs that have none. So the drive, which is slower than the
+Once it is *submitted* with its slot, it is sent, before all jobs that have none. So the disk, which is slower than the
 link, works on while compute still needs the slots. A job that is needed sooner takes frames from announced jobs, whose
 chunks are read again later.
 
 Workers run on the pool as long as they find something to do. A worker that has read a chunk enqueues all copies that can be
 enqueued. Compute has to wait for the slot's *ready* event, which is recorded only after the job's last copy. So the thread
-that launches compute waits for that first (`ReadJob.wait`): it waits for the drive, never for the device.
+that launches compute waits for that first (`ReadJob.wait`): it waits for the disk, never for the device.
 """
 
 from __future__ import annotations
@@ -337,10 +337,10 @@ class Reader:
             self._end(job, error)
             return
         # Packed bytes go to a berth, which waits for nothing that the slot waits for.
-        stream, trace = landing.copy_stream if chunk.is_packed else landing.stream, self._recorder.trace
+        stream = landing.copy_stream if chunk.is_packed else landing.stream
         if not chunk.is_packed:
             self._order.wait_for_room(landing)
-        begun = None if trace is None or chunk.is_packed else trace.now(stream)
+        begun = None if chunk.is_packed else self._recorder.now(stream)
         job.begun.popleft()
         try:
             for read, data in chunk.pieces(memory):
@@ -351,8 +351,7 @@ class Reader:
                 self.num_copies += 1
         finally:
             self._staging.give_back_after(chunk.start, stream)
-        if trace is not None and begun is not None:
-            trace.enqueued(COPIES, (read.label for read in chunk.reads), begun, stream, chunk.num_bytes)
+        self._recorder.enqueued(COPIES, (read.label for read in chunk.reads), begun, stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)

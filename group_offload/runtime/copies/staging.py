@@ -1,4 +1,4 @@
-"""Page-locked memory, in frames of one size, that bytes of files pass through on their way to the device."""
+"""Pinned memory, in frames of one size, that bytes of files pass through on their way to the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Staging:
         self._sent: deque[tuple[Event, int]] = deque()
         """Frames that copies read, in the order in which the copies end."""
         self._spare: list[Event] = []
-        self._lock: PageLock | None = None
+        self._pinned: PageLock | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +91,9 @@ class Staging:
         for sent, _ in self._sent:
             sent.synchronize()
         self._sent.clear()
-        if self._lock is not None:
-            self._lock.release()
-        self._lock, self.memory, self.view = None, None, memoryview(b"")
+        if self._pinned is not None:
+            self._pinned.release()
+        self._pinned, self.memory, self.view = None, None, memoryview(b"")
         self._free.clear()
 
     def _allocate(self) -> None:
@@ -101,10 +101,10 @@ class Staging:
         while True:
             num_bytes = num_frames * self.frame_bytes
             memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-            self._lock = PageLock.take(self._backend, memory, _no_wait)
-            if self._lock is not None or num_frames <= _LEAST_FRAMES:
+            self._pinned = PageLock.take(self._backend, memory, _no_wait)
+            if self._pinned is not None or num_frames <= _LEAST_FRAMES:
                 break
-            num_frames = max(_LEAST_FRAMES, num_frames // 2)  # fewer that are locked are faster than more that are not
+            num_frames = max(_LEAST_FRAMES, num_frames // 2)  # few that are pinned are faster than many that are not
         self.memory, self.view = memory, memory_of(memory)
         self._free = self._starts()
 
@@ -113,4 +113,4 @@ class Staging:
 
 
 def _no_wait() -> None:
-    """The memory is unlocked by `close`, which has waited for the copies."""
+    """The memory is unpinned by `close`, which has waited for the copies."""

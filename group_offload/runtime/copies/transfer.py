@@ -45,7 +45,7 @@ class Transfer:
         # Without a stream, `non_blocking` decides whether copies block the host.
         self._blocking = not config.use_stream and not config.non_blocking
         self._reads_memory = False
-        """Whether threads may be reading blobs in RAM that is not page-locked."""
+        """Whether threads may be reading blobs in RAM that is not pinned."""
         self.last_copies = LastCopies(backend)
         self._recorder = recorder
         self._num_copies = 0
@@ -90,7 +90,7 @@ class Transfer:
         return self._backend.current_stream()
 
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
-        """The bytes in files, and in RAM that is not page-locked, that `send` will need, if they can be read ahead of slots."""
+        """The bytes in files, and in RAM that is not pinned, that `send` will need, if they can be read ahead of slots."""
         if isinstance(self._backend, HostBackend):
             return []
         # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
@@ -187,12 +187,12 @@ class Transfer:
         for each in streams:
             self.last_copies.expect(each)
         reads, is_host = [move for move in moves if isinstance(move, Read)], isinstance(self._backend, HostBackend)
-        begun, trace = None, self._recorder.trace
+        begun = None
         # Unpacking is recorded by itself, and threads record the copies of what they read when they enqueue them.
         is_apart = (len(reads) == len(moves) and not is_host) or any(isinstance(move, Unpack) for move in moves)
-        if trace is not None and not is_apart:
+        if self._recorder.trace is not None and not is_apart:
             self._wait_for_room(landing)
-            begun = trace.now(stream)
+            begun = self._recorder.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
             shared.begin(stream)
@@ -219,9 +219,9 @@ class Transfer:
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads or is_host:
-                if begun is not None and trace is not None and blobs:
+                if begun is not None and blobs:
                     num_bytes = sum(placed.sent_bytes for placed in blobs)
-                    trace.enqueued(COPIES, (placed.label for placed in blobs), begun, stream, num_bytes)
+                    self._recorder.enqueued(COPIES, (placed.label for placed in blobs), begun, stream, num_bytes)
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)

@@ -20,13 +20,13 @@ class Landing:
 
     memory: torch.Tensor
     after: Sequence[Event] | None
-    """Events behind the last use of what was in the memory before: copies wait for all of them. None: they do already."""
+    """Events behind the last use of what was in the memory before. None once what is enqueued waits for them: `WriteOrder`."""
     ready: Event
     """The event that is recorded behind the last copy."""
     berths: Berths | None = None
     """Where packed bytes land; None if there are none."""
     stream: Stream = field(init=False)
-    """The stream that writes to the slot. `Transfer` chooses it, and the next one."""
+    """The stream that writes to the slot. `Transfer._send` sets both streams, by what it sends."""
     copy_stream: Stream = field(init=False)
     """The stream that packed bytes are copied on."""
 
@@ -34,9 +34,9 @@ class Landing:
 class WriteOrder:
     """Enqueues writes to slots behind the last use of what was there before.
 
-    What one stream has waited for, before it wrote to a slot, counts for the others too: a slot may take a part of the place of
-    a larger one, and a later slot the rest. Only the first of the two waits for the last use of what was there. Where blobs are
-    unpacked, the second one may be filled on another stream.
+    A slot may take a part of the place of a larger one, and a later slot the rest. Only the first of the two waits for the last
+    use of what was there, and the second one may be written on another stream (where blobs are unpacked), or by a thread that
+    reads files. So what one stream has waited for counts for all: see also `Reader.order_behind_jobs`.
     """
 
     def __init__(self, backend: Backend, recorder: Recorder, *, has_two_streams: bool) -> None:
@@ -74,14 +74,13 @@ class WriteOrder:
         blocking: bool = False,
     ) -> None:
         """Enqueue the copy of packed bytes to byte `at` of a berth. It waits for no slot: see [Note: The life of a berth]."""
-        stream, trace = landing.copy_stream, self._recorder.trace
+        stream = landing.copy_stream
         if not at:
             stream.wait_event(berth.unpacked)
-        begun = None if trace is None else trace.now(stream)
+        begun = self._recorder.now(stream)
         self._backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
         berth.arrived.record(stream)
-        if trace is not None and begun is not None:
-            trace.enqueued(COPIES, [label], begun, stream, source.numel())
+        self._recorder.enqueued(COPIES, [label], begun, stream, source.numel())
 
     def unpack(self, landing: Landing, move: Unpack, packed: torch.Tensor, berth: Berth | None) -> None:
         """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
@@ -89,14 +88,13 @@ class WriteOrder:
         Args:
             berth: The berth that has the packed bytes, or gets them; None if they stay on the device.
         """
-        stream, trace = landing.stream, self._recorder.trace
+        stream = landing.stream
         if berth is not None:
             stream.wait_event(berth.arrived)
-        begun = None if trace is None else trace.now(stream)
+        begun = self._recorder.now(stream)
         try:
             self._backend.transform(move.kernel, landing.memory[move.at : move.at + move.num_bytes], packed, stream)
         finally:
             if berth is not None:
                 berth.unpacked.record(stream)
-        if trace is not None and begun is not None:
-            trace.enqueued(DECODE, [move.label], begun, stream, move.num_bytes)
+        self._recorder.enqueued(DECODE, [move.label], begun, stream, move.num_bytes)

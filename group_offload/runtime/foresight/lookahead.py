@@ -1,4 +1,4 @@
-"""The look-ahead starts or reads blobs ahead of the calls that need them, as far as there is room."""
+"""The look-ahead sends or reads blobs ahead of the calls that need them, as far as there is memory."""
 
 from __future__ import annotations
 
@@ -62,21 +62,23 @@ class LookAhead:
         self._is_last = False
         """Whether another model's pass should come after this one."""
         self._reads_ram = False
-        """Whether threads read RAM that is not page-locked."""
+        """Whether threads read pageable RAM."""
         self._reads_ram_ahead = False
         """Whether they may do so before there is a slot: see `Transfer.reads_of`."""
         self._outer: list[Group] = []
         """Groups inside of whose modules others are needed."""
-        self._ahead: dict[Group, _Ahead] = {}
+        self._ahead: dict[Group, _EarlyRead] = {}
         """The groups that are read before there is a slot for them."""
-        self._is_behind = False
-        """Whether other groups may be startable than at the last look."""
+        self._looks_again = False
+        """Whether groups may be started that could not be at the last look."""
+        self._lacking_bytes = 0
+        """The size of the run just in time that had no space at the last look; 0 if all had."""
         self._blockers: dict[Group, set[Group]] = {}
-        """The groups for whose bytes the next blob waits, each with those of its slot that are still needed."""
+        """The groups in whose slots the next run has to wait, each with those of its slot that are still needed."""
         self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
-        """The module was cut into groups.
+        """The module was partitioned.
 
         Args:
             wraps: Whether groups that the next pass needs first may be started in this one.
@@ -97,10 +99,10 @@ class LookAhead:
         """A pass failed.
 
         Args:
-            is_whole: Whether the learnt order is intact.
+            is_whole: Whether the learned order is intact.
         """
         self._ahead.clear()
-        self._blockers = {}
+        self._blockers, self._lacking_bytes = {}, 0
         if is_whole:
             self.schedule.end(completed=False)
         else:
@@ -127,11 +129,11 @@ class LookAhead:
 
     def before_call(self) -> None:
         """A call's groups are ready: start the groups that come next, if any can be started."""
-        if self._is_behind or (self.memory.is_just_in_time and self._has_room_again()):
+        if self._looks_again or (self.memory.is_just_in_time and self._has_space_again()):
             self._look()
 
     def after_call(self) -> None:
-        if self._is_behind:
+        if self._looks_again:
             self._look()
 
     def was_released(self, group: Group) -> None:
@@ -139,13 +141,12 @@ class LookAhead:
         needed = self._blockers.pop(group, None)
         if needed is not None:
             needed.discard(group)
-            self._is_behind |= not needed
+            self._looks_again |= not needed
 
     def onload_now(self, group: Group) -> None:
-        """Start the blobs of a group that is needed and was not foreseen."""
-        self._is_behind = self._use_stream
-        # Without a stream nothing is started ahead, on no rank. With one, the others have foreseen something else.
-        alone = self._use_stream
+        """Start the blobs of a group that is needed and was not predicted."""
+        # Without a stream no rank starts anything ahead. With one, the others have predicted another group.
+        alone = self._looks_again = self._use_stream
         resident = self.memory.resident_slot(group)
         if resident is not None:
             self._send([group], resident, [], alone=alone)
@@ -157,22 +158,23 @@ class LookAhead:
         self._send([group], *(found or (self.memory.pooled_slot(group.num_bytes), [])), alone=alone)
 
     def abandon(self) -> None:
-        """Give up all reads ahead: no call waits for them."""
+        """Cancel all reads ahead: no call waits for them."""
         self._ahead.clear()
         self.transfer.reader.cancel_pending()
 
     def _look(self) -> None:
         """Start the blobs that come next, as far as memory is free, or holds only groups that are needed later.
 
-        Groups in files, and in RAM that is not page-locked, are read further ahead, as far as the staging memory reaches.
+        Small groups in a row are sent together, as a *run*. Groups in files, and in pageable RAM, are read further ahead, as
+        far as the staging memory reaches.
         """
         if not self._use_stream:
             return
         memory = self.memory
-        memory.next_bytes, self._is_behind, self._blockers = None, False, {}
-        walk, has_residents = _Walk(), memory.resident_room > 0
+        memory.was_freed, self._looks_again, self._lacking_bytes, self._blockers = False, False, 0, {}
+        walk, has_residents = _Walk(), memory.resident_limit > 0
         run: list[Group] = []
-        room, left = 0, _LOOK_BEYOND
+        run_space, num_beyond = 0, 0
         for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
             if group in walk.soon:
                 continue
@@ -180,38 +182,40 @@ class LookAhead:
                 if has_residents:
                     self._bring_packed(group)
                 resides = has_residents and memory.may_reside(group)
-                ahead = self._ahead.get(group)
-                fits = run and group.height == run[0].height and group.num_bytes <= room
-                if run and (ahead is not None or resides or not fits):
+                early = self._ahead.get(group)
+                joins = run and group.height == run[0].height and group.num_bytes <= run_space
+                if run and (early is not None or resides or not joins):
                     self._start_run(run, walk)
                     run = []
                 resident = memory.resident_slot(group) if resides else None
                 if resident is not None:
                     self._send([group], resident, [])
                     continue
-                if ahead is not None and ahead.run[0] is group and self._is_good(ahead):
-                    self._start_run(ahead.run, walk)
-                    walk.soon.update(ahead.run)
+                if early is not None and early.run[0] is group and self._is_good(early):
+                    self._start_run(early.run, walk)
+                    walk.soon.update(early.run)
                     continue
-                room = (room if run else self._run_limit(group)) - group.num_bytes
+                run_space = (run_space if run else self._run_limit(group)) - group.num_bytes
                 run.append(group)
             elif run and not memory.is_just_in_time:  # before `group` counts as needed sooner
                 self._start_run(run, walk)
                 run = []
             walk.soon.add(group)
             if 0 in walk.full and not self._may_read_ahead():
-                left -= 1
-                # The room of residents, and of outer groups, is apart from that of most groups.
+                num_beyond += 1
+                # Residents, and groups around others, have memory of their own.
                 misses_others = has_residents and memory.misses_residents
-                if not left or not (misses_others or any(group.slot is None for group in self._outer)):
+                if num_beyond == _LOOK_BEYOND or not (
+                    misses_others or any(group.slot is None for group in self._outer)
+                ):
                     break
         if run:
             self._start_run(run, walk)
 
-    def _has_room_again(self) -> bool:
-        """Whether what there was no room for just in time has room now, or more may be read ahead."""
-        left = self.memory.next_bytes
-        return (left is not None and self.memory.has_room_for(left)) or self._may_read_ahead()
+    def _has_space_again(self) -> bool:
+        """Whether what had no space just in time may have some now, or more may be read ahead."""
+        may_have = self._lacking_bytes > 0 or self.memory.was_freed
+        return (may_have and self.memory.has_space_for(self._lacking_bytes)) or self._may_read_ahead()
 
     def _may_read_ahead(self) -> bool:
         return self._reads_ahead and self.transfer.reader.has_room_ahead
@@ -231,8 +235,8 @@ class LookAhead:
         return self._reads_ram_ahead or self.files.are_read
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
-        ahead = self._ahead.get(run[0])
-        if ahead is None or ahead.run != run or not self._is_good(ahead):
+        early = self._ahead.get(run[0])
+        if early is None or early.run != run or not self._is_good(early):
             self._before_send(run)
             blobs = self.memory.fitting(_blobs_of(run))
             self._take_ahead(run, None)
@@ -244,38 +248,38 @@ class LookAhead:
                 if stale is None:
                     return
                 self._take_ahead(stale.run, None)  # the walk does not expect this run so soon any more
-            ahead = _Ahead(run, self.transfer.read_ahead(reads), _states_of(blobs))
-            self._ahead.update(dict.fromkeys(run, ahead))
-        walk.met.add(ahead)
+            early = _EarlyRead(run, self.transfer.read_ahead(reads), _states_of(blobs))
+            self._ahead.update(dict.fromkeys(run, early))
+        walk.met.add(early)
 
     def _take_ahead(self, run: list[Group], blobs: list[PlacedBlob] | None) -> ReadJob | None:
-        """The job of the good read ahead of exactly these groups, for these blobs. All others of these groups are given up."""
+        """The job that reads exactly these groups ahead, for these blobs, if it is good. Other jobs for them are canceled."""
         job = None
-        for ahead in {self._ahead[group] for group in run if group in self._ahead}:
-            for group in ahead.run:
+        for early in {self._ahead[group] for group in run if group in self._ahead}:
+            for group in early.run:
                 del self._ahead[group]
-            if blobs is not None and ahead.run == run and self._is_good(ahead, blobs):
-                job = ahead.job
+            if blobs is not None and early.run == run and self._is_good(early, blobs):
+                job = early.job
             else:
-                ahead.job.cancel()
+                early.job.cancel()
         return job
 
-    def _is_good(self, ahead: _Ahead, blobs: list[PlacedBlob] | None = None) -> bool:
+    def _is_good(self, early: _EarlyRead, blobs: list[PlacedBlob] | None = None) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
-        if ahead.job.is_over:  # a forked child has no threads that would go on
+        if early.job.is_over:  # a forked child has no threads that would go on
             return False
-        blobs = self.memory.fitting(_blobs_of(ahead.run)) if blobs is None else blobs
-        return ahead.states == _states_of(blobs) and all(group.slot is None for group in ahead.run)
+        blobs = self.memory.fitting(_blobs_of(early.run)) if blobs is None else blobs
+        return early.states == _states_of(blobs) and all(group.slot is None for group in early.run)
 
     def _run_limit(self, group: Group) -> int:
         is_pooled = self.memory.is_just_in_time and not group.height
-        room = 2 * self.memory.window_bytes if is_pooled else self.memory.ring_sizes.get(group.height, 0)
+        space = 2 * self.memory.window_bytes if is_pooled else self.memory.ring_sizes.get(group.height, 0)
         if self._reads_ram or self.files.are_read:
-            return min(tuning().max_read_run_bytes, room // 4)
-        return min(tuning().max_run_bytes, room // 8)
+            return min(tuning().max_read_run_bytes, space // 4)
+        return min(tuning().max_run_bytes, space // 8)
 
     def _onload_ahead(self, run: list[Group], soon: set[Group]) -> bool:
-        """Start the blobs of `run` in one slot. False if only groups that are needed sooner could make room."""
+        """Start the blobs of `run` in one slot. False if all memory holds groups that are needed sooner."""
         num_bytes = sum(group.num_bytes for group in run)
 
         def may_evict(slot: Slot[Group]) -> bool:
@@ -284,7 +288,7 @@ class LookAhead:
                 self._blockers.update(dict.fromkeys(needed, needed))
                 return False
             if not self.memory.try_unbind(slot):  # frames of a call that raised keep it for a moment only
-                self._is_behind = True
+                self._looks_again = True
                 return False
             return True
 
@@ -293,6 +297,7 @@ class LookAhead:
         if ring is None:
             slot = self.memory.slot_just_in_time(num_bytes, may_evict)
             found = None if slot is None else (slot, [])
+            self._lacking_bytes = num_bytes if slot is None else 0
         else:
             found = ring.place(num_bytes, may_evict, is_first=self._is_first(run[0]))
         if found is not None:
@@ -310,7 +315,7 @@ class LookAhead:
         return not slot.is_held and self.memory.try_unbind(slot)
 
     def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
-        aliased = [slot for slot in slots if not slot.is_held and not self.memory.try_unbind(slot)]
+        aliased = [slot for slot in slots if not (slot.is_held or self._is_free(slot))]
         if aliased and not self._has_warned_of_alias:
             self._has_warned_of_alias = True
             logger.warning(
@@ -322,7 +327,7 @@ class LookAhead:
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
-        if self.memory.resident_room:
+        if self.memory.resident_limit:
             for group in run:
                 self._bring_packed(group)
         berths = self.memory.berths
@@ -361,15 +366,15 @@ class _Walk:
     """The findings so far of a walk through the groups that come next."""
 
     full: set[int] = field(default_factory=set)
-    """The heights of groups for which there is no room."""
+    """The heights of groups that have no space left."""
     soon: set[Group] = field(default_factory=set)
     """The groups that come next, up to this point of the walk."""
-    met: set[_Ahead] = field(default_factory=set)
+    met: set[_EarlyRead] = field(default_factory=set)
     """The reads ahead that the walk has met, and that stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ahead:
+class _EarlyRead:
     """A run of groups that is read from files, or from RAM, before there is a slot for it."""
 
     run: list[Group]
@@ -378,7 +383,7 @@ class _Ahead:
 
 
 def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:
-    """The states of blobs that decide how they are read: a page-locked blob is copied from its place, not read."""
+    """The states of blobs that decide how they are read: a pinned blob is copied from its place, not read."""
     return [(blob.generation, blob.is_outdated, blob.pinned_bytes, packed) for _, _, blob, packed, _ in blobs]
 
 

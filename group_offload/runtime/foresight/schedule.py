@@ -1,4 +1,4 @@
-"""The schedule foresees the group that is needed next from the last pass. No code trusts it to be right."""
+"""The schedule predicts the group that is needed next from the last pass. No code trusts it to be right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Route: TypeAlias = "tuple[tuple[Group, ...], dict[Group, list[int]]]"
 
 
 class Schedule:
-    """The order in which groups are needed, learnt in each pass for the next one like it.
+    """The order in which groups are needed, learned in each pass for the next one like it.
 
     A wrong guess costs a stall, never more: no code relies on a guess to be right. Passes that begin at different modules
     (the whole model; only a VAE's decoder) are told apart by a key. A cache of diffusers skips blocks in some steps: each key
@@ -81,7 +81,7 @@ class Schedule:
             known = self._routes.get(self._key, ())
             self._order, self._index = next((route for route in known if group in route[1]), (self._order, self._index))
         positions = self._index.get(group)
-        if positions is not None:  # a group that was not foreseen leaves the guess where it was
+        if positions is not None:  # a group that was not predicted leaves the guess where it was
             at = bisect_left(positions, self._next)
             self._next = positions[at if at < len(positions) else 0] + 1
 
@@ -133,7 +133,7 @@ class Schedule:
         }
 
     def take_over(self, before: Schedule, groups: Iterable[Group]) -> None:
-        """Keep what was learnt before layers were joined to these groups, or parted."""
+        """Keep what was learned before layers were joined to these groups, or parted."""
         group_of = {layer: group for group in groups for layer in group.layers}
 
         def now(order: Iterable[Group]) -> Iterator[Group]:

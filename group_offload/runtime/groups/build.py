@@ -27,10 +27,9 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob, Tier
-from ...stores.checkpoint import FileMap, FileSpan, MappedFile
+from ...stores.checkpoint import FileMap, FileSpan, Origin, Place
 from ...stores.files import Checkpoint, FileBlob, write_blob
 from ...stores.folder import Folder
-from ...stores.origin import Origin, Place
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
 from ...weights import TensorRef
@@ -55,7 +54,7 @@ class _Plan:
     """The tensors that have no blob yet."""
 
 
-_Views = dict[MappedFile, list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
+_Views = dict[tuple[str, tuple[str, int]], list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
 """By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
 
 
@@ -339,13 +338,13 @@ def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_m
     """The weights that are unchanged views of mapped files, and will not be cast."""
     found: _Views = {}
     for plan in plans:
-        by_file: dict[MappedFile, list[tuple[TensorRef, FileSpan]]] = {}
+        by_file: dict[tuple[str, tuple[str, int]], list[tuple[TensorRef, FileSpan]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
             mine = [plan.fresh[i] for i in cluster]
             spans = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
             for ref, span in spans:
                 if span is not None and all(other is not None for _, other in spans):
-                    by_file.setdefault(span.file, []).append((ref, span))
+                    by_file.setdefault((span.path, span.identity), []).append((ref, span))
         for file, mine_there in by_file.items():
             found.setdefault(file, []).append((plan, mine_there))
     return found

@@ -10,7 +10,7 @@ passes nothing is added. The host never waits for the device, and events are rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,15 @@ class Recorder:
             self._unread.popleft()
             by_group, waited = found.trace.compute_seconds(names)
             yield found.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total
+
+    def now(self, stream: Stream) -> Event | None:
+        """A point of `stream`, for `enqueued`; None if nothing is recorded."""
+        return None if self.trace is None else self.trace.now(stream)
+
+    def enqueued(self, what: str, names: Iterable[str], begun: Event | None, stream: Stream, num_bytes: int) -> None:
+        """Work for the groups of these names was enqueued on `stream` from `begun` to now."""
+        if self.trace is not None and begun is not None:
+            self.trace.enqueued(what, names, begun, stream, num_bytes)
 
     def arrives(self, stream: Stream) -> None:
         """Compute on `stream` is about to wait for a group."""

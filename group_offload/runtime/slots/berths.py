@@ -1,4 +1,4 @@
-"""The device memory that packed bytes land in, before the device unpacks them into a slot.
+"""Berths: the device memory that packed bytes are copied to, before the device unpacks them into a slot.
 
 [Note: The life of a berth]
 Three streams hand a group on: packed bytes are copied to a berth on the copy stream, unpacked from there into the group's slot
@@ -6,12 +6,12 @@ on the *unpack stream*, and used on the stream that computes. Each event keeps t
 
 - *arrived* is recorded on the copy stream behind each copy, and the unpack stream waits for it.
 - *unpacked* is recorded on the unpack stream behind the kernel that read the berth. The next copy to the berth waits for it.
-- The slot's *ready* is recorded on the unpack stream too, and its *last use* is what that stream waits for: see [Note: The
-  life of a slot]. So packed bytes cross the link while compute still needs the slot that they will be unpacked into, as far as
-  there are berths: a berth holds one strip ([Note: A packed image]), and a group may have many.
+- The slot's *ready* is recorded on the unpack stream too, which waits for its *last use*: see [Note: The life of a slot]. So
+  packed bytes cross the link while compute still needs the slot that they will be unpacked into.
 
-What threads read from files has a berth of its own, the *reading berth*. Those threads enqueue chunk by chunk, one strip after
-another, while the thread that computes uses the other berths. The reads may be given up between two chunks.
+A berth holds one strip ([Note: A packed image]), and a group may have many. What threads read from files has a berth of its
+own, the *reading berth*: those threads enqueue chunk by chunk, one strip after another, while the thread that computes uses the
+other berths. The reads may be canceled between two chunks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rings that groups take turns in."""
+"""Rings: device memory that groups share, one after another."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Ring(Generic[T]):
     def place(
         self, num_bytes: int, may_evict: Callable[[Slot[T]], bool], *, is_first: bool
     ) -> tuple[Slot[T], list[Slot[T]]] | None:
-        """A slot of `num_bytes`, and the slots that it takes the place of; None if every place is needed.
+        """A slot of `num_bytes`, and the slots that it takes the place of; None if `may_evict` lets no place be taken.
 
         Args:
-            may_evict: A function that tells whether a slot's bytes may be taken.
             is_first: Whether passes begin with this slot.
         """
         begins = [slot.start for slot in self._live]

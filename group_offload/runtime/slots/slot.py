@@ -32,45 +32,24 @@ T = TypeVar("T", bound=Any)
 class Slot(Generic[T]):
     """Device memory for the blobs of one run of groups. See [Note: The life of a slot]."""
 
-    __slots__ = (
-        "__weakref__",
-        "_is_recorded",
-        "_last_use",
-        "aliases",
-        "arrived",
-        "groups",
-        "handed",
-        "is_fixed",
-        "is_resident",
-        "job",
-        "last_stream",
-        "memory",
-        "owner",
-        "ready",
-        "start",
-        "unused",
-        "views",
-        "waited_on",
-    )
-
     def __init__(
         self, memory: torch.Tensor, new_event: Callable[[], Event], *, start: int, owner: Stream | None
     ) -> None:
         self.memory = memory
         self.start = start
-        """The byte of its ring that the slot begins at."""
+        """The byte of its ring that the slot begins at; 0 in no ring."""
         self.owner = owner
-        """The stream that the memory was allocated for, if it was allocated for one run of groups; None in a ring."""
+        """The stream that the memory was allocated for; None in a ring."""
         self.is_fixed = owner is None
         """Whether the slot is a part of a ring."""
         self.is_resident = False
-        """Whether the slot is given up only if device memory runs short."""
+        """Whether the slot stays between passes, until it is evicted."""
         self.ready = new_event()
         self.job: Job | None = None
-        """The bytes that have yet to be read from files, or gathered from other GPUs, for the slot. Until the job is over,
-        `ready` tells nothing."""
-        self.arrived = new_event()
-        """The event behind which compute waits for `ready`."""
+        """What reads the slot's bytes from files, or gathers them from other GPUs. `ready` is recorded as it ends: the host
+        waits for that first."""
+        self.wanted = new_event()
+        """The point at which compute came to wait for `ready`: see `Stalls`."""
         self._last_use = new_event()
         self._is_recorded = True
         self.groups: list[T] = []
@@ -84,16 +63,15 @@ class Slot(Generic[T]):
         self.views: dict[T, Views] = {}
         """Views of the slot, for groups that were in it before."""
         self.handed: dict[Views, T] = {}
-        """The views that groups were bound to since they were last seen to be kept by nobody. There are few of these, and there
-        may be hundreds of views: of all groups of one size."""
+        """Those views that groups were bound to since nobody was seen to keep them. They are few: `views` may be hundreds, of
+        all groups of one size."""
         self.aliases: list[StorageWeakRef] = []
         """Where a graph is recorded: the storages that views of the slot were made of, for one call each."""
 
     def note_use(self, stream: Stream) -> None:
-        """Remember that work on `stream` uses the slot. `stream` waits for what other streams did with it before."""
+        """Remember that work on `stream` uses the slot. `stream` has waited for what other streams did with it before."""
         self.last_stream = stream
-        # Copies soon wait for the slot of a ring. Perhaps nothing ever waits for another one, and an event between two
-        # kernels takes time.
+        # An event between two kernels takes time. Copies soon wait for a slot of a ring, and perhaps never for another one.
         self._is_recorded = self.is_fixed
         if self.is_fixed:
             self._last_use.record(stream)
@@ -108,7 +86,7 @@ class Slot(Generic[T]):
 
     @property
     def is_aliased(self) -> bool:
-        """Whether code outside keeps views of the slot beyond the call that they were made for. No group is bound here."""
+        """Whether code outside keeps views of the slot beyond the call that they were made for. No group may be bound."""
         if self.aliases:
             self._forget_expired()
         are_kept = False
@@ -145,7 +123,7 @@ class Slot(Generic[T]):
             self.job.cancel()
             self.job = None
         for group in self.groups:
-            if group.slot is self:  # else an earlier call was interrupted here, and the group has another slot since
+            if group.slot is self:  # else an interrupt left it here, and it has another slot since
                 group.slot = None
         self.groups.clear()
 

@@ -47,7 +47,7 @@ def test_a_cold_file_is_read_past_the_page_cache(
     """Nothing is told to the reader here but that RAM is scarce: the page cache really does not have the file."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
-    monkeypatch.setattr("group_offload.stores.ways.available_ram", lambda: 0)
+    monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 0)
     tune(monkeypatch, chunk_bytes=256 << 10)
     widths = [60_000] * 3
     with Rig(where, "checkpoint", tmp_path, widths) as rig:
