@@ -661,6 +661,27 @@ def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None
             twins.check()
 
 
+def test_slots_go_back_to_the_allocator_while_another_stream_reads_them() -> None:
+    """The allocator must not hand them out on the stream that took them before the pass on the other one has computed."""
+    device = SimulatedDevice(0, "lazy")
+    side = device.new_stream()
+    with use_simulated_device(device), Twins(device, RoutedModel([16] * 3)) as twins:
+        twins.step()
+        twins.check()
+        with device.use_stream(side):
+            twins.step()
+        holding = engine_of(twins.handle).memory.memory
+        assert holding is not None
+        num_bytes = holding.numel()
+        del holding
+        free_slots()
+        taken, ones = device.empty(num_bytes, device.current_stream()), torch.ones(num_bytes, dtype=torch.uint8)
+        device.copy(taken, ones, device.current_stream(), blocking=True)
+        device.free(taken)
+        del taken
+        twins.check()
+
+
 # ---------------------------------------------------------------- mutations
 
 
@@ -770,6 +791,7 @@ FOUND_BY = {
     "Reader._end-0": test_the_bytes_of_what_could_not_be_read_go_to_others,
     "Passes._end_slots-1": test_slots_go_to_another_model_while_a_side_stream_reads_them,
     "Arena.give_back-0": test_slots_go_to_another_model_after_a_refresh_on_its_stream,
+    "Arena.give_back-2": test_slots_go_back_to_the_allocator_while_another_stream_reads_them,
     "Segment.fetch-0": test_weights_come_from_the_device,
     "Segment.fetch-1": test_weights_come_from_the_device,
     "LookAhead._take_ahead-0": test_what_was_read_ahead_in_vain_is_given_up,
