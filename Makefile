@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cover size test quick portable matrix versions lint type bench pages site docs dist wheel
+.PHONY: help setup demo cover size test quick portable matrix versions lint type bench pages pins site docs dist wheel
 
 help:
 	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.4 GB with torch for the CPU; more where torch comes with CUDA)"
@@ -29,6 +29,7 @@ help:
 	@echo "make size    the lines of the package, the tests and the benchmarks"
 	@echo "make type    mypy, strict, on the package and the examples"
 	@echo "make pages   write what is generated in docs/: the reference, and the tables of benchmarks"
+	@echo "make pins    write constraints.txt again, for what pyproject.toml asks (ARGS=--upgrade for the newest versions)"
 	@echo "make docs    build the site from docs/ (into site/), and run every code block in it"
 	@echo "make dist    the sdist and the wheel, checked (into dist/)"
 	@echo "make wheel   install the wheel into an environment and run the README there"
@@ -51,7 +52,6 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 cover: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt pytest-cov
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --cov=group_offload --cov-report=term-missing:skip-covered $(ARGS)
 
 size:
@@ -78,6 +78,12 @@ bench: $(READY)
 
 pages: $(READY)
 	$(BIN)/python -m docs.generated
+
+pins: $(READY)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --all-extras --no-annotate \
+		--no-emit-index-url --no-emit-find-links --custom-compile-command "make pins" pyproject.toml -o constraints.txt $(ARGS)
+	sed -i.all '/^\(cuda\|nvidia\|triton\)/d' constraints.txt && rm constraints.txt.all
 
 site: $(READY)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
