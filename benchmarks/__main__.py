@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(name: str, arguments: Sequence[str]) -> None:
+    from . import report as reports
     from .options import parse
 
     benchmark: Any = importlib.import_module(f"benchmarks.{name}")
     options = parse(name, benchmark, arguments)
+    render = benchmark.render if hasattr(benchmark, "render") else partial(reports.render, columns=benchmark.COLUMNS)
     if options.child:
         from .pipelines import preload
         from .processes import serve
@@ -62,14 +65,14 @@ def run(name: str, arguments: Sequence[str]) -> None:
         preload(pipelines=name in ("card", "pipeline"))
         serve(benchmark.work)
     elif options.table:
-        print(benchmark.render(json.loads(options.table.read_text())))
+        print(render(json.loads(options.table.read_text())))
     elif getattr(options, "list", False):
         print("\n".join(benchmark.ARMS))
     else:
         path: Path | None = benchmark.run(options)
         if path is None:
             raise SystemExit("No arm gave a result.")
-        print(benchmark.render(json.loads(path.read_text())))
+        print(render(json.loads(path.read_text())))
         print(f"\n{path}", file=sys.stderr)
 
 

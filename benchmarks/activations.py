@@ -6,7 +6,6 @@ All arms run at each length of the sequence. They are those of `training` on the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,10 +63,6 @@ def judge(report: dict[str, Any]) -> None:
         none = done.get(("none", num_tokens))
         if none is not None:
             arm |= {"exposed_s": arm["step_s"] - none["step_s"], "bits_equal": arm["bits"] == none["bits"]}
-
-
-def render(report: Mapping[str, Any]) -> str:
-    return reports.render(report, COLUMNS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from group_offload.plan.budgets import parse_bytes
+
 ENGINES = ("resident", "ours", "diffusers", "accelerate", "cache-dit", "fsdp2", "model", "sequential")
 """The last two are diffusers' model offloading of pipelines, and accelerate's of single layers. FSDP2 trains."""
 WORDS: dict[str, dict[str, Any]] = {
@@ -33,13 +35,8 @@ WORDS: dict[str, dict[str, Any]] = {
         "transfer_buckets": 4,
         "max_inflight_prefetch_bytes": "1536MiB",
     },
-    **{
-        word: {}
-        for word in (
-            *("cpu_offload", "disk", "files", "again", "512 MiB locked", "no PAGEMAP_SCAN"),
-            *("warm", "cold", "expand", "noexpand"),
-        )
-    },
+    **{word: {} for word in ("cpu_offload", "disk", "files", "again", "512 MiB locked", "no PAGEMAP_SCAN")},
+    **{word: {} for word in ("warm", "cold", "expand", "noexpand")},
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
 _OURS = {"pack", "vram_budget", "ram_budget", "share_passes", "embeddings_on_cpu", "offload_device"}
@@ -97,7 +94,7 @@ def arm_of(name: str) -> Arm:
         raise ValueError(f"No arm {name!r}: it's an engine ({', '.join(ENGINES)}) and some of {', '.join(WORDS)}")
     options: dict[str, Any] = {}
     values = dict(word.split("=") for word in words if "=" in word)
-    limit = next((parse_size(word[1:]) for word in words if word.startswith("@")), None)
+    limit = next((parse_bytes(word[1:], "@") for word in words if word.startswith("@")), None)
     for word in words:
         options |= WORDS.get(word, {})
     options |= {"ram_budget" if key == "ram" else "vram_budget": value for key, value in values.items()}
@@ -153,18 +150,6 @@ ARMS = (
     *(f"{engine} {cut}, no stream" for engine in ("ours", "diffusers") for cut in CUTS),
     *("accelerate cpu_offload", "cache-dit layers, ahead", "cache-dit layers, 1536MiB ahead"),
 )
-
-
-def parse_size(text: str) -> int:
-    """ "12GiB", "500MiB" or "4096" in bytes.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    for number, unit in enumerate(("KiB", "MiB", "GiB"), 1):
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * (1 << 10 * number))
-    return int(text)
 
 
 def apply(engine: str, model: nn.Module, device: torch.device, options: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import torch
 
 from . import disk, pipeline, processes
 from . import report as reports
-from .arms import Arm, choose
+from .arms import choose
 from .machine import GIB, start_device
 from .options import add
 from .pipeline import render  # noqa: F401
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> Path | None:
         for free in (None, *frees):
             for arm in arms:
                 # The resident one once, with nothing held.
-                title = name_of(name, free, arm)
+                title = f"{name} {arm.name}" if free is None else f"{name}, {free / GIB:g} GiB, {arm.name}"
                 is_its_turn = (arm.engine == "resident") == (free is None) or frees == [None]
                 if is_its_turn and title not in report["arms"] and title not in jobs:
                     breathes = round(GIB * options.breathe) if free else 0
@@ -145,10 +146,13 @@ def run(options: argparse.Namespace) -> Path | None:
                         "is_traced": options.trace and free is not None,
                     }
                     jobs[title] = processes.Job(name=title, task=task, facts=facts, environment=arm.environment)
-                    jobs[title].before = partial(disk.warm, files)
+                    jobs[title].before = partial(disk.read_all, files, direct=False)
     options.budget -= time.monotonic() - started
     ballast = Ballast(options.device) if options.device == "cuda" else None
-    relay = processes.Relay(report, options, [*jobs.values()], (lambda size: None) if ballast is None else ballast.hold)
+    if ballast is not None:
+        for job in jobs.values():
+            job.answer = ballast.hold
+    relay = processes.Relay(report, options, [*jobs.values()])
     for job, done in relay:
         pipeline.compare(done, report["arms"].get(f"{done['pipeline']} resident", {}))
         row = {"errors": done.get("error"), **pipeline.row_of(done)}
@@ -159,17 +163,12 @@ def run(options: argparse.Namespace) -> Path | None:
     return relay.path
 
 
-def name_of(name: str, free: int | None, arm: Arm) -> str:
-    return f"{name} {arm.name}" if free is None else f"{name}, {free / GIB:g} GiB, {arm.name}"
-
-
 def _commit() -> str | None:
     """That of the code, if it is in a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    with suppress(OSError):  # no git
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return None
 
 
 def _checkpoint(name: str, models: Mapping[str, Any], options: argparse.Namespace) -> Path:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import mmap
 import multiprocessing
 import os
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +26,6 @@ DRIVE_BYTES = 4 << 30
 """How much of the files is read, at least, to tell the drive's speed."""
 NUM_THREADS = 8
 _BLOCK = 4096
-_FEW = 0.005
-"""So much of the files may stay in the page cache: a model that was loaded has the beginnings of its files mapped."""
-_CACHESTAT = 451
-"""The number of the system call, on every architecture (Linux 6.5)."""
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -87,12 +81,6 @@ def read_all(files: Sequence[Path], *, direct: bool) -> float:
             os.close(fd)
 
 
-def warm(files: Sequence[Path]) -> None:
-    """Bring the files into the page cache."""
-    if files and (cached_bytes(files) or 0) < size_of(files):  # or the kernel does not tell
-        read_all(files, direct=False)
-
-
 def measure_drive(files: Sequence[Path], speeds: list[float], at_most: int = 2) -> None:
     """Add the bytes a second that a plain reader gets past the page cache to `speeds`, unless it has `at_most` already.
 
@@ -112,39 +100,20 @@ def measure_drive(files: Sequence[Path], speeds: list[float], at_most: int = 2) 
         say(f"plain reader, {NUM_THREADS} threads: {speeds[-1] / 1e9:.2f} GB/s")
 
 
-def drop_page_cache(files: Sequence[Path], *, may_drop_all: bool) -> str:
-    """Let the page cache forget these files. Returns how.
+def drop_page_cache(files: Sequence[Path], *, may_drop_all: bool) -> None:
+    """Let the page cache forget these files.
 
     Args:
-        may_drop_all: if that leaves some of them, let it forget everything (which only root may do).
+        may_drop_all: let it forget everything (which only root may do), for what is left of them.
     """
     for file in files:
         with suppress(OSError), file.open("rb") as opened:
             os.fsync(opened.fileno())  # what is not on the drive yet cannot be dropped
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    left = cached_bytes(files)
-    if not may_drop_all or (left is not None and left < _FEW * size_of(files)):
-        return "posix_fadvise"
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError as error:
-        return f"posix_fadvise only: {error}"
-    return "drop_caches"
-
-
-def cached_bytes(files: Sequence[Path]) -> int | None:
-    """How much of the files the page cache holds; None if this kernel does not tell."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pages = 0
-    for file in files:
-        with file.open("rb") as opened:
-            span = ctypes.create_string_buffer(struct.pack("QQ", 0, 0))  # all of it
-            found = ctypes.create_string_buffer(5 * 8)
-            if libc.syscall(_CACHESTAT, opened.fileno(), span, found, 0):
-                return None
-            pages += struct.unpack_from("Q", found)[0]
-    return pages * mmap.PAGESIZE
+    if may_drop_all:
+        os.sync()
+        with suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("3\n")
 
 
 def transferred() -> dict[str, int]:
@@ -170,7 +139,7 @@ def checkpoint_folder(options: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_checkpoints(models: Mapping[Path, Model], device: str, shard_bytes: int | None = 2 << 30) -> None:
+def make_checkpoints(models: Mapping[Path, Model], device: str, shard_bytes: int | None = 5 << 30) -> None:
     """Save those checkpoints that are not in their folders yet. The program ends if that fails.
 
     It happens in a process of its own, so that this one needs no memory of the device.
@@ -178,10 +147,8 @@ def make_checkpoints(models: Mapping[Path, Model], device: str, shard_bytes: int
     Args:
         shard_bytes: the most that a file has; None: what `save_pretrained` takes.
     """
-    missing = {folder: model for folder, model in models.items() if not (folder / "config.json").exists()}
-    if not missing:
-        return
-    apart(save, missing, device, shard_bytes)
+    if missing := {folder: model for folder, model in models.items() if not (folder / "config.json").exists()}:
+        apart(save, missing, device, shard_bytes)
 
 
 def apart(work: Callable[..., None], *args: Any) -> None:

@@ -12,19 +12,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from .machine import ALLOCATION, SYNCHRONISATION
+
 MIN_GAP_US = 1000.0
-_OF_THE_DRIVER = (
-    "Synchronize",
-    "Malloc",
-    "Free",
-    "MemCreate",
-    "MemMap",
-    "MemUnmap",
-    "MemRelease",
-    "HostAlloc",
-    "HostRegister",
-)
-"""Calls that allocate, page-lock or wait are those with such a word in their names."""
 
 Span = tuple[float, float]
 """When something began and ended, in microseconds."""
@@ -67,7 +57,7 @@ def facts_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     gaps = [(a, b) for (_, a), (b, _) in pairwise(busy) if b - a > MIN_GAP_US]
     driver: dict[str, list[float]] = {}
     for call in calls:
-        if any(word in call["name"] for word in _OF_THE_DRIVER):
+        if SYNCHRONISATION.match(call["name"]) or ALLOCATION.match(call["name"]):  # with what follows: cuMemAlloc_v2
             driver.setdefault(call["name"], []).append(call["dur"] / 1e6)
     return {
         "span_s": (ended - begun) / 1e6,

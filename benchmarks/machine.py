@@ -82,10 +82,6 @@ def timed(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) -> t
     return (time.perf_counter() - start) / in_a_row, output
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
-
-
 def sha256(output: torch.Tensor) -> str:
     return hashlib.sha256(output.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -98,7 +94,6 @@ def fix_algorithms() -> None:
 
 def fix_training_algorithms() -> None:
     """The same for backward: what `torch.use_deterministic_algorithms` needs. It is called before the device is used."""
-    fix_algorithms()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward does not repeat itself
 
@@ -145,11 +140,6 @@ def forget_device_peak(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    reset_peak(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
@@ -194,15 +184,11 @@ class PeakWatch:
         self._reset(*args, **kwargs)
 
 
-def process_memory() -> dict[str, int | None]:
-    """This process's memory in RAM now, what it consists of where the kernel tells, and the most there was."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    parts = {"rss_anonymous_bytes": "RssAnon", "rss_file_bytes": "RssFile", "rss_shared_bytes": "RssShmem"}
+def process_memory() -> dict[str, int]:
+    """This process's memory in RAM now, and the most there was."""
     return {
         "rss_bytes": psutil.Process().memory_info().rss,
         "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **{ours: int(fields[name].split()[0]) * 1024 if name in fields else None for ours, name in parts.items()},
     }
 
 

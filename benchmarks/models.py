@@ -124,12 +124,10 @@ class TinyLayers(nn.Module):
 
     def __init__(self, num_layers: int, num_features: int) -> None:
         super().__init__()
-
-        def block() -> nn.Module:
-            ends = (nn.Linear(num_features, num_features) for _ in range(3))
-            return nn.Sequential(next(ends), nn.LayerNorm(num_features), *ends)
-
-        self.blocks = nn.ModuleList(block() for _ in range(num_layers))
+        n = num_features
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(n, n), nn.LayerNorm(n), nn.Linear(n, n), nn.Linear(n, n)) for _ in range(num_layers)
+        )
 
     def forward(self, x: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
         for block in self.blocks:
@@ -232,9 +230,8 @@ def make_model(model: Model, device: torch.device, *, resident: bool) -> nn.Modu
     """The module with its weights, on the device or in ordinary RAM."""
     module = model.build().eval()
     _fill(module, model, device, resident=resident)
-    for name, buffer in module.named_buffers() if resident else ():
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, buffer.to(device))
+    for buffer in module.buffers() if resident else ():
+        buffer.data = buffer.to(device)
     return module
 
 

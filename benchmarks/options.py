@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from group_offload.base.device import default_device
+
 from . import models
-from .machine import default_device
 from .report import RESULTS
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -20,7 +21,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "list": {"action": "store_true", "help": "print the names of the arms"},
     "small": {"action": "store_true", "help": "a tiny model of the same kind: does it run?"},
     "steps": {"type": int, "help": "timed steps (default {default})"},
-    "device": {"default": default_device(), "help": "default: the accelerator, else cpu"},
+    "device": {"default": default_device().type, "help": "default: the accelerator, else cpu"},
     "disk": {"type": Path, "help": "folder for files that are deleted afterwards (default: the temporary one)"},
     "checkpoint": {
         "type": Path,

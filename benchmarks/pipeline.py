@@ -262,7 +262,7 @@ def run(options: argparse.Namespace) -> Path | None:
             job = Job(name=arm.name, task={**task, **facts}, facts=facts, ram_limit_bytes=arm.ram_limit_bytes)
             # A second image finds the page cache as the first one has left it, which says most where RAM is scarce.
             job.task["num_images"] = 1 if arm.is_cold and arm.ram_limit_bytes is None else 2
-            job.environment, job.before = arm.environment, partial(disk.warm, files)
+            job.environment, job.before = arm.environment, partial(disk.read_all, files, direct=False)
             if arm.is_cold:
                 job.prepare = partial(disk.measure_drive, files, report["drive"], at_most=1)
                 job.before = partial(disk.drop_page_cache, files, may_drop_all=not options.small)

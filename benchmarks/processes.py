@@ -197,7 +197,6 @@ class Team:
     def run(self, job: Mapping[str, Any], limit: float, *rest: Any) -> dict[str, Any]:
         """The "arms" of the job, each with the "ranks" that measured it, or with an "error"."""
         with ThreadPoolExecutor(len(self._ranks)) as pool:
-            # The others meet the first one, which begins when nothing else runs, and measures the machine at the end.
             # The first one begins when nothing else runs, and measures the machine at the end: the others meet it.
             first, *others = self._ranks
             begun = [pool.submit(first.run, {**job, "rank": 0}, limit, *rest)]
@@ -207,9 +206,7 @@ class Team:
             while open_:
                 done, open_ = wait(open_, return_when=FIRST_COMPLETED)
                 if open_ and any("error" in each.result() for each in done):
-                    wait(
-                        open_, GRACE_SECONDS
-                    )  # the others would wait for the one that failed; they may say what they saw
+                    wait(open_, GRACE_SECONDS)  # for what the others say, who would wait for the one that failed
                     for rank in self._ranks:
                         rank.kill()
             results = [each.result() for each in begun]
@@ -238,42 +235,22 @@ _ENTER = (
 )
 
 
-def limit_ram(num_bytes: int, facts: dict[str, Any]) -> MemoryGroup | None:
-    """What limits the RAM of processes, until it is removed. None if no limit can be set here: `facts` says why."""
-    try:
-        return MemoryGroup(num_bytes)
-    except OSError as error:
-        facts["group_error"] = str(error)
-        say(f"no limit of RAM: {error}")
-        return None
-
-
 class MemoryGroup:
-    """A control group (version 2). It is below that of this process, where that can be."""
+    """A control group (version 2) below the root, which alone may have both processes and groups with limits in it."""
 
     def __init__(self, limit_bytes: int) -> None:
         """
         Raises:
-            OSError: none can be made here. It says what was tried.
+            OSError: none can be made here.
         """
         self.limit_bytes = limit_bytes
-        reasons: list[str] = []
-        for parent in _parents():
-            try:
-                self._make(parent)
-            except OSError as error:
-                reasons.append(f"{parent}: {error}")
-            else:
-                return
-        raise OSError("; ".join(reasons) or "no control groups of version 2 are mounted")
-
-    def _make(self, parent: Path) -> None:
-        if "memory" not in (parent / "cgroup.controllers").read_text().split():
-            raise OSError("it has no controller of memory")
-        enabled = parent / "cgroup.subtree_control"
+        root = Path("/sys/fs/cgroup")
+        if "memory" not in (root / "cgroup.controllers").read_text().split():
+            raise OSError(f"{root} has no controller of memory")
+        enabled = root / "cgroup.subtree_control"
         if "memory" not in enabled.read_text().split():
-            enabled.write_text("+memory")  # refused if processes are in a group that is not the first
-        self.folder = Path(tempfile.mkdtemp(prefix="group-offload-", dir=parent))
+            enabled.write_text("+memory")
+        self.folder = Path(tempfile.mkdtemp(prefix="group-offload-", dir=root))
         try:
             (self.folder / "memory.max").write_text(str(self.limit_bytes))
             with suppress(OSError):  # most machines have no swap
@@ -290,13 +267,10 @@ class MemoryGroup:
         return [sys.executable, "-S", "-c", _ENTER, str(self.folder / "cgroup.procs"), *arguments]
 
     def usage(self) -> dict[str, Any]:
-        """Bytes: the most that was charged to the group, and what is now. None is what this kernel does not tell."""
-        stat = self._numbers("memory.stat")
+        """What it allows, the most that was charged to it, and processes that were killed. None: this kernel does not tell."""
         return {
             "group_limit_bytes": self.limit_bytes,
             "group_peak_bytes": self._numbers("memory.peak").get(""),
-            "group_anonymous_bytes": stat.get("anon"),
-            "group_cache_bytes": stat.get("file"),
             "group_oom_kills": self._numbers("memory.events").get("oom_kill"),
         }
 
@@ -321,17 +295,6 @@ class MemoryGroup:
         return {key: int(value) for key, _, value in (line.rpartition(" ") for line in lines) if value.isdecimal()}
 
 
-def _parents() -> list[Path]:
-    """This process's own group, and the root of all."""
-    with suppress(OSError):
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        own = "".join(name.lstrip("/") for _, controllers, name in groups if not controllers)
-        roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup2"]
-        return list(dict.fromkeys(parent for root in roots for parent in (root / own, root)))
-    return []
-
-
 # ------------------------------------------------------------------------------------------------ one after another
 
 
@@ -353,30 +316,24 @@ class Job:
     """Called before the process gets its task."""
     before: Callable[[], object] = lambda: None
     """Called when nothing else runs any more, before anything is measured."""
+    answer: Callable[[Any], Any] = lambda question: None
+    """What the process gets when it `ask`s."""
 
 
+@dataclass
 class Relay:
     """Runs jobs, each in a process that was started while the one before it made its weights, and writes the report."""
 
-    def __init__(
-        self,
-        report: dict[str, Any],
-        options: argparse.Namespace,
-        jobs: Sequence[Job],
-        answer: Callable[[Any], Any] = lambda question: None,
-    ) -> None:
-        """
-        Args:
-            answer: what processes get that `ask`.
-        """
-        self.path: Path | None = None
-        """The file with the report, once there is a result."""
-        self._report, self._options, self._jobs, self._answer = report, options, list(jobs), answer
+    report: dict[str, Any]
+    options: argparse.Namespace
+    jobs: Sequence[Job]
+    path: Path | None = None
+    """The file with the report, once there is a result."""
 
     def run(self, judge: Callable[[dict[str, Any]], object] = lambda report: None) -> Path | None:
         """Run all jobs, and let `judge` compare after each. Returns the file with the report, if there is any result."""
         for _ in self:
-            judge(self._report)
+            judge(self.report)
         return self.path
 
     def __iter__(self) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -384,45 +341,51 @@ class Relay:
 
         A result may have several "arms". The rest of it then stands among the report's "kinds", by the job's name.
         """
-        started, waiting = time.monotonic(), self._start(self._jobs[0]) if self._jobs else None
+        started, waiting = time.monotonic(), self._start(self.jobs[0]) if self.jobs else None
         try:
-            for number, job in enumerate(self._jobs, 1):
+            for number, job in enumerate(self.jobs, 1):
                 assert waiting is not None
                 elapsed = time.monotonic() - started
-                say(f"{number}/{len(self._jobs)} {job.name}", elapsed)
-                result = {"error": f"not run: the {self._options.budget:.0f} s for all arms were over"}
-                if self._options.budget - elapsed >= MIN_SECONDS:
+                say(f"{number}/{len(self.jobs)} {job.name}", elapsed)
+                result = {"error": f"not run: the {self.options.budget:.0f} s for all arms were over"}
+                if self.options.budget - elapsed >= MIN_SECONDS:
                     job.prepare()
                     child, waiting = waiting, None
-                    if number < len(self._jobs):
-                        waiting = self._start(self._jobs[number])
-                    measures_machine = self._report["machine"] is None
-                    task = {"device": self._options.device, "measures_machine": measures_machine, **job.task}
-                    limit = min(self._options.timeout, self._options.budget - elapsed)
+                    if number < len(self.jobs):
+                        waiting = self._start(self.jobs[number])
+                    measures_machine = self.report["machine"] is None
+                    task = {"device": self.options.device, "measures_machine": measures_machine, **job.task}
+                    limit = min(self.options.timeout, self.options.budget - elapsed)
                     result = child.run(task, limit, waiting, job.before)
                     child.end()
-                self._report["machine"] = result.pop("machine", None) or self._report["machine"]
+                self.report["machine"] = result.pop("machine", None) or self.report["machine"]
                 arms = result.pop("arms", None)
                 result = {**job.facts, **result}
                 if arms is None:
-                    self._report["arms"][job.name] = result
+                    self.report["arms"][job.name] = result
                 else:
-                    self._report["arms"] |= arms
-                    self._report.setdefault("kinds", {})[job.name] = result
+                    self.report["arms"] |= arms
+                    self.report.setdefault("kinds", {})[job.name] = result
                 if "error" in result:
                     say(result["error"])
                 yield job, result
-                if self._report["machine"] is not None:  # an interrupted run keeps what it has
-                    self.path = reports.write(self._report, self._options.output)
+                if self.report["machine"] is not None:  # an interrupted run keeps what it has
+                    self.path = reports.write(self.report, self.options.output)
         finally:
             if waiting is not None:
                 waiting.end()
         say("done", time.monotonic() - started)
 
     def _start(self, job: Job) -> Any:
-        group = None if job.ram_limit_bytes is None else limit_ram(job.ram_limit_bytes, job.facts)
-        children = [Child(self._report["benchmark"], group, job.environment) for _ in range(job.num_ranks or 1)]
+        group = None
+        if job.ram_limit_bytes is not None:
+            try:
+                group = MemoryGroup(job.ram_limit_bytes)
+            except OSError as error:
+                job.facts["group_error"] = str(error)
+                say(f"no limit of RAM: {error}")
+        children = [Child(self.report["benchmark"], group, job.environment) for _ in range(job.num_ranks or 1)]
         if job.num_ranks:
             return Team(children)
-        children[0].answer = self._answer
+        children[0].answer = job.answer
         return children[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,10 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+COLUMNS = ("step_s", "peak_bytes", "is_equal", "is_finite")
+"""A step is one of several in a row."""
+
+
 def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     """What a child process does with its job: all arms of a kind."""
     warnings.simplefilter("ignore")  # of the packages, about each other
@@ -183,11 +187,6 @@ def run(options: argparse.Namespace) -> Path | None:
     report = reports.new("quantised", options, model=model.facts())
     task = {"model": sizes_of(options), "num_steps": options.steps}
     return Relay(report, options, [Job(name=kind, task={**task, "kind": kind}) for kind in options.kinds]).run()
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """A row for each arm of each kind. A step is one of several in a row."""
-    return reports.render(report, ("step_s", "peak_bytes", "is_equal", "is_finite"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from group_offload.plan.budgets import parse_bytes
+
 from . import disk, machine, processes, report, training
-from .arms import apply, parse_size
+from .arms import apply
 from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
 
-SHARD_BYTES = 5 << 30
 SLOW_STEPS = 2
 """Timed steps of arms that read a drive."""
 LORA_RANK = 16
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> Path | None:
     with ExitStack() as stack:
         checkpoint = stack.enter_context(disk.checkpoint_folder(options))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk.make_checkpoints({checkpoint: model}, options.device, SHARD_BYTES)
+        disk.make_checkpoints({checkpoint: model}, options.device)
         for kind, num_ranks in product(dict.fromkeys(ARMS[name].kind for name in options.arms), options.ranks):
             arms = {}
             for name in options.arms:
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> Path | None:
             (folder / job.name).mkdir()
             if kind == "files":
                 job.task["num_steps"] = min(options.steps, SLOW_STEPS)
-                job.ram_limit_bytes = parse_size(options.ram)
+                job.ram_limit_bytes = parse_bytes(options.ram, "--ram")
                 files = disk.files_in(checkpoint)
                 job.prepare = partial(disk.drop_page_cache, files, may_drop_all=not options.small)
             jobs.append(job)
@@ -257,9 +258,7 @@ def infer(
         handle = apply(arm.engine, module, device, {**where, **sharing})
     setup = time.perf_counter() - start
 
-    def step() -> torch.Tensor:
-        return model.call(module, inputs)
-
+    step = partial(model.call, module, inputs)
     times = []
     for _ in range(1 + num_steps):
         meet()

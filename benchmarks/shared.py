@@ -10,6 +10,7 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,10 @@ import torch
 from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading, free_slots
+from group_offload.plan.budgets import parse_bytes
 
 from . import disk, machine
 from . import report as reports
-from .arms import parse_size
 from .models import Model, find, make_inputs
 from .options import add, model_of, sizes_of
 from .processes import Job, Relay
@@ -31,7 +32,6 @@ DEFAULT = ("guidance", "threads")
 """Two calls a step, and one request in each of several threads."""
 ARMS = (*DEFAULT, "files")
 """The third is two calls a step, weights in the checkpoint's files, with little RAM."""
-SHARD_BYTES = 5 << 30
 FEW_STEPS, FEW_WARM_UP = 2, 3
 """Of arms that read a drive. From the third step on, calls share passes."""
 
@@ -68,36 +68,31 @@ def run_loops(
     """Times are seconds."""
     num_threads, num_calls = (job["threads"], 1) if what == "threads" else (1, 2)
     requests = [Request(model, make_inputs(model, device), number) for number in range(num_threads)]
-    began: list[tuple[float, int]] = []
+    start, read = 0.0, 0
 
     def begin() -> None:
+        nonlocal start, read
         machine.synchronize(device)
-        began.append((time.perf_counter(), disk.transferred().get("read_bytes", 0)))
+        start, read = time.perf_counter(), disk.transferred().get("read_bytes", 0)
 
-    aligned, barrier = threading.Barrier(num_threads), threading.Barrier(num_threads, begin)
-    errors: list[BaseException] = []
+    barrier = threading.Barrier(num_threads, begin)
 
     def work(request: Request) -> None:
         try:
             for _ in range(job["warm_up"]):
+                barrier.wait()  # who first went alone would be one step ahead, and go alone in its last step as well
                 request.steps(module, 1, num_calls)
-                aligned.wait()  # who first went alone would be one step ahead, and go alone in its last step as well
             barrier.wait()
             request.steps(module, job["steps"], num_calls)
-        except BaseException as error:
-            errors.append(error)
-            aligned.abort()
+        except BaseException:
             barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=work, args=(request,)) for request in requests]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(num_threads) as pool:
+        done, _ = wait([pool.submit(work, request) for request in requests])
     machine.synchronize(device)
-    if errors:
-        raise errors[0]
-    [(start, read)] = began
+    if errors := [error for error in (each.exception() for each in done) if error is not None]:
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return {
         "step_s": (time.perf_counter() - start) / job["steps"],
         "drive_bytes": (disk.transferred().get("read_bytes", 0) - read) / job["steps"],
@@ -143,16 +138,17 @@ def run(options: argparse.Namespace) -> Path | None:
     report = reports.new("shared", options, model=model.facts(), steps=options.steps)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(disk.checkpoint_folder(options))
-        disk.make_checkpoints({checkpoint: model}, options.device, SHARD_BYTES)
+        disk.make_checkpoints({checkpoint: model}, options.device)
         task = {"model": sizes_of(options), "checkpoint": str(checkpoint), "where": "cpu"}
         task |= {name: getattr(options, name) for name in ("steps", "warm_up", "threads", "no_resident")}
         in_ram = [name for name in options.arms if name != "files"]
         if in_ram:
             jobs.append(Job(name="RAM", task={**task, "arms": in_ram}))
         if "files" in options.arms:
+            ram = parse_bytes(options.ram, "--ram")
             few = {"steps": min(options.steps, FEW_STEPS), "warm_up": min(options.warm_up, FEW_WARM_UP)}
             task |= {**few, "where": "disk", "no_resident": True}
-            jobs.append(Job(name="files", task={**task, "arms": ["files"]}, ram_limit_bytes=parse_size(options.ram)))
+            jobs.append(Job(name="files", task={**task, "arms": ["files"]}, ram_limit_bytes=ram))
             # Before the model is loaded, and before it is set up.
             drop = partial(disk.drop_page_cache, disk.files_in(checkpoint), may_drop_all=not options.small)
             jobs[-1].prepare = jobs[-1].before = drop
@@ -175,10 +171,6 @@ def judge(report: dict[str, Any]) -> None:
 
 
 COLUMNS = ("step_s", "of_alone", "num_shared", "moved_bytes", "drive_bytes", "peak_bytes", "is_equal")
-
-
-def render(report: Mapping[str, Any]) -> str:
-    return reports.render(report, COLUMNS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import xxhash
 from torch import nn
 
 from group_offload import apply_activation_offloading
+from group_offload.plan.budgets import parse_bytes
 
 from . import disk, machine
 from . import report as reports
-from .arms import apply, arm_of, parse_size
+from .arms import apply, arm_of
 from .models import Model, find, make_inputs, make_model
 from .options import add, model_of, sizes_of
 from .processes import Job, Relay
@@ -47,29 +48,12 @@ NUM_COMPARED = 3
 """Steps whose bits are compared."""
 
 
-class Lora(nn.Module):
-    """A frozen layer, and two small ones beside it that are trained."""
-
-    def __init__(self, base: nn.Linear, rank: int, number: int) -> None:
-        super().__init__()
-        self.base = base
-        weight = base.weight
-        generator = torch.Generator().manual_seed(number)  # on the CPU: the same values wherever the weights are
-        down = torch.randn(rank, base.in_features, generator=generator) * 0.02
-        up = torch.randn(base.out_features, rank, generator=generator) * 0.02
-        self.down = nn.Parameter(down.to(weight))
-        self.up = nn.Parameter(up.to(weight))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
-        return result
-
-
 def add_lora(model: nn.Module, rank: int) -> None:
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    for place, (name, layer) in enumerate(layers):
-        if name.endswith(TARGETS):
-            model.set_submodule(name, Lora(layer, rank, place))
+    """A random LoRA of the attention's projections, the same one wherever the weights are."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    inject_adapter_in_model(LoraConfig(r=rank, target_modules=[*TARGETS], init_lora_weights=False), model)
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -229,6 +213,7 @@ class Run:
     def _time(self, inputs: dict[str, torch.Tensor], num_steps: int) -> dict[str, Any]:
         """Time and memory of steps: gradients stay allocated, unless there is an optimizer."""
         times: list[dict[str, float]] = []
+        is_cuda = self.device.type == "cuda"
         machine.forget_device_peak(self.device)
         before, retries = self._stats(), machine.allocator(self.device, "num_alloc_retries") or 0
         for _ in range(num_steps):
@@ -249,7 +234,8 @@ class Run:
             "steps_s": [each["step_s"] for each in times],
             "peak_bytes": machine.allocator(self.device, machine.PEAK),
             "reserved_bytes": machine.allocator(self.device, machine.RESERVED),
-            "pinned_bytes": _pinned(),
+            # Of torch's own allocator.
+            "pinned_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if is_cuda else None,
             "alloc_retries": (machine.allocator(self.device, "num_alloc_retries") or 0) - retries,
             "after_forward_bytes": self._after_forward_bytes,
         }
@@ -273,13 +259,6 @@ class Run:
         return [handle and handle.stats() for handle in (self.handle, self._activations)]
 
 
-def _pinned() -> int | None:
-    """What torch's own allocator of page-locked memory holds."""
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
-        return None
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-
-
 def _hash(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
@@ -292,11 +271,8 @@ def shard(model: nn.Module, device: torch.device, trained: Any = ()) -> None:
     has_streams = device.type != "cpu"
     if not dist.is_initialized():
         dist.init_process_group("nccl" if has_streams else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for parameter in trained:
-        parameter.data = parameter.data.to(device)
-    for name, buffer in list(model.named_buffers()):
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, buffer.to(device))
+    for tensor in (*trained, *model.buffers()):
+        tensor.data = tensor.data.to(device)
     choice: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "offload_policy": CPUOffloadPolicy(pin_memory=has_streams),
@@ -345,7 +321,7 @@ def run(options: argparse.Namespace) -> Path | None:
     task = {
         "model": sizes_of(options),
         "rank": options.rank,
-        "device_memory": options.device_memory and parse_size(options.device_memory),
+        "device_memory": options.device_memory and parse_bytes(options.device_memory, "--device-memory"),
         "disk": options.disk and str(options.disk),
         "min_bytes": options.min_bytes,
         "num_steps": options.steps,
@@ -378,10 +354,6 @@ COLUMNS = (
     *("step_s", "forward_s", "backward_s", "host_s", "stalled_s", "peak_bytes", "reserved_bytes"),
     *("after_forward_bytes", "sent_bytes", "link_s", "limit_s", "times_of_limit", "is_equal"),
 )
-
-
-def render(report: Mapping[str, Any]) -> str:
-    return reports.render(report, COLUMNS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -204,7 +204,7 @@ def run(options: argparse.Namespace) -> Path | None:
             if arm.ram_limit_bytes is not None:
                 job.prepare, job.before = partial(_prepare_limited, files, report["drive"], drop), drop
             elif arm.is_from_checkpoint:
-                job.prepare = partial(disk.warm, files)
+                job.prepare = partial(disk.read_all, files, direct=False)
             jobs.append(job)
         relay = Relay(report, options, jobs)
         for job, _ in relay:
@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> Path | None:
     return relay.path
 
 
-def _prepare_limited(files: list[Path], speeds: list[float], drop: Callable[[], str]) -> None:
+def _prepare_limited(files: list[Path], speeds: list[float], drop: Callable[[], object]) -> None:
     drop()
     disk.measure_drive(files, speeds, at_most=1)
 

@@ -135,7 +135,8 @@ def check(model: Any, reference: Any, passes: int = 2) -> None:
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_bits(level: str, tier: str, tmp_path: Path) -> None:
-    """No weight is read where it rests, whichever method is called, in whichever order."""
+    """No weight is read where it rests, whichever method is called, in whichever order. Hazard: a pipeline reads weights
+    outside of any `forward` (diffusers #13666, #14695)."""
     model, reference = made()
     before = {name: set(vars(part)) for name, part in model.named_modules()}
     handle = offload_to(tmp_path if tier == "file" else None, model, level)

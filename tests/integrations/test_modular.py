@@ -17,8 +17,6 @@ from torch import nn
 from group_offload import (
     GroupOffloadStrategy,
     apply_group_offloading,
-    disable_group_offload,
-    enable_group_offload,
 )
 from group_offload.api import handle_of
 
@@ -26,7 +24,7 @@ from ..support import tiny_models as tiny
 from ..support.allocator import Memory
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
-from ..support.pipelines import any_case, models_of, modular_pipeline, run_modular, tier_options, traces
+from ..support.pipelines import modular_pipeline, run_modular, traces
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -40,20 +38,6 @@ def expected() -> torch.Tensor:
     pipe = modular_pipeline()
     pipe.to(tiny.device())
     return run_modular(pipe)
-
-
-@any_case
-def test_a_modular_pipeline_is_bit_equal(
-    tier: str, level: str, device: torch.device, tmp_path: Path, expected: torch.Tensor
-) -> None:
-    pipe = modular_pipeline()
-    handles = enable_group_offload(pipe, onload_device=device, offload_type=level, **tier_options(tier, tmp_path))
-    assert handles.keys() == models_of(pipe).keys()
-    for _ in range(2):
-        assert torch.equal(run_modular(pipe), expected)
-    assert all(handle.stats().passes for handle in handles.values())
-    disable_group_offload(pipe)
-    assert not any(handle_of(model) for model in models_of(pipe).values())
 
 
 @pytest.mark.parametrize("by", ["load_components", "update_components"])

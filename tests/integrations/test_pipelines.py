@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,30 +250,3 @@ def test_text_encoders_are_cut_into_blocks(
     num_bytes = sum(group.num_bytes for group in handle.groups)
     assert handle.stats().peak_device_bytes < num_bytes / 4
     assert max(group.num_bytes for group in handle.groups) < num_bytes / 4
-
-
-# ---------------------------------------------------------------- weights that others read
-
-
-@any_tier
-def test_statistics_that_a_pipeline_reads(tier: str, device: torch.device, tmp_path: Path) -> None:
-    """As Flux.2's pipeline does with its VAE: `vae.bn.running_mean`, which no call of a module brings along. Hazard: a
-    pipeline reads weights outside of any `forward` (diffusers #13666, #14695)."""
-
-    class Vae(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            self.bn = nn.BatchNorm1d(8, affine=False)
-
-        def decode(self, x: torch.Tensor) -> torch.Tensor:
-            return self.decoder(x + self.bn.running_mean.to(x.device))
-
-    model, x = tiny.seeded(0, Vae), tiny.randn(4, 8)
-    model.bn.running_mean.normal_()
-    reference = copy.deepcopy(model).to(device)
-    apply_group_offloading(model, device, **tier_options(tier, tmp_path))
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.equal(model.decode(x), reference.decode(x))
-            assert torch.equal(model.bn.running_mean, reference.bn.running_mean.cpu())

@@ -215,17 +215,3 @@ def num_threads(kind: str) -> int:
     """Of the pool that there is now, or by their name."""
     names = [each.name for each in threading.enumerate() if getattr(each, "_pool", pool._pool) is pool._pool]
     return sum(name.startswith(f"group_offload-{kind}") for name in names)
-
-
-class Slow:
-    """Lets reads take their time, until told otherwise."""
-
-    def __init__(self, preadv: Preadv) -> None:
-        self.go = threading.Event()
-        self.waiting = threading.Event()
-        preadv.arm(0, 10**9, self)
-
-    def __call__(self, real: Any, fd: int, buffers: Any, position: int) -> int:
-        self.waiting.set()
-        self.go.wait(60)
-        return real(fd, buffers, position)

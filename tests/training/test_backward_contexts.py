@@ -46,6 +46,7 @@ class QuantState:
 
 class Packed(nn.Parameter):
     quant_state: QuantState
+    other_state: QuantState
     CB: torch.Tensor | None
     SCB: torch.Tensor | None
 
@@ -55,42 +56,31 @@ SEEN: list[int] = []
 
 
 class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, state: QuantState) -> torch.Tensor:
-        ctx.state, ctx.tensors = state, (None, weight.view(-1, 1))
-        return x @ (weight.to(x.dtype) * state.scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _, weight = ctx.tensors
-        SEEN.extend((weight.data_ptr(), ctx.state.scale.data_ptr()))
-        return gradient @ (weight.view(DIM, DIM).to(gradient.dtype) * ctx.state.scale).t(), None, None
-
-
-class Kept(torch.autograd.Function):
-    """Keeps the weight itself, and its state in a list."""
+    """Keeps the weight itself, a view of it, and two states: by themselves, in a tuple, and in a list."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, state: QuantState) -> torch.Tensor:
-        ctx.weight, ctx.others = weight, [(state, None)]
+        ctx.weight, ctx.tensors = weight, (None, weight.view(-1, 1))
+        ctx.state, ctx.others = state, [(weight.other_state, None)]
         return x @ (weight.to(x.dtype) * state.scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        SEEN.extend((ctx.weight.data_ptr(), ctx.others[0][0].scale.data_ptr()))
-        return gradient @ (ctx.weight.to(gradient.dtype) * ctx.others[0][0].scale).t(), None, None
+        for weight, state in ((ctx.weight, ctx.state), (ctx.tensors[1].view(DIM, DIM), ctx.others[0][0])):
+            SEEN.extend((weight.data_ptr(), state.scale.data_ptr()))
+            found = gradient @ (weight.to(gradient.dtype) * state.scale).t()
+        return found, None, None
 
 
 class PackedLinear(nn.Module):
-    def __init__(self, function: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         values = torch.randint(-127, 127, (DIM, DIM), dtype=torch.int8)
         self.weight = Packed(values, requires_grad=False)
-        self.weight.quant_state = QuantState(torch.rand(DIM, 1) / 200)
-        self.function = function
+        self.weight.quant_state, self.weight.other_state = (QuantState(torch.rand(DIM, 1) / 200) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function.apply(x, self.weight, self.weight.quant_state)
+        return Product.apply(x, self.weight, self.weight.quant_state)
 
 
 class MatmulLtState:
@@ -132,7 +122,7 @@ class Packed8Linear(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.mid, self.down = PackedLinear(Product), Packed8Linear(), PackedLinear(Kept)
+        self.up, self.mid, self.down = PackedLinear(), Packed8Linear(), PackedLinear()
         self.lora = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import weakref
-from functools import reduce
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -32,21 +31,10 @@ LATER = [
 """Those that are looked for once they are needed; the package does not import without the others."""
 
 
-def resolve(name: str) -> object:
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        return reduce(getattr, parts[length:], found)
-    raise AssertionError(name)
-
-
 @pytest.mark.parametrize("name", LATER)
 def test_torch_has_the_name(name: str) -> None:
     """If this fails, a release of torch has moved it: see the reason beside it for what has to take its place."""
-    assert resolve(name) is not None
+    assert resolve_name(name) is not None
 
 
 def test_torch_tells_where_fsdp2_exchanges_parameters() -> None:
