@@ -149,21 +149,21 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
 
 def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
-    measured, where = recorded(), filesystem_of(path)
-    links = [each for each in measured if not each.device.startswith("CPU ")]
-    drives = [each for each in measured if each.filesystem == where and each.drive is not None]
-    unpacks = [each for each in links if each.device == links[0].device and each.unpack is not None]
+    kept = recorded()
+    device = next((each.where for each in kept if each.what == "h2d" and not each.where.startswith("CPU ")), None)
     found: dict[str, tuple[int, str]] = {}
-    for name, given, kept, assumed in (
-        ("h2d", arguments.h2d, links, ASSUMED_H2D),
-        ("drive", arguments.drive, drives, ASSUMED_DRIVE),
-        ("unpack", None, unpacks, ASSUMED_UNPACK),
+    for name, given, where, assumed in (
+        ("h2d", arguments.h2d, device, ASSUMED_H2D),
+        ("drive", arguments.drive, filesystem_of(path), ASSUMED_DRIVE),
+        ("unpack", None, device, ASSUMED_UNPACK),
     ):
-        found[name] = assumed, "assumed"
+        measured = next((each for each in kept if (each.what, each.where) == (name, where)), None)
         if given is not None:
             found[name] = given, "given"
-        elif kept:
-            found[name] = getattr(kept[0], name), f"measured on {kept[0].device}, {kept[0].measured_at}"
+        elif measured is not None:
+            found[name] = measured.speed, f"measured on {measured.where}, {measured.at}"
+        else:
+            found[name] = assumed, "assumed"
     return found
 
 
