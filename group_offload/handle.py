@@ -19,7 +19,7 @@ from .base.weak import Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
-from .plan.report import OffloadPlan, SharedForwards
+from .plan.report import OffloadPlan
 from .report.page import value_text
 from .runtime.engine import Engine
 from .runtime.gates import HANDLE
@@ -202,15 +202,18 @@ class OffloadHandle:
         """
         engine = self._live
         with engine.lock:
-            has_memory = engine.config.backend.has_streams
             counters = engine.counters
-            shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
+            notes = [] if engine.sharing is None else [engine.sharing.describe()]
+            if counters.shared or engine.config.share_passes is True:
+                notes.append(
+                    f"share_passes: {counters.shared} of {counters.passes} forwards ran together with others, which saved "
+                    f"{describe_bytes(counters.bytes_spared)} of transfers and reads."
+                )
             return OffloadPlan(
                 self._name,
                 engine.placer.current_plan(),
-                device_has_memory=has_memory,
-                shared=shared if counters.shared or engine.config.share_passes is True else None,
-                gpus="" if engine.sharing is None else engine.sharing.describe(),
+                device_has_memory=engine.config.backend.has_streams,
+                notes=notes,
                 memory=engine.device_memory,
             )
 
