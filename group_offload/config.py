@@ -200,8 +200,10 @@ class OffloadConfig:
         cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "", ram_share: int | None = None
     ) -> OffloadConfig:
         """Check `options` and fill in their defaults, some of which the class of `module` gives."""
-        device = default_device() if options.onload_device is None else _as_device(options.onload_device)
-        backend = backend_for(device)
+        given = options.onload_device
+        if isinstance(given, str) and is_budget(given):  # the first argument by position
+            raise DeviceError(f"onload_device={given!r} isn't a device. Did you mean vram_budget={given!r}?")
+        backend = backend_for(default_device() if given is None else given)
         is_disk = options.offload_device == "disk"
         if not is_disk and not _is_cpu(options.offload_device):
             raise ConfigError(
@@ -216,7 +218,7 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={value!r}: expected True or False.")
         if flags["use_stream"] and not backend.has_streams:
             raise DeviceError(
-                f"use_stream=True needs a device with streams, and {str(device)!r} has none. Pass use_stream=False."
+                f"use_stream=True needs a device with streams, and {str(backend.device)!r} has none. Pass use_stream=False."
             )
         if options.record_stream and not flags["use_stream"]:
             raise ConfigError(
@@ -249,7 +251,7 @@ class OffloadConfig:
             share_passes=_share_passes_of(options, backend),
             **flags,
         )
-        if options.onload_device is None and not backend.has_streams:
+        if given is None and not backend.has_streams:
             say_that_the_cpu_computes()
         return config
 
@@ -331,15 +333,6 @@ def _is_cpu(value: Any) -> bool:
         return torch.device(value).type == "cpu"
     except (TypeError, RuntimeError):
         return False
-
-
-def _as_device(value: Any) -> torch.device:
-    if isinstance(value, str) and is_budget(value):  # the first argument by position
-        raise DeviceError(f"onload_device={value!r} isn't a device. Did you mean vram_budget={value!r}?")
-    try:
-        return torch.device(value)
-    except (TypeError, RuntimeError) as error:  # torch's own messages are tables of overloads and of devices
-        raise DeviceError(f"onload_device={value!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
 
 
 def _as_offload_type(value: Any) -> OffloadType:

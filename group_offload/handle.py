@@ -15,7 +15,7 @@ from torch import nn
 
 from .base.publish import check_path
 from .base.text import html_table, printable, table
-from .base.weak import Weak, gone, weakly
+from .base.weak import NotCopied, Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
@@ -117,7 +117,7 @@ class GroupInfo:
     """Bytes of the group's packed copy: in pinned RAM, or in a file that is read (`tier` is "file"); 0 if there is none."""
 
 
-class OffloadHandle:
+class OffloadHandle(NotCopied):
     """An offloaded module: its groups, its statistics, and the way back.
 
     `print(handle)` shows the groups as a table.
@@ -306,13 +306,6 @@ class OffloadHandle:
         through = f" through {describe_bytes(buffers)} of buffers" if buffers else ""
         summary = f"{self._name}: {total} in {len(rows) - 1} groups, computed on {self.config.onload_device}{through}."
         return rows, summary
-
-    # A copy of the module, or the module read back from a pickle, is not offloaded, and so has no handle.
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 def _describe(group: Group) -> GroupInfo:

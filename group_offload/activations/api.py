@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base.weak import NotCopied
 from ..errors import ModuleError, StateError
-from .config import ActivationConfig, Group, Skip, as_device, as_groups, find_groups
-from .gates import GROUP, GroupGate, NotCopied, tell
+from .config import ActivationConfig, Group, Skip, as_device, find_groups
+from .gates import GROUP, GroupGate, tell
 from .session import Session
 from .stats import ActivationStats
 
@@ -129,7 +130,7 @@ def apply_activation_offloading(
         >>> handle.remove()
     """
     config = ActivationConfig(
-        groups=as_groups(groups),
+        groups=None if groups is None else tuple([groups] if isinstance(groups, (str, type)) else groups),
         keep_last=keep_last,
         prefetch=prefetch,
         min_bytes=min_bytes,

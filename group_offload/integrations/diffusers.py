@@ -33,7 +33,7 @@ from ..base.arena import moved
 from ..base.compiled import is_compiled
 from ..base.layout import span_bytes
 from ..base.text import did_you_mean, short
-from ..base.weak import Weak
+from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
 from ..handle import Listener, OffloadHandle, add_listener
@@ -60,7 +60,7 @@ _ASKED = "_group_offload_asked"
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineOptions(OffloadOptions):
+class PipelineOptions(NotCopied, OffloadOptions):
     """The options of `enable_group_offload`. A pipeline has them; its copies, which are not offloaded, have None.
 
     Raises:
@@ -88,12 +88,6 @@ class PipelineOptions(OffloadOptions):
             )
         object.__setattr__(self, "exclude_modules", names)
         object.__setattr__(self, "model_options", {name: dict(options) for name, options in special.items()})
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True)
