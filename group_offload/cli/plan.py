@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from .outline import FoundModel, Outline, find_models, outline_of, read_json, us
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
+_FIGURES = "The plan in numbers"
 
 
 def add_command(commands: Any) -> None:
@@ -328,27 +329,15 @@ def _model_facts(component: _Component) -> ModelFacts:
             for each in outline.groups
         ],
         sentences=plan.sentences(),
-        figures={"The plan in numbers": figures},
+        figures={_FIGURES: figures},
     )
 
 
 def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
     """What the page says, for programs. These fields are stable."""
-    models = [
-        {
-            "name": model.name,
-            "model_class": model.model_class,
-            "sentences": model.sentences,
-            **model.figures["The plan in numbers"],
-            "groups": [
-                {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
-            ],
-        }
-        for model in facts.models
-    ]
-    memories = [
-        {"name": memory.name, "budget_bytes": memory.budget_bytes, "parts": {part[0]: part[1] for part in memory.parts}}
-        for memory in facts.memories
-    ]
-    found = {"title": facts.title, "models": models, "memories": memories, "sentences": facts.sentences}
-    return json.dumps({**found, "call": "\n".join(call)}, indent=2)
+    found = asdict(facts) | {"call": "\n".join(call)}
+    for model in found["models"]:
+        model |= model.pop("figures")[_FIGURES]
+    for memory in found["memories"]:
+        memory["parts"] = {label: num_bytes for label, num_bytes, _ in memory["parts"]}
+    return json.dumps(found, indent=2, default=lambda place: place.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -78,22 +78,17 @@ class ReportFacts:
 
 def figures_of(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
-    prediction = plan.prediction
+    prediction, speeds = plan.prediction, plan.problem.speeds
     return {
+        **asdict(prediction),
+        "predicted_seconds": prediction.step_seconds,
         "step_seconds": plan.step_seconds,
         "measured_seconds": plan.measured_seconds,
-        "predicted_seconds": prediction.step_seconds,
         "limit_seconds": prediction.limit_seconds,
         "bound": prediction.bound if prediction.limit_seconds else None,
-        "stall_seconds": prediction.stall_seconds,
-        "compute_seconds": prediction.compute_seconds,
-        "h2d_seconds": prediction.h2d_seconds,
-        "drive_seconds": prediction.drive_seconds,
-        "h2d_bytes": prediction.h2d_bytes,
-        "drive_bytes": prediction.drive_bytes,
         "device_bytes": plan.device_bytes,
         "slot_bytes": plan.slot_bytes,
         "ram_bytes": plan.ram_bytes,
-        "h2d_bytes_per_s": plan.problem.speeds.h2d,
-        "drive_bytes_per_s": plan.problem.speeds.drive,
+        "h2d_bytes_per_s": speeds.h2d,
+        "drive_bytes_per_s": speeds.drive,
     }
