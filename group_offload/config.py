@@ -196,9 +196,7 @@ class OffloadConfig:
         return 2 if self.use_stream else 1
 
     @classmethod
-    def from_options(
-        cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "", ram_share: int | None = None
-    ) -> OffloadConfig:
+    def from_options(cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "") -> OffloadConfig:
         """Check `options` and fill in their defaults, some of which the class of `module` gives."""
         given = options.onload_device
         if isinstance(given, str) and is_budget(given):  # the first argument by position
@@ -241,7 +239,7 @@ class OffloadConfig:
             offload_to_disk_path=None if path is None else _as_path(path),
             vram_budget=parse_budget(_vram_of(options, backend), "vram_budget", backend.total_bytes()),
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
-            ram_share=ram_share,
+            ram_share=None,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,

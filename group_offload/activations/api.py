@@ -1,11 +1,9 @@
-"""Offload what a model saves for backward: `apply_activation_offloading`, its handle, and the `with` form."""
+"""Offload what a model saves for backward: `apply_activation_offloading`, and its handle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +21,7 @@ HANDLE = "_group_offload_activation_handle"
 
 
 class ActivationOffloadHandle(NotCopied):
-    """A module whose activations are offloaded: its groups, its statistics, and `remove()`."""
+    """A module whose activations are offloaded: its groups, its statistics, and `remove()`, which ends a `with` block too."""
 
     def __init__(self, module: nn.Module, config: ActivationConfig, groups: dict[str, nn.Module]) -> None:
         self.module = module
@@ -72,6 +70,12 @@ class ActivationOffloadHandle(NotCopied):
         self.stats()
         self._gates, self._session = [], None  # a graph may still hold the session
         self.module.__dict__.pop(HANDLE, None)
+
+    def __enter__(self) -> ActivationOffloadHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     def _enter(self) -> None:
         for gate in self._gates:
@@ -128,6 +132,10 @@ def apply_activation_offloading(
         >>> loss = transformer(x).mean()
         >>> loss.backward()
         >>> handle.remove()
+
+        >>> with apply_activation_offloading(transformer):  # or for a while; backward may come after it
+        ...     loss = transformer(x).mean()
+        >>> loss.backward()
     """
     config = ActivationConfig(
         groups=None if groups is None else tuple([groups] if isinstance(groups, (str, type)) else groups),
@@ -153,23 +161,3 @@ def apply_activation_offloading(
                 f"{module.__dict__[GROUP].name!r}. Remove that first, or pass groups without it."
             )
     return ActivationOffloadHandle(model, config, found)
-
-
-@contextmanager
-def activation_offloading(model: nn.Module, **options: Any) -> Iterator[ActivationOffloadHandle]:
-    """Apply activation offloading to the forwards inside the `with` block. Backward may come after it.
-
-    Args and errors are those of `apply_activation_offloading`.
-
-    Example:
-        >>> with activation_offloading(transformer):
-        ...     loss = transformer(x).mean()
-        >>> loss.backward()
-    """
-    was_applied = model.__dict__.get(HANDLE) is not None
-    handle = apply_activation_offloading(model, **options)
-    try:
-        yield handle
-    finally:
-        if not was_applied:
-            handle.remove()

@@ -307,20 +307,14 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
     uses: list[int] = []
     backs, head, over = [], 0, -1
     for use, size in enumerate(sizes * 2):
-        is_first = use == len(sizes)
-        # The first position mostly is the best: it is free already, or as soon as the oldest use is over.
-        found = geometry.fit(0 if is_first else head, size)
+        found, best = head, use
+        for start in geometry.starts(size, head, live.values(), is_first=use == len(sizes)):
+            last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
+            if last < best:
+                found, best = start, last
+            if best <= over or best == next(iter(live)):
+                break  # it is free already, or as soon as the oldest use is over: mostly the first position is
         i, j = bisect_right(ends, found), bisect_left(begins, found + size)
-        best = uses[i] if j == i + 1 else max(uses[i:j], default=-1)
-        if best > over and best > next(iter(live)):
-            best = use
-            for start in geometry.starts(size, head, live.values(), is_first=is_first):
-                last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
-                if last < best:
-                    found, best = start, last
-                if best <= over or best == next(iter(live)):
-                    break
-            i, j = bisect_right(ends, found), bisect_left(begins, found + size)
         head = found + size
         over = max(over, best)
         for taken in uses[i:j]:
