@@ -361,10 +361,6 @@ class Listener:
 listeners: list[Listener] = []
 
 
-def add_listener(listener: Listener) -> None:
-    listeners.append(listener)
-
-
 def _before_forward(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     for listener in listeners:
         listener.before_forward(module, inputs)

@@ -87,10 +87,6 @@ class _Component:
     uses: int
     plan: Plan
 
-    @property
-    def title(self) -> str:
-        return f"{self.name} {self.outline.model_class}".strip()
-
 
 _Speeds = Mapping[str, tuple[int, str]]
 """Bytes a second, and where they come from, by the names in `Speeds`."""
@@ -126,13 +122,13 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(_as_json(facts, call))
         return 0
-    for component in components:
+    for component, model in zip(components, facts.models, strict=True):
         outline, outer = component.outline, component.outline.outer_bytes
         uses = f", {component.uses} forwards" if component.uses > 1 else ""
         held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
-        say(f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
+        say(f"{model.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
         details = component.plan if component.plan.problem.groups else None
-        say("", *str(OffloadPlan(component.title, details)).splitlines())
+        say("", *str(OffloadPlan(model.title, details)).splitlines())
         if outline.num_cast:
             say(
                 f"{outline.num_cast} weights are cast to {arguments.dtype}. Those on disk are written to offload_to_disk_path "

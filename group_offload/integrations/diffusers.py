@@ -36,13 +36,13 @@ from ..base.text import did_you_mean, short
 from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
-from ..handle import Listener, OffloadHandle, add_listener
+from ..handle import Listener, OffloadHandle, listeners
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import HANDLE, is_offloaded, root_of
 from .casts import cast_now
-from .modular import LISTENERS
+from .modular import hear_guiders, leave_room_to_hooks, make_room
 from .patching import around, swap
 from .sharing import put_in_order, shares_of
 
@@ -426,8 +426,11 @@ def refuse_unsupported(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------ what diffusers sees
 
 
-class _ShowsDiffusers(Listener):
-    """Lets diffusers see which modules are offloaded, if it is imported. See [Note: What diffusers looks at]."""
+class _Diffusers(Listener):
+    """Lets diffusers see which modules are offloaded, if it is imported, and serves its modular pipelines.
+
+    See [Note: What diffusers looks at].
+    """
 
     def applying(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
@@ -444,13 +447,16 @@ class _ShowsDiffusers(Listener):
             registry = vars(handle.module).get("_diffusers_hook")
             if registry is None or not registry.hooks:
                 vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
+            hear_guiders(handle)
 
     def removed(self, handle: OffloadHandle) -> None:
         registry = vars(handle.module).get("_diffusers_hook")
         if registry is not None and not registry.hooks:
             del vars(handle.module)["_diffusers_hook"]
+        leave_room_to_hooks(handle.module)
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        make_room(module)
         registry, prompt = module.__dict__.get("_diffusers_hook"), inputs.get("encoder_hidden_states")
         if registry is None or prompt is None or _TEXT_KV_CACHE not in registry.hooks:
             return
@@ -660,5 +666,4 @@ def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: A
     function.__wrapped__ = signature_of
 
 
-for each in (*LISTENERS, _ShowsDiffusers()):
-    add_listener(each)
+listeners.append(_Diffusers())
