@@ -3,7 +3,6 @@
 from .activations import (
     ActivationOffloadHandle,
     ActivationStats,
-    activation_offloading,
     apply_activation_offloading,
     no_activation_offloading,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "OffloadStats",
     "OffloadType",
     "StateError",
-    "activation_offloading",
     "apply_activation_offloading",
     "apply_group_offloading",
     "disable_group_offload",

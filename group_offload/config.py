@@ -196,12 +196,12 @@ class OffloadConfig:
         return 2 if self.use_stream else 1
 
     @classmethod
-    def from_options(
-        cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "", ram_share: int | None = None
-    ) -> OffloadConfig:
+    def from_options(cls, options: ModelOptions, module: Any = None, *, group_prefix: str = "") -> OffloadConfig:
         """Check `options` and fill in their defaults, some of which the class of `module` gives."""
-        device = default_device() if options.onload_device is None else _as_device(options.onload_device)
-        backend = backend_for(device)
+        given = options.onload_device
+        if isinstance(given, str) and is_budget(given):  # the first argument by position
+            raise DeviceError(f"onload_device={given!r} isn't a device. Did you mean vram_budget={given!r}?")
+        backend = backend_for(default_device() if given is None else given)
         is_disk = options.offload_device == "disk"
         if not is_disk and not _is_cpu(options.offload_device):
             raise ConfigError(
@@ -216,7 +216,7 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={value!r}: expected True or False.")
         if flags["use_stream"] and not backend.has_streams:
             raise DeviceError(
-                f"use_stream=True needs a device with streams, and {str(device)!r} has none. Pass use_stream=False."
+                f"use_stream=True needs a device with streams, and {str(backend.device)!r} has none. Pass use_stream=False."
             )
         if options.record_stream and not flags["use_stream"]:
             raise ConfigError(
@@ -239,7 +239,7 @@ class OffloadConfig:
             offload_to_disk_path=None if path is None else _as_path(path),
             vram_budget=parse_budget(_vram_of(options, backend), "vram_budget", backend.total_bytes()),
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
-            ram_share=ram_share,
+            ram_share=None,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
@@ -249,7 +249,7 @@ class OffloadConfig:
             share_passes=_share_passes_of(options, backend),
             **flags,
         )
-        if options.onload_device is None and not backend.has_streams:
+        if given is None and not backend.has_streams:
             say_that_the_cpu_computes()
         return config
 
@@ -331,15 +331,6 @@ def _is_cpu(value: Any) -> bool:
         return torch.device(value).type == "cpu"
     except (TypeError, RuntimeError):
         return False
-
-
-def _as_device(value: Any) -> torch.device:
-    if isinstance(value, str) and is_budget(value):  # the first argument by position
-        raise DeviceError(f"onload_device={value!r} isn't a device. Did you mean vram_budget={value!r}?")
-    try:
-        return torch.device(value)
-    except (TypeError, RuntimeError) as error:  # torch's own messages are tables of overloads and of devices
-        raise DeviceError(f"onload_device={value!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
 
 
 def _as_offload_type(value: Any) -> OffloadType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from html import escape
@@ -15,15 +15,13 @@ from torch import nn
 
 from .base.publish import check_path
 from .base.text import html_table, printable, table
-from .base.weak import Weak, gone, weakly
+from .base.weak import NotCopied, Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
-from .plan.report import OffloadPlan, SharedForwards
-from .report.facts import ReportFacts
-from .report.page import value_text, write_page
-from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
-from .runtime.engine import Engine, follow_one_another
+from .plan.report import OffloadPlan
+from .report.page import value_text
+from .runtime.engine import Engine
 from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
@@ -119,7 +117,7 @@ class GroupInfo:
     """Bytes of the group's packed copy: in pinned RAM, or in a file that is read (`tier` is "file"); 0 if there is none."""
 
 
-class OffloadHandle:
+class OffloadHandle(NotCopied):
     """An offloaded module: its groups, its statistics, and the way back.
 
     `print(handle)` shows the groups as a table.
@@ -204,15 +202,18 @@ class OffloadHandle:
         """
         engine = self._live
         with engine.lock:
-            has_memory = engine.config.backend.has_streams
             counters = engine.counters
-            shared = SharedForwards(counters.passes, counters.shared, counters.bytes_spared)
+            notes = [] if engine.sharing is None else [engine.sharing.describe()]
+            if counters.shared or engine.config.share_passes is True:
+                notes.append(
+                    f"share_passes: {counters.shared} of {counters.passes} forwards ran together with others, which saved "
+                    f"{describe_bytes(counters.bytes_spared)} of transfers and reads."
+                )
             return OffloadPlan(
                 self._name,
                 engine.placer.current_plan(),
-                device_has_memory=has_memory,
-                shared=shared if counters.shared or engine.config.share_passes is True else None,
-                gpus="" if engine.sharing is None else engine.sharing.describe(),
+                device_has_memory=engine.config.backend.has_streams,
+                notes=notes,
                 memory=engine.device_memory,
             )
 
@@ -243,24 +244,6 @@ class OffloadHandle:
                 engine.transfer.reader.wait_until_enqueued()
                 traces = engine.recorder.end_all()
             write_traces(traces, self._name, path)  # also if the block raised: then it is most wanted
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page of this run, and return its path. The page needs no network and no other file.
-
-        The page shows where each group is stored, the last passes that were recorded as a timeline, memory against the budgets,
-        what bounds a pass, and what more memory would save. Nothing has to be switched on before: passes whose compute is
-        measured are recorded (the first three, then fewer and fewer). Inside of `with handle.trace(...)` all are. For the
-        models of a pipeline on one page see `write_report`. The file is written whole or not at all; a file of that name is
-        replaced. The call waits for the device.
-
-        Raises:
-            GroupFileError: the file cannot be written.
-            StateError: the module is no longer offloaded.
-
-        Example:
-            >>> handle.report("run.html")
-        """
-        return write_page(report_of({"": self}), path)
 
     def refresh(self) -> None:
         """Apply changed, added or removed weights now instead of in the next forward."""
@@ -324,13 +307,6 @@ class OffloadHandle:
         summary = f"{self._name}: {total} in {len(rows) - 1} groups, computed on {self.config.onload_device}{through}."
         return rows, summary
 
-    # A copy of the module, or the module read back from a pickle, is not offloaded, and so has no handle.
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
-
 
 def _describe(group: Group) -> GroupInfo:
     blobs = [part.blob for part in group.parts]
@@ -339,7 +315,7 @@ def _describe(group: Group) -> GroupInfo:
     return GroupInfo(
         group_id=group.group_id,
         tier=Tier.FILE.value if packed_bytes > in_ram else tier,
-        where=where_of(group),
+        where=_where(group),
         way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
@@ -347,26 +323,14 @@ def _describe(group: Group) -> GroupInfo:
     )
 
 
-def report_of(handles: Mapping[str, OffloadHandle], title: str = "", sentences: Sequence[str] = ()) -> ReportFacts:
-    """What a page says of several models, which go by their names."""
-    runs, models = [], []
-    for name, handle in handles.items():
-        with handle._live.lock:  # one at a time: a forward of one model may call another one
-            wait_for_work(handle._live)
-            run = Run(name=name, engine=handle._live, plan=handle.plan, stats=asdict(handle.stats()))
-            models.append(facts_of(run))
-        runs.append(run)
-    title = title or " and ".join(model.title for model in models)
-    return ReportFacts(title=title, models=models, memories=memory_of(runs), sentences=sentences)
-
-
-def link(handles: Mapping[str, OffloadHandle], order: Sequence[str], run_once: Collection[str]) -> None:
-    """Let the models of a pipeline foresee which of them runs next: see `follow_one_another`. Models go by their names."""
-    engines = {name: handle._live for name, handle in handles.items()}
-    follow_one_another(
-        [*dict.fromkeys(engines.values())],
-        [*dict.fromkeys(engines[name] for name in order if name in engines)],
-        [engines[name] for name in run_once],
+def _where(group: Group) -> str:
+    """The names of the files or of the RAM that the weights are stored in, and what of them is packed."""
+    in_ram, from_files = group.packed_ram_bytes, group.packed_bytes - group.packed_ram_bytes
+    return (
+        (", ".join(dict.fromkeys(part.blob.where for part in group.parts)) or "no weights")
+        + (", rows are looked up there" if group.is_table else "")
+        + (f", packed to {describe_bytes(in_ram)} in RAM" if in_ram else "")
+        + (f", packed to {describe_bytes(from_files)} in files" if from_files else "")
     )
 
 
@@ -395,10 +359,6 @@ class Listener:
 
 
 listeners: list[Listener] = []
-
-
-def add_listener(listener: Listener) -> None:
-    listeners.append(listener)
 
 
 def _before_forward(module: nn.Module, inputs: Mapping[str, Any]) -> None:

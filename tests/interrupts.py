@@ -42,11 +42,12 @@ from tqdm import tqdm
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 from group_offload.base.saved import Kept
-from group_offload.handle import link
+from group_offload.runtime.engine import follow_one_another
 
 from .support import simulated
 from .support.activations import on
 from .support.asserts import same_bits
+from .support.inside import engine_of
 from .support.on_device import lay_in_file, packing
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
@@ -297,7 +298,8 @@ class Rig:
     def apply(self) -> None:
         self.handle = apply_group_offloading(self.model, "cpu", **self.options)
         if self.in_pipeline:
-            link({"model": self.handle, "other": self.other_handle}, ["model", "other"], ["model", "other"])
+            engines = [engine_of(self.handle), engine_of(self.other_handle)]
+            follow_one_another(engines, engines, engines)
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

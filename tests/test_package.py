@@ -29,7 +29,6 @@ LAYERS = (
     {"weights"},
     {"partition"},
     {"runtime"},
-    {"run_report"},
     {"handle"},
     {"owners"},
     {"api", ""},  # `group_offload` itself, for those who import it inside of a function

@@ -1,19 +1,18 @@
-"""Offload what a model saves for backward: `apply_activation_offloading`, its handle, and the `with` form."""
+"""Offload what a model saves for backward: `apply_activation_offloading`, and its handle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base.weak import NotCopied
 from ..errors import ModuleError, StateError
-from .config import ActivationConfig, Group, Skip, as_device, as_groups, find_groups
-from .gates import GROUP, GroupGate, NotCopied, tell
+from .config import ActivationConfig, Group, Skip, as_device, find_groups
+from .gates import GROUP, GroupGate, tell
 from .session import Session
 from .stats import ActivationStats
 
@@ -22,7 +21,7 @@ HANDLE = "_group_offload_activation_handle"
 
 
 class ActivationOffloadHandle(NotCopied):
-    """A module whose activations are offloaded: its groups, its statistics, and `remove()`."""
+    """A module whose activations are offloaded: its groups, its statistics, and `remove()`, which ends a `with` block too."""
 
     def __init__(self, module: nn.Module, config: ActivationConfig, groups: dict[str, nn.Module]) -> None:
         self.module = module
@@ -71,6 +70,12 @@ class ActivationOffloadHandle(NotCopied):
         self.stats()
         self._gates, self._session = [], None  # a graph may still hold the session
         self.module.__dict__.pop(HANDLE, None)
+
+    def __enter__(self) -> ActivationOffloadHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     def _enter(self) -> None:
         for gate in self._gates:
@@ -127,9 +132,13 @@ def apply_activation_offloading(
         >>> loss = transformer(x).mean()
         >>> loss.backward()
         >>> handle.remove()
+
+        >>> with apply_activation_offloading(transformer):  # or for a while; backward may come after it
+        ...     loss = transformer(x).mean()
+        >>> loss.backward()
     """
     config = ActivationConfig(
-        groups=as_groups(groups),
+        groups=None if groups is None else tuple([groups] if isinstance(groups, (str, type)) else groups),
         keep_last=keep_last,
         prefetch=prefetch,
         min_bytes=min_bytes,
@@ -152,23 +161,3 @@ def apply_activation_offloading(
                 f"{module.__dict__[GROUP].name!r}. Remove that first, or pass groups without it."
             )
     return ActivationOffloadHandle(model, config, found)
-
-
-@contextmanager
-def activation_offloading(model: nn.Module, **options: Any) -> Iterator[ActivationOffloadHandle]:
-    """Apply activation offloading to the forwards inside the `with` block. Backward may come after it.
-
-    Args and errors are those of `apply_activation_offloading`.
-
-    Example:
-        >>> with activation_offloading(transformer):
-        ...     loss = transformer(x).mean()
-        >>> loss.backward()
-    """
-    was_applied = model.__dict__.get(HANDLE) is not None
-    handle = apply_activation_offloading(model, **options)
-    try:
-        yield handle
-    finally:
-        if not was_applied:
-            handle.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,32 +48,13 @@ class ActivationConfig:
         return device.type not in ("cpu", "meta") if self.device is None else device == self.device
 
 
-def as_groups(groups: Group | Sequence[Group] | None) -> tuple[Group, ...] | None:
-    """
-    Raises:
-        ConfigError: there are none, or one is neither an FQN nor a class of modules.
-    """
-    if groups is None:
-        return None
-    items = (groups,) if isinstance(groups, (str, type)) else tuple(groups)
-    for item in items:
-        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise ConfigError(f"groups names {item!r}: expected FQNs of modules, or subclasses of torch.nn.Module.")
-    if not items:
-        raise ConfigError("groups is empty: nothing would be offloaded. Drop it, or name modules.")
-    return items
-
-
 def as_device(device: str | int | torch.device | None) -> torch.device | None:
     """
     Raises:
         DeviceError: it doesn't exist here; or it is None, and there is no accelerator.
     """
     if device is not None:
-        try:
-            return backend_for(torch.device(device), option="device=").device
-        except RuntimeError as error:
-            raise DeviceError(f"device={device!r} is not a device: {error}") from error
+        return backend_for(device, option="device=").device
     if default_device().type == "cpu":
         raise DeviceError(
             f"Activation offloading needs an accelerator, and torch {torch.__version__} sees no accelerator here. Install a "
@@ -86,7 +67,7 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
     """The groups of `root` by FQN, in registration order.
 
     Raises:
-        ConfigError: an FQN or class in `groups` that `root` does not have.
+        ConfigError: `groups` is empty, or names what is neither an FQN nor a class of modules, or what `root` does not have.
         ModuleError: `groups` is not given, and `root` has no ModuleList.
     """
     if config.groups is None:
@@ -100,7 +81,20 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
     modules = dict(root.named_modules())
     named: dict[str, nn.Module] = {}
     for item in config.groups:
-        named.update(_by_name(modules, item, root) if isinstance(item, str) else _by_class(modules, item, root))
+        if isinstance(item, str):
+            found = {item: modules[item]} if item in modules else {}
+        elif isinstance(item, type) and issubclass(item, nn.Module):
+            found = {fqn: module for fqn, module in modules.items() if isinstance(module, item)}
+        else:
+            raise ConfigError(f"groups names {item!r}: expected FQNs of modules, or subclasses of torch.nn.Module.")
+        if not found:
+            name = item if isinstance(item, str) else item.__name__
+            hint = did_you_mean(name, modules) or f" It has {[name for name, _ in root.named_children()]}."
+            raise ConfigError(f"groups names {name!r}, which {type(root).__name__} does not have.{hint}")
+        for fqn, module in found.items():
+            named.update(_elements(module, fqn) if isinstance(module, _LISTS) else [(fqn, module)])
+    if not named:
+        raise ConfigError("groups is empty: nothing would be offloaded. Drop it, or name modules.")
     return {fqn: named[fqn] for fqn in modules if fqn in named}
 
 
@@ -118,18 +112,3 @@ def _elements(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _elements(child, fqn)
         else:
             yield fqn, child
-
-
-def _by_name(modules: dict[str, nn.Module], fqn: str, root: nn.Module) -> dict[str, nn.Module]:
-    found = modules.get(fqn)
-    if found is None:
-        hint = did_you_mean(fqn, modules) or f" It has {[name for name, _ in root.named_children()]}."
-        raise ConfigError(f"groups names {fqn!r}, which {type(root).__name__} does not have.{hint}")
-    return dict(_elements(found, fqn)) if isinstance(found, _LISTS) else {fqn: found}
-
-
-def _by_class(modules: dict[str, nn.Module], kind: type[nn.Module], root: nn.Module) -> dict[str, nn.Module]:
-    found = {fqn: module for fqn, module in modules.items() if isinstance(module, kind)}
-    if not found:
-        raise ConfigError(f"groups names {kind.__name__}, and {type(root).__name__} has no module of that class.")
-    return found

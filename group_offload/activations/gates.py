@@ -25,17 +25,7 @@ GROUP = "_group_offload_activation_group"
 """The attribute of a group's module that leads to its `GroupGate`."""
 
 
-class NotCopied:
-    """An object that belongs to one module: a copy of the module, or one read back from a pickle, gets None instead."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
-
-
-class GroupGate(NotCopied, Around):
+class GroupGate(Around):
     """Tells the session that the call of a group begins: from a hook, or where the module keeps its compiled call."""
 
     def __init__(self, session: Session, name: str, module: nn.Module) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from .torch_internals import COMPILED_CALL
+from .weak import NotCopied
 
 
-class Around:
+class Around(NotCopied):
     """A gate at the seam of one module."""
 
     compiled: Callable[..., Any] | None

@@ -455,12 +455,16 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None or found.type == "mps" else found
 
 
-def backend_for(device: torch.device, *, option: str = "onload_device=") -> Backend:
+def backend_for(device: str | int | torch.device, *, option: str = "onload_device=") -> Backend:
     """The backend of `device`, which the user gave as `option`: one object for each device of the process.
 
     Raises:
-        DeviceError: the device does not exist here.
+        DeviceError: it is no device, or does not exist here.
     """
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:  # torch's own messages are tables of overloads and of devices
+        raise DeviceError(f"{option}{device!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
     device = _with_index(device, option)
     if device not in _backends:
         _backends[device] = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)

@@ -1,4 +1,4 @@
-"""References that do not keep alive what they lead to."""
+"""References that do not keep alive what they lead to, and objects that no copy of their owner gets."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ class Weak(Generic[T]):
 
     def __set__(self, holder: Any, value: T) -> None:
         holder.__dict__[self._name] = weakref.ref(value)
+
+
+class NotCopied:
+    """An object that belongs to one module or pipeline: a copy of that, or one read back from a pickle, gets None instead."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..base.text import table
 from ..errors import GroupFileError
-from ..plan.speeds import measure, record, record_file
+from ..plan import speeds
 from .arguments import add_device, add_folder, chosen_backend, new_command
 from .output import say, say_meanwhile
 
@@ -30,18 +29,20 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise GroupFileError(f"{folder} is not a folder. Pass one on the disk to measure.")
     backend = chosen_backend(arguments.device)
     say_meanwhile("Measuring takes some seconds ...")
-    measured = measure(backend, folder)
-    is_kept = record(measured)
+    device, where = speeds.device_name(backend), speeds.filesystem_of(folder)
+    h2d = speeds.measure_link(backend, speeds.LINK_BYTES)
+    drive, problem = speeds.measure_drive(folder, speeds.MIN_DRIVE_BYTES)
+    is_kept = speeds.record({("h2d", device): h2d, ("drive", where): drive})
     if arguments.json:
-        print(json.dumps(asdict(measured), indent=2))
+        found = {"device": device, "h2d": h2d, "filesystem": where, "drive": drive, "problem": problem}
+        print(json.dumps(found, indent=2))
         return 0
-    is_cpu = measured.device.startswith("CPU ")
-    link = "RAM to RAM (the device is the CPU)" if is_cpu else "pinned RAM to the device"
-    ways = ((link, measured.h2d), (f"the disk of {measured.filesystem} to RAM", measured.drive))
+    link = "pinned RAM to the device" if backend.has_streams else "RAM to RAM (the device is the CPU)"
+    ways = ((link, h2d), (f"the disk of {where} to RAM", drive))
     rows = [(way, f"{speed / 1e9:.2f} GB/s" if speed else "not measured") for way, speed in ways]
-    say(measured.device, *table([("from", "speed"), *rows]))
-    if measured.problem:
-        say(measured.problem)
+    say(device, *table([("from", "speed"), *rows]))
+    if problem:
+        say(problem)
     unsaved = "Couldn't save this, so plans won't use it. Set XDG_CACHE_HOME to a folder that you can write to."
-    say(f"Saved to {record_file()}." if is_kept else unsaved)
+    say(f"Saved to {speeds.record_file()}." if is_kept else unsaved)
     return 0

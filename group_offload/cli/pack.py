@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..api import handle_of
 from ..base.progress import progress_bar
 from ..base.text import table
 from ..errors import ConfigError
-from ..integrations.packing import PackedModel, pack_model
+from ..integrations.opening import errors_of_loading, from_pretrained
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
+from ..runtime.packer import wanted_of
+from ..stores.folder import Folder
+from ..stores.packed import is_packable
+from ..stores.packed_files import PackedFiles
 from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
-from .outline import find_models, usual_dtype
+from .outline import FoundModel, find_models, usual_dtype
 from .output import say
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedModel:
+    groups: list[_PackedPart]
+    num_changed: int
+    """The groups that had been packed before their checkpoint changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedPart:
+    """What became of a group's weights that are in one file."""
+
+    group_id: str
+    plain_bytes: int
+    packed_bytes: int
+    """Of the packed file; `plain_bytes` if there is none, because packing saves too little."""
 
 
 def add_command(commands: Any) -> None:
@@ -43,38 +64,63 @@ def _pack(arguments: argparse.Namespace) -> int:
                 f"--device {arguments.device} needs Triton. Run `pip install triton`, or pass --device cpu."
             )
         device = torch.device("cpu")
-    path = find_checkpoint(arguments.model)
-    models, left_out = find_models(path)
-    packed: dict[str, PackedModel] = {}
-    for name, model in models.items():
-        with ExitStack() as stack:
-            packed[name] = pack_model(
-                model.model_class,
-                model.folder,
-                arguments.folder,
-                variant=model.variant,
-                dtype=arguments.dtype or usual_dtype(model),
-                device=device,
-                on_start=partial(_begin_bar, stack, f"Packing {name}".rstrip()),
-            )
+    folder: Path = arguments.folder
+    models, left_out = find_models(find_checkpoint(arguments.model))
+    packed = {name: _packed(name, model, folder, arguments.dtype, device) for name, model in models.items()}
     if arguments.json:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
     rows = [("model", "original", "packed", "ratio")]
-    for name, model in models.items():
-        groups = packed[name].groups
+    for name, model in packed.items():
+        groups = model.groups
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
-        title = f"{name} {model.model_class.__name__}, {len(groups)} groups".strip()
+        title = f"{name} {models[name].model_class.__name__}, {len(groups)} groups".strip()
         rows.append((title, describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""))
     say(*table(rows))
     say(*(f"Not packed: {name}. {reason}" for name, reason in left_out.items()))
     if num_changed := sum(each.num_changed for each in packed.values()):
         say(
-            f"Packed {num_changed} groups again: the checkpoint changed. The old files are still in {arguments.folder}. To "
-            f"free them, delete its group files while no program uses them, and pack again."
+            f"Packed {num_changed} groups again: the checkpoint changed. The old files are still in {folder}. To free them, "
+            f"delete its group files while no program uses them, and pack again."
         )
     return 0
 
 
-def _begin_bar(stack: ExitStack, title: str, total_bytes: int) -> Callable[[int], None]:
-    return stack.enter_context(progress_bar(total_bytes, title))
+def _packed(
+    name: str, model: FoundModel, folder: Path, dtype: torch.dtype | None, device: torch.device
+) -> _PackedModel:
+    """Write the packed group files of a model, opened offloaded, into a folder. Those that are there are found again."""
+    options: dict[str, Any] = {} if model.variant is None else {"variant": model.variant}
+    options |= {"dtype": dtype or usual_dtype(model), "onload_device": "cpu", "offload_to_disk_path": folder}
+    with errors_of_loading(model.model_class, model.folder):
+        opened = from_pretrained(model.model_class, model.folder, **options)
+    handle = handle_of(opened)
+    assert handle is not None and handle._engine is not None
+    parts = [
+        (group.group_id if not index else f"{group.group_id}+{index}", part.blob)
+        for group in handle._engine.groups
+        if not group.is_table
+        for index, part in enumerate(group.parts)
+        if part.blob.layout.num_bytes
+    ]
+    packable = {group_id: blob for group_id, blob in parts if is_packable(blob.layout)}  # runs pack no others
+    total = sum(blob.layout.num_bytes for blob in packable.values())
+    files = Folder(folder, type(opened).__name__)
+    packed_files, groups = PackedFiles(files), list[_PackedPart]()
+    with files.locked(total), progress_bar(total, f"Packing {name}".rstrip()) as on_done:
+        found_or_packed = packed_files.find_or_pack(
+            (wanted_of(group_id, blob) for group_id, blob in packable.items()), device
+        )
+        try:
+            for group_id, blob in parts:
+                one, size = None, blob.layout.num_bytes
+                if group_id in packable:
+                    one = next(found_or_packed)
+                    if one is not None:
+                        os.close(one.fd)
+                    blob.check()
+                    on_done(size)
+                groups.append(_PackedPart(group_id, size, size if one is None else one.packed.packed_bytes))
+        finally:
+            found_or_packed.close()
+    return _PackedModel(groups, packed_files.num_changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from .outline import FoundModel, Outline, find_models, outline_of, read_json, us
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
+_FIGURES = "The plan in numbers"
 
 
 def add_command(commands: Any) -> None:
@@ -86,10 +87,6 @@ class _Component:
     uses: int
     plan: Plan
 
-    @property
-    def title(self) -> str:
-        return f"{self.name} {self.outline.model_class}".strip()
-
 
 _Speeds = Mapping[str, tuple[int, str]]
 """Bytes a second, and where they come from, by the names in `Speeds`."""
@@ -125,13 +122,13 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(_as_json(facts, call))
         return 0
-    for component in components:
+    for component, model in zip(components, facts.models, strict=True):
         outline, outer = component.outline, component.outline.outer_bytes
         uses = f", {component.uses} forwards" if component.uses > 1 else ""
         held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
-        say(f"{component.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
+        say(f"{model.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
         details = component.plan if component.plan.problem.groups else None
-        say("", *str(OffloadPlan(component.title, details)).splitlines())
+        say("", *str(OffloadPlan(model.title, details)).splitlines())
         if outline.num_cast:
             say(
                 f"{outline.num_cast} weights are cast to {arguments.dtype}. Those on disk are written to offload_to_disk_path "
@@ -149,21 +146,21 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
 
 def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
-    measured, where = recorded(), filesystem_of(path)
-    links = [each for each in measured if not each.device.startswith("CPU ")]
-    drives = [each for each in measured if each.filesystem == where and each.drive is not None]
-    unpacks = [each for each in links if each.device == links[0].device and each.unpack is not None]
+    kept = recorded()
+    device = next((each.where for each in kept if each.what == "h2d" and not each.where.startswith("CPU ")), None)
     found: dict[str, tuple[int, str]] = {}
-    for name, given, kept, assumed in (
-        ("h2d", arguments.h2d, links, ASSUMED_H2D),
-        ("drive", arguments.drive, drives, ASSUMED_DRIVE),
-        ("unpack", None, unpacks, ASSUMED_UNPACK),
+    for name, given, where, assumed in (
+        ("h2d", arguments.h2d, device, ASSUMED_H2D),
+        ("drive", arguments.drive, filesystem_of(path), ASSUMED_DRIVE),
+        ("unpack", None, device, ASSUMED_UNPACK),
     ):
-        found[name] = assumed, "assumed"
+        measured = next((each for each in kept if (each.what, each.where) == (name, where)), None)
         if given is not None:
             found[name] = given, "given"
-        elif kept:
-            found[name] = getattr(kept[0], name), f"measured on {kept[0].device}, {kept[0].measured_at}"
+        elif measured is not None:
+            found[name] = measured.speed, f"measured on {measured.where}, {measured.at}"
+        else:
+            found[name] = assumed, "assumed"
     return found
 
 
@@ -328,27 +325,15 @@ def _model_facts(component: _Component) -> ModelFacts:
             for each in outline.groups
         ],
         sentences=plan.sentences(),
-        figures={"The plan in numbers": figures},
+        figures={_FIGURES: figures},
     )
 
 
 def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
     """What the page says, for programs. These fields are stable."""
-    models = [
-        {
-            "name": model.name,
-            "model_class": model.model_class,
-            "sentences": model.sentences,
-            **model.figures["The plan in numbers"],
-            "groups": [
-                {"name": each.name, "num_bytes": each.num_bytes, "place": each.place.value} for each in model.groups
-            ],
-        }
-        for model in facts.models
-    ]
-    memories = [
-        {"name": memory.name, "budget_bytes": memory.budget_bytes, "parts": {part[0]: part[1] for part in memory.parts}}
-        for memory in facts.memories
-    ]
-    found = {"title": facts.title, "models": models, "memories": memories, "sentences": facts.sentences}
-    return json.dumps({**found, "call": "\n".join(call)}, indent=2)
+    found = asdict(facts) | {"call": "\n".join(call)}
+    for model in found["models"]:
+        model |= model.pop("figures")[_FIGURES]
+    for memory in found["memories"]:
+        memory["parts"] = {label: num_bytes for label, num_bytes, _ in memory["parts"]}
+    return json.dumps(found, indent=2, default=lambda place: place.value)

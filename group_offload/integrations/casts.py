@@ -42,18 +42,7 @@ _CASTS: Mapping[Any, torch.dtype] = {
     _T.bfloat16: torch.bfloat16,
 }
 _VIEWS = frozenset(
-    {
-        "detach",
-        "reshape",
-        "contiguous",
-        "transpose",
-        "permute",
-        "t",
-        "chunk",
-        "split",
-        "requires_grad_",
-        "__get__",
-    }
+    {"detach", "reshape", "contiguous", "transpose", "permute", "t", "chunk", "split", "requires_grad_", "__get__"}
 )
 """Functions of tensors and of torch that only move elements: it is the same to cast their argument or their result.
 

@@ -33,16 +33,16 @@ from ..base.arena import moved
 from ..base.compiled import is_compiled
 from ..base.layout import span_bytes
 from ..base.text import did_you_mean, short
-from ..base.weak import Weak
+from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
 from ..errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError
-from ..handle import Listener, OffloadHandle, add_listener
+from ..handle import Listener, OffloadHandle, listeners
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import HANDLE, is_offloaded, root_of
 from .casts import cast_now
-from .modular import LISTENERS
+from .modular import hear_guiders, leave_room_to_hooks, make_room
 from .patching import around, swap
 from .sharing import put_in_order, shares_of
 
@@ -60,7 +60,7 @@ _ASKED = "_group_offload_asked"
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineOptions(OffloadOptions):
+class PipelineOptions(NotCopied, OffloadOptions):
     """The options of `enable_group_offload`. A pipeline has them; its copies, which are not offloaded, have None.
 
     Raises:
@@ -88,12 +88,6 @@ class PipelineOptions(OffloadOptions):
             )
         object.__setattr__(self, "exclude_modules", names)
         object.__setattr__(self, "model_options", {name: dict(options) for name, options in special.items()})
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,8 +426,11 @@ def refuse_unsupported(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------ what diffusers sees
 
 
-class _ShowsDiffusers(Listener):
-    """Lets diffusers see which modules are offloaded, if it is imported. See [Note: What diffusers looks at]."""
+class _Diffusers(Listener):
+    """Lets diffusers see which modules are offloaded, if it is imported, and serves its modular pipelines.
+
+    See [Note: What diffusers looks at].
+    """
 
     def applying(self, module: nn.Module) -> None:
         for name, part in module.named_modules():
@@ -450,13 +447,16 @@ class _ShowsDiffusers(Listener):
             registry = vars(handle.module).get("_diffusers_hook")
             if registry is None or not registry.hooks:
                 vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
+            hear_guiders(handle)
 
     def removed(self, handle: OffloadHandle) -> None:
         registry = vars(handle.module).get("_diffusers_hook")
         if registry is not None and not registry.hooks:
             del vars(handle.module)["_diffusers_hook"]
+        leave_room_to_hooks(handle.module)
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        make_room(module)
         registry, prompt = module.__dict__.get("_diffusers_hook"), inputs.get("encoder_hidden_states")
         if registry is None or prompt is None or _TEXT_KV_CACHE not in registry.hooks:
             return
@@ -666,5 +666,4 @@ def _swap_code(undo: ExitStack, function: Any, replacement: Any, signature_of: A
     function.__wrapped__ = signature_of
 
 
-for each in (*LISTENERS, _ShowsDiffusers()):
-    add_listener(each)
+listeners.append(_Diffusers())

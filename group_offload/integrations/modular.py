@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -24,7 +24,7 @@ from torch import nn
 from ..api import handle_of
 from ..base.arena import arenas
 from ..errors import ConfigError
-from ..handle import Listener, OffloadHandle
+from ..handle import OffloadHandle
 from ..runtime.convoy.contract import shares_passes
 from ..runtime.convoy.steps import announce, begin_step
 from .patching import around
@@ -89,38 +89,38 @@ class GroupOffloadStrategy:
         return leaving
 
 
-class _MakesRoom(Listener):
-    """See [Note: Who makes room]."""
+def make_room(module: nn.Module) -> None:
+    """A forward of an offloaded module begins: see [Note: Who makes room]."""
+    hook, handle = _hook_of(module), handle_of(module)
+    if hook is None or handle is None:
+        return
+    # The hook's own step has nothing to do: the module's gate has moved the inputs, and room is made here.
+    hook.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
+    others = [
+        other
+        for other in hook.other_hooks or ()
+        if other.model.device == hook.execution_device and handle_of(other.model) is None
+    ]
+    strategy = hook.offload_strategy
+    if others and strategy is not None:
+        is_own = isinstance(strategy, sys.modules[_MANAGER].AutoOffloadStrategy)
+        others = strategy(
+            hooks=others,
+            model_id=hook.model_id,
+            model=_Wanted(handle.missing_bytes) if is_own else module,
+            execution_device=hook.execution_device,
+        )
+    for other in others:
+        other.offload()
+    if others:
+        handle.config.backend.release_unused()
 
-    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
-        hook, handle = _hook_of(module), handle_of(module)
-        if hook is None or handle is None:
-            return
-        # The hook's own step has nothing to do: the module's gate has moved the inputs, and room is made here.
-        hook.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
-        others = [
-            other
-            for other in hook.other_hooks or ()
-            if other.model.device == hook.execution_device and handle_of(other.model) is None
-        ]
-        strategy = hook.offload_strategy
-        if others and strategy is not None:
-            is_own = isinstance(strategy, sys.modules[_MANAGER].AutoOffloadStrategy)
-            others = strategy(
-                hooks=others,
-                model_id=hook.model_id,
-                model=_Wanted(handle.missing_bytes) if is_own else module,
-                execution_device=hook.execution_device,
-            )
-        for other in others:
-            other.offload()
-        if others:
-            handle.config.backend.release_unused()
 
-    def removed(self, handle: OffloadHandle) -> None:
-        hook = _hook_of(handle.module)
-        if hook is not None:
-            hook.__dict__.pop("pre_forward", None)
+def leave_room_to_hooks(module: nn.Module) -> None:
+    """Undo what `make_room` did to the module's hook."""
+    hook = _hook_of(module)
+    if hook is not None:
+        hook.__dict__.pop("pre_forward", None)
 
 
 def _hook_of(module: nn.Module) -> Any:
@@ -129,12 +129,10 @@ def _hook_of(module: nn.Module) -> Any:
     return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
 
 
-class _HearsGuiders(Listener):
-    """Notes the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
-
-    def applied(self, handle: OffloadHandle) -> None:
-        if "diffusers" in sys.modules and shares_passes(handle.config, handle.module):
-            _hear(importlib.import_module(_GUIDERS).BaseGuidance)
+def hear_guiders(handle: OffloadHandle) -> None:
+    """Note the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
+    if shares_passes(handle.config, handle.module):
+        _hear(importlib.import_module(_GUIDERS).BaseGuidance)
 
 
 @cache
@@ -157,6 +155,3 @@ def _hear(guidance: Any) -> None:
             call = getattr(before, "__func__", before)
             mine = around(call, instead)
             setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
-
-
-LISTENERS: tuple[Listener, ...] = (_MakesRoom(), _HearsGuiders())

@@ -25,6 +25,7 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -103,9 +104,7 @@ class PassModel:
             for group, packed in zip(self.groups, self._reads_packed, strict=True)
         ]
         """What is read of each group from its file, and sent then."""
-        num_uses = [0] * len(self.groups)
-        for index in problem.order:
-            num_uses[index] += 1
+        num_uses = Counter(problem.order)
         self.uses: list[tuple[int, float]] = []
         """Group and seconds of compute of each use. Uses that follow each other directly are one."""
         for index, run in groupby(problem.order):
@@ -156,17 +155,6 @@ class PassModel:
         h2d = drive + sum([self.sent[index] * sent[index] for index in from_ram])
         return Footprint(slots, berths, on_device, h2d, drive, unpacked)
 
-    def unpack_seconds(self, placements: Sequence[Placement]) -> list[float]:
-        """For each group, how long the device unpacks it before each use that it is not there for already."""
-        return [
-            size / self.problem.speeds.unpack
-            if (is_read if at is Placement.FILE else is_packed and at is not Placement.DEVICE)
-            else 0.0
-            for size, is_packed, is_read, at in zip(
-                self.sizes, self._is_packed, self._reads_packed, placements, strict=True
-            )
-        ]
-
     def fits(self, footprint: Footprint) -> bool:
         """Whether a placement is within the device budget."""
         return not self.has_residents or footprint.device_bytes <= self.device_budget
@@ -185,17 +173,17 @@ class PassModel:
         busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
             return busy
-        clocks = _Clocks(self.sent_uses(placements, footprint.slot_bytes))
-        before, after = 0.0, clocks.run_pass()
+        stalls = _stalls(self.sent_uses(placements, footprint.slot_bytes))
+        before, after = 0.0, next(stalls)
         for number in range(2, _MAX_PASSES + 1):
-            before, after = after, clocks.run_pass()
+            before, after = after, next(stalls)
             if number >= _MIN_PASSES and abs(after - before) <= _SAME_PASS * (busy + after):
                 break
         return busy + (before + after) / 2
 
     def sent_uses(self, placements: Sequence[Placement], slot_bytes: int) -> list[_Use]:
         """The uses of one pass whose groups are sent."""
-        h2d, num_bytes, unpack = self.problem.speeds.h2d, self.sizes, self.unpack_seconds(placements)
+        speeds, num_bytes = self.problem.speeds, self.sizes
         indices = [index for index, _ in self.uses if placements[index] is not Placement.DEVICE]
         largest = max([size for size, at in zip(num_bytes, placements, strict=True) if at is not Placement.DEVICE])
         key = (slot_bytes, largest, *(num_bytes[index] for index in indices))
@@ -209,10 +197,12 @@ class PassModel:
             if at is Placement.DEVICE:
                 gap += seconds
                 continue
-            takes = unpack[index]
-            copy = (self.sent[index] if takes else num_bytes[index]) / h2d if at is not Placement.PACKED else None
+            is_packed = self._reads_packed[index] if at is Placement.FILE else self._is_packed[index]
+            takes = num_bytes[index] / speeds.unpack if is_packed else 0.0
+            sent_bytes = self.sent[index] if is_packed else num_bytes[index]
+            copy = sent_bytes / speeds.h2d if at is not Placement.PACKED else None
             read = next(reads) if at is Placement.FILE else None
-            num_strips = -(-self.sent[index] // self.berths[index]) if takes else 0
+            num_strips = -(-sent_bytes // self.berths[index]) if is_packed else 0
             sent.append((gap, seconds + takes, copy, num_strips, next(backs), read))
             gap = 0.0
         # Residents at the end of a pass are computed before the first use of the next one.
@@ -257,32 +247,27 @@ _Use = tuple[float, float, "float | None", int, int, "_Read | None"]
 """
 
 
-class _Clocks:
-    """The times when the drive, the link and compute are done with the work that they were given."""
-
-    def __init__(self, sent: Sequence[_Use]) -> None:
-        self._sent = sent
-        self._drive = self._link = self._compute = 0.0
-        self._ends = [0.0] * len(sent)
-        """When the compute of each use ended. Before the first pass stands one that took no time."""
-        self._berths = [0.0] * NUM_BERTHS
-        """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
-        self._reading_berth = 0.0
-        """The same for the last strip that was read from a file."""
-        self._starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
-        """When the copy of each use that is read from a file began."""
-
-    def run_pass(self) -> float:
-        """Simulate a pass. Returns the seconds that compute waits for weights."""
-        ends, starts, drive, link, compute = self._ends, self._starts, self._drive, self._link, self._compute
+def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
+    """The seconds that compute waits for weights, pass after pass."""
+    drive = link = compute = 0.0
+    """When each is done with the work that it was given."""
+    ends = [0.0] * len(sent)
+    """When the compute of each use ended. Before the first pass stands one that took no time."""
+    berths = [0.0] * NUM_BERTHS
+    """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
+    reading_berth = 0.0
+    """The same for the last strip that was read from a file."""
+    starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
+    """When the copy of each use that is read from a file began."""
+    while True:
         stalled = 0.0
-        for gap, seconds, copy, num_strips, back, read in self._sent:
+        for gap, seconds, copy, num_strips, back, read in sent:
             compute += gap
             if copy is not None:
-                start = link
-                room = free = ends[-back]
+                start, room = link, ends[-back]
+                free = room
                 if num_strips:
-                    free = self._berths[-NUM_BERTHS] if read is None else self._reading_berth
+                    free = berths[-NUM_BERTHS] if read is None else reading_berth
                 if free > start:
                     start = free
                 link = start + copy
@@ -300,13 +285,12 @@ class _Clocks:
                     compute = link
                 if num_strips and read is None:
                     for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
-                        self._berths.append(max(link - left * copy / num_strips, room))
+                        berths.append(max(link - left * copy / num_strips, room))
                 elif num_strips:
-                    self._reading_berth = max(link, room)
+                    reading_berth = max(link, room)
             compute += seconds
             ends.append(compute)
-        self._drive, self._link, self._compute = drive, link, compute
-        return stalled
+        yield stalled
 
 
 def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
@@ -323,20 +307,14 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
     uses: list[int] = []
     backs, head, over = [], 0, -1
     for use, size in enumerate(sizes * 2):
-        is_first = use == len(sizes)
-        # The first position mostly is the best: it is free already, or as soon as the oldest use is over.
-        found = geometry.fit(0 if is_first else head, size)
+        found, best = head, use
+        for start in geometry.starts(size, head, live.values(), is_first=use == len(sizes)):
+            last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
+            if last < best:
+                found, best = start, last
+            if best <= over or best == next(iter(live)):
+                break  # it is free already, or as soon as the oldest use is over: mostly the first position is
         i, j = bisect_right(ends, found), bisect_left(begins, found + size)
-        best = uses[i] if j == i + 1 else max(uses[i:j], default=-1)
-        if best > over and best > next(iter(live)):
-            best = use
-            for start in geometry.starts(size, head, live.values(), is_first=is_first):
-                last = max(uses[bisect_right(ends, start) : bisect_left(begins, start + size)], default=-1)
-                if last < best:
-                    found, best = start, last
-                if best <= over or best == next(iter(live)):
-                    break
-            i, j = bisect_right(ends, found), bisect_left(begins, found + size)
         head = found + size
         over = max(over, best)
         for taken in uses[i:j]:

@@ -15,16 +15,6 @@ _ALL_IN_RAM = "All weights are in RAM; nothing to load."
 
 
 @dataclass(frozen=True, slots=True)
-class SharedForwards:
-    """What sharing passes has saved."""
-
-    num_forwards: int
-    num_shared: int
-    bytes_spared: int
-    """Bytes that were not sent, or read, again."""
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadPlan:
     """The plan for a module's budgets. `print` shows it as a table, with one sentence about what bounds a forward."""
 
@@ -35,10 +25,8 @@ class OffloadPlan:
     device_has_memory: bool = True
     """Whether the device has its own memory. The CPU hasn't: it uses weights in RAM in place, and only weights that are read
     from files move."""
-    shared: SharedForwards | None = None
-    """How many forwards ran block by block together; None if none did, unless `share_passes=True` asks for it."""
-    gpus: str = ""
-    """Whether GPUs share transfers, with the measured speeds; empty without `process_group`."""
+    notes: Sequence[str] = ()
+    """Whether GPUs share transfers, with the measured speeds, and what forwards that ran block by block together have saved."""
     memory: Sequence[tuple[str, int]] = ()
     """Who holds device memory now, or has it kept free: labels and bytes. Empty for the CPU."""
 
@@ -63,14 +51,11 @@ class OffloadPlan:
 
     def __str__(self) -> str:
         tables = [line for rows in self._tables() for line in (*table(rows), "")]
-        return "\n".join([*tables, *map(printable, self._sentences())])
+        return "\n".join([*tables, *map(printable, self._summary()), *map(printable, self.notes)])
 
     def _repr_html_(self) -> str:
-        sentences = (f"<p>{escape(printable(sentence))}</p>" for sentence in self._sentences())
+        sentences = (f"<p>{escape(printable(sentence))}</p>" for sentence in (*self._summary(), *self.notes))
         return "".join([*map(html_table, self._tables()), *sentences])
-
-    def _sentences(self) -> list[str]:
-        return [*self._summary(), *filter(None, [self.gpus]), *self._sharing()]
 
     def _tables(self) -> Iterator[Sequence[Sequence[str]]]:
         if self.details is not None:
@@ -78,13 +63,6 @@ class OffloadPlan:
             yield [("groups", "number", "size", "stored on"), *_rows(self.details, words)]
         if self.memory:
             yield [("device memory now", "size"), *((label, describe_bytes(size)) for label, size in self.memory)]
-
-    def _sharing(self) -> Iterator[str]:
-        if self.shared is not None:
-            yield (
-                f"share_passes: {self.shared.num_shared} of {self.shared.num_forwards} forwards ran together with others, "
-                f"which saved {describe_bytes(self.shared.bytes_spared)} of transfers and reads."
-            )
 
     def _summary(self) -> list[str]:
         plan = self.details

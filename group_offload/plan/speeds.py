@@ -1,6 +1,6 @@
 """How fast this machine moves bytes: RAM to the device, the drive to RAM. Measured once, in a second or two, and kept.
 
-Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device and file
+Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device or file
 system. Nothing depends on that file: a file that cannot be read counts as no file, and is written anew.
 
 [Note: How a drive is measured]
@@ -17,12 +17,12 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ from ..base.system import name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
+from .placement import ASSUMED_UNPACK, Speeds
 
 ASSUMED_H2D = 25_000_000_000
 """Bytes per second where the link was not measured: PCIe 4 x16."""
@@ -54,34 +55,26 @@ _UNPACKS_IN_A_ROW = 8
 """The first one begins late: the device waits for the host, for as long as it takes for 64 MiB."""
 _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
-_VERSION = 3
+_VERSION = 4
 
 Take = Callable[[int, Stream], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSpeeds:
-    """A measurement. Speeds are whole bytes per second, more than 0."""
+class Measured(NamedTuple):
+    """A measurement that was kept."""
 
-    h2d: int
-    """From page-locked RAM to the device. If the device is the CPU: from RAM to RAM."""
-    drive: int | None
-    """From the drive to RAM; None if it was not measured."""
-    problem: str
-    """Why the drive was not measured; else empty."""
-    device: str
-    filesystem: str
-    """The place where it is mounted, and its device id; empty if no drive was to be measured."""
-    measured_at: str
+    what: str
+    """"h2d", "drive" or "unpack"."""
+    where: str
+    """The name of the device, or the file system that the drive is mounted as."""
+    speed: int
+    """Bytes per second, more than 0."""
+    at: str
     """UTC, ISO 8601."""
-    unpack: int | None = None
-    """Speed at which the device unpacks weights, as bytes that it writes; None if it was not measured."""
 
 
-def known_speeds(
-    backend: Backend, path: Path | None, *, unpacks: bool = False, take: Take | None = None
-) -> MachineSpeeds:
-    """The speeds of this device and file system: measured before, or measured now and kept.
+def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False, take: Take | None = None) -> Speeds:
+    """The speeds of this device and file system: measured before, measured now and kept, or else assumed.
 
     Args:
         path: a file of the model, or its folder; it need not exist. None: no drive matters.
@@ -91,41 +84,16 @@ def known_speeds(
     Raises:
         DeviceError: the device has no room for a measurement.
     """
-    where = "" if path is None else filesystem_of(path)
-    kept = [found for found in recorded() if found.device == device_name(backend)]
-    measured = next((found for found in kept if found.filesystem == where), None)
-    if measured is not None and not (unpacks and measured.unpack is None):
-        return measured
-    if measured is None:
-        measured = measure(backend, path, h2d=kept[0].h2d if kept else None, take=take)
+    known = {(each.what, each.where): each.speed for each in recorded()}
+    device, where = device_name(backend), "" if path is None else filesystem_of(path)
+    h2d = known.get(("h2d", device)) or measure_link(backend, LINK_BYTES, take=take)
+    drive = unpack = None
+    if path is not None:
+        drive = known.get(("drive", where)) or measure_drive(path, MIN_DRIVE_BYTES)[0]
     if unpacks:
-        known = next((found.unpack for found in kept if found.unpack is not None), None)
-        measured = replace(measured, unpack=known or measure_unpacking(backend, take=take))
-    record(measured)
-    return measured
-
-
-def measure(backend: Backend, path: Path | None, *, h2d: int | None = None, take: Take | None = None) -> MachineSpeeds:
-    """Measure the link to the device, and the drive. See [Note: How a drive is measured].
-
-    Args:
-        path: a file of the model, or its folder. If the file is too small, another safetensors file beside it is read. None:
-            no drive is measured.
-        h2d: the speed of the link, if it is known.
-        take: see `known_speeds`.
-
-    Raises:
-        DeviceError: the device has no room for a measurement.
-    """
-    drive, problem = (None, "") if path is None else measure_drive(path, MIN_DRIVE_BYTES)
-    return MachineSpeeds(
-        h2d=h2d or measure_link(backend, LINK_BYTES, take=take),
-        drive=drive,
-        problem=problem,
-        device=device_name(backend),
-        filesystem="" if path is None else filesystem_of(path),
-        measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
+        unpack = known.get(("unpack", device)) or measure_unpacking(backend, take=take)
+    record({("h2d", device): h2d, ("drive", where): drive, ("unpack", device): unpack})
+    return Speeds(h2d=h2d, drive=drive or ASSUMED_DRIVE, unpack=unpack or ASSUMED_UNPACK)
 
 
 def filesystem_of(path: Path) -> str:
@@ -151,35 +119,35 @@ def record_file() -> Path | None:
     return None
 
 
-def recorded() -> list[MachineSpeeds]:
+def recorded() -> list[Measured]:
     """All measurements that were kept, the newest first; none if the file is missing, damaged, or another version's."""
     path = record_file()
     if path is None:
         return []
     try:
         content = json.loads(path.read_bytes())
-        found = [MachineSpeeds(**entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
+        found = [Measured(*entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
-    return sorted(found, key=lambda speeds: speeds.measured_at, reverse=True)
+    return sorted(found, key=lambda each: each.at, reverse=True)
 
 
-def record(speeds: MachineSpeeds) -> bool:
-    """Keep a measurement, in the place of an earlier one of the same device and file system.
-
-    Of a measurement without a drive the link's speed is kept: the next measurement may find a file to read.
+def record(speeds: Mapping[tuple[str, str], int | None]) -> bool:
+    """Keep measurements, by what was measured and where, in place of earlier ones.
 
     Returns:
         Whether that was possible.
     """
-    path = record_file()
-    if path is None:
-        return False
-    if speeds.drive is None:
-        speeds = replace(speeds, filesystem="", problem="")
-    key = speeds.device, speeds.filesystem
-    others = [found for found in recorded() if (found.device, found.filesystem) != key]
-    text = json.dumps({"version": _VERSION, "speeds": [asdict(each) for each in (speeds, *others)]}, indent=1)
+    path, before, now = record_file(), recorded(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+    known = {(each.what, each.where): each for each in before}
+    news = {
+        key: Measured(*key, speed, now)
+        for key, speed in speeds.items()
+        if speed is not None and (key not in known or known[key].speed != speed)
+    }
+    if path is None or not news:
+        return path is not None
+    text = json.dumps({"version": _VERSION, "speeds": [*(known | news).values()]}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         publish(path, [text.encode()])

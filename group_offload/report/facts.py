@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from ..base.timeline import Slice
 from ..plan.placement import Placement
 from ..plan.planner import Plan
 
@@ -39,30 +38,6 @@ class GroupFacts:
     place: Place
     detail: str = ""
     """The file, or what else there is to say."""
-    is_outer: bool = False
-    """Whether the group is needed around others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassFacts:
-    title: str
-    seconds: float
-    slices: Sequence[Slice]
-    """Times count from the beginning of the pass. Some begin before it, or end after it."""
-    is_forward: bool = True
-
-    def busy_seconds(self, lane: str, outer: Collection[str] = ()) -> float:
-        """How long at least one slice of the lane was under way, within the pass. Groups in `outer` do not count."""
-        spans = sorted(
-            (max(0.0, each.start), min(self.seconds, each.end))
-            for each in self.slices
-            if each.lane == lane and each.name not in outer
-        )
-        busy, until = 0.0, 0.0
-        for start, end in spans:
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +46,7 @@ class MemoryFacts:
 
     name: str
     parts: Sequence[tuple[str, int, str]]
-    """The label, the bytes, and the color: that of a place or of a lane."""
+    """The label, the bytes, and the color: that of a place."""
     budget_bytes: int | None
     total_bytes: int | None = None
 
@@ -82,20 +57,14 @@ class ModelFacts:
     """The name in its pipeline. Empty for a model by itself."""
     model_class: str
     groups: Sequence[GroupFacts]
-    passes: Sequence[PassFacts] = ()
-    """The last ones, the latest last."""
     sentences: Sequence[str]
     """The verdict first."""
-    figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    figures: Mapping[str, Mapping[str, Any]]
     """Tables of numbers, by their titles."""
 
     @property
     def title(self) -> str:
         return f"{self.name} {self.model_class}".strip()
-
-    @property
-    def outer(self) -> frozenset[str]:
-        return frozenset(group.name for group in self.groups if group.is_outer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +78,17 @@ class ReportFacts:
 
 def figures_of(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
-    prediction = plan.prediction
+    prediction, speeds = plan.prediction, plan.problem.speeds
     return {
+        **asdict(prediction),
+        "predicted_seconds": prediction.step_seconds,
         "step_seconds": plan.step_seconds,
         "measured_seconds": plan.measured_seconds,
-        "predicted_seconds": prediction.step_seconds,
         "limit_seconds": prediction.limit_seconds,
         "bound": prediction.bound if prediction.limit_seconds else None,
-        "stall_seconds": prediction.stall_seconds,
-        "compute_seconds": prediction.compute_seconds,
-        "h2d_seconds": prediction.h2d_seconds,
-        "drive_seconds": prediction.drive_seconds,
-        "h2d_bytes": prediction.h2d_bytes,
-        "drive_bytes": prediction.drive_bytes,
         "device_bytes": plan.device_bytes,
         "slot_bytes": plan.slot_bytes,
         "ram_bytes": plan.ram_bytes,
-        "h2d_bytes_per_s": plan.problem.speeds.h2d,
-        "drive_bytes_per_s": plan.problem.speeds.drive,
+        "h2d_bytes_per_s": speeds.h2d,
+        "drive_bytes_per_s": speeds.drive,
     }

@@ -14,16 +14,11 @@ import torch
 
 from ..base.publish import check_path, publish
 from ..base.text import describe_bytes, describe_seconds, html_table, printable
-from ..base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice, side_by_side
 from ..errors import GroupFileError
-from .facts import GroupFacts, MemoryFacts, ModelFacts, PassFacts, ReportFacts
+from .facts import GroupFacts, MemoryFacts, ModelFacts, ReportFacts
 
-_LANES = {READS: "disk", COPIES: "link", GATHERS: "gather", DECODE: "decode", COMPUTE: "compute", STALLS: "stalls"}
-"""The lanes of a timeline, from the top, and what the page calls them."""
 _MAX_RUNS = 100
 """Rows of the table of groups."""
-_MAX_ROWS = 8
-"""Rows of one lane: several threads read."""
 
 _Piece = tuple[float, float, str, str]
 """Where a part of a bar begins, its length (both as shares of the bar), its color, and what the pointer says of it."""
@@ -68,11 +63,8 @@ def value_text(name: str, value: Any) -> str:
 def _render(facts: ReportFacts) -> str:
     css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     made = f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, with torch {torch.__version__}."
-    overview = [("model", "weights", "a forward", "bottleneck")]
-    for model in facts.models:
-        last = next((one for one in reversed(model.passes) if one.is_forward), None)
-        took = "" if last is None else describe_seconds(last.seconds)
-        overview.append((model.title, _size(model.groups), took, model.sentences[0]))
+    overview = [("model", "weights", "bottleneck")]
+    overview += [(model.title, _size(model.groups), model.sentences[0]) for model in facts.models]
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -144,11 +136,6 @@ def _section(model: ModelFacts) -> Iterator[str]:
     sentences = (f"<p>{_safe(sentence)}</p>" for sentence in model.sentences)
     yield _card(f"{_size(model.groups)} in {len(model.groups)} groups", *sentences)
     yield _card("Where weights are stored", *_groups(model.groups))
-    if model.passes:
-        hint = '<p class="soft">Hover over a group for its times and bytes.</p>'
-        last = model.passes[-1]
-        timelines = (_timeline(one, model.outer, is_open=one is last) for one in model.passes)
-        yield _card("Timeline", hint, *timelines)
     for title, figures in model.figures.items():
         rows = [("", "value"), *((name, value_text(name, value)) for name, value in figures.items())]
         yield f'<details class="card scroll"><summary>{_safe(title)}</summary>{html_table(rows)}</details>'
@@ -169,42 +156,3 @@ def _groups(groups: Sequence[GroupFacts]) -> Iterator[str]:
     if len(rows) > _MAX_RUNS:
         rows[_MAX_RUNS:] = [(f"{len(rows) - _MAX_RUNS} more runs of groups", "", "", "")]
     yield html_table([("groups", "number", "size", "where"), *rows, ("all", str(len(groups)), _size(groups), "")])
-
-
-def _timeline(one: PassFacts, outer: frozenset[str], *, is_open: bool) -> str:
-    lanes = _LANES.items()
-    busy = [f"{label} {describe_seconds(took)}" for lane, label in lanes if (took := one.busy_seconds(lane, outer))]
-    summary = f"{one.title}, {describe_seconds(one.seconds)}: {', '.join(busy) or 'nothing ran'}."
-    length = one.seconds or 1e-9
-    rows = [*_rows(one, outer)]
-    width = 5 * max((len(row) for _, row in rows), default=0)
-    axis = "".join(f"<span>{describe_seconds(length * tick / 4)}</span>" for tick in range(5))
-    drawn = (
-        f'<div class="lane {label}"><span>{label}</span>{_bar(_piece(each, label, length) for each in row)}</div>'
-        for label, row in rows
-    )
-    return (
-        f"<details{' open' * is_open}><summary>{_safe(summary)}</summary>"
-        f'<div class="scroll"><div style="min-width:{width}px">'
-        f'<div class="lane"><span></span><div class="axis">{axis}</div></div>{"".join(drawn)}</div></div></details>'
-    )
-
-
-def _rows(one: PassFacts, outer: frozenset[str]) -> Iterator[tuple[str, list[Slice]]]:
-    """The rows of a timeline. Groups that are held around others have one of their own: they would hide those."""
-    for lane, label in _LANES.items():
-        mine = [each for each in one.slices if each.lane == lane and each.start < min(each.end, one.seconds)]
-        around = [each for each in mine if lane == COMPUTE and each.name in outer]
-        if around:
-            yield "around", around
-        for row in side_by_side(each for each in mine if each not in around)[:_MAX_ROWS]:
-            yield label, row
-
-
-def _piece(each: Slice, color: str, length: float) -> _Piece:
-    start, end = max(0.0, each.start / length), min(1.0, each.end / length)
-    took = each.end - each.start
-    size = f", {describe_bytes(each.num_bytes)}" if each.num_bytes else ""
-    speed = f" at {each.num_bytes / took / 1e9:.3g} GB/s" if size and each.lane in (READS, COPIES) else ""
-    said = f"{each.name}: {describe_seconds(took)}, from {each.start * 1e3:.4g} ms{size}{speed}"
-    return start, max(0.0, end - start), color, said

@@ -337,7 +337,7 @@ class Engine:
             self._gates.sharing.close()
         self.transfer.reader.close()
         self._changes.clear()
-        self.recorder.clear()
+        self.recorder.recover()
         self.groups, self._refs, self._of_fsdp = (), (), {}
         self._passes.set_groups(())
         self._lookahead.reset((), wraps=False)

@@ -215,12 +215,6 @@ class Gate(Around):
         """Whether the module is compiled: other libraries (peft) test the attribute that holds the gate for that."""
         return bool(self.compiled)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return None
-
-    def __reduce__(self) -> tuple[Any, Any]:
-        return type(None), ()
-
 
 class SharedGate(Gate):
     """Encloses the root's call where forwards may share passes."""

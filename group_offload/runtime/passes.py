@@ -374,10 +374,10 @@ class Passes:
                 self._heir = self.succession.begin(self, entry)
             self.memory.protected = self.succession.protected_from(self)
         begins_phase = self.succession is not None and self.succession.is_first_of_phase
-        self._start(kind, type(top).__name__, scope, begins_phase=begins_phase)
+        self._start(kind, scope, begins_phase=begins_phase)
 
     def _start(
-        self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_phase: bool
+        self, kind: Kind, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_phase: bool
     ) -> None:
         """Take the slots, and start the first copies.
 
@@ -389,8 +389,7 @@ class Passes:
         self._placer.make_room(kind, begins_phase=begins_phase)
         self.memory.take()
         timed = kind if self._placer.begin_pass(kind) else None
-        what, stream = _BACKWARD if kind.is_backward else "forward", self._backend.current_stream()
-        self._recorder.begin(what, self.counters.passes, title, stream, self._transfer.stream, kind=timed)
+        self._recorder.begin(timed, self._backend.current_stream())
         self._teaches = True
         self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
 
@@ -619,7 +618,7 @@ class Passes:
         self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._start(kind, self.name, set(self._groups), forward[::-1], begins_phase=False)
+        self._start(kind, set(self._groups), forward[::-1], begins_phase=False)
         self._state = State.OPEN
 
     def end_backward(self, *, completed: bool) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, DeviceError, ModuleError, StateError
-from group_offload.activations import activation_offloading, apply_activation_offloading, no_activation_offloading
+from group_offload.activations import apply_activation_offloading, no_activation_offloading
 from group_offload.activations.config import ActivationConfig
 from group_offload.activations.gates import GroupGate
 from group_offload.activations.offloader import DeviceOffloader
@@ -488,7 +488,7 @@ def test_without_an_accelerator_the_error_says_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr("group_offload.activations.config.default_device", lambda: torch.device("cpu"))
     with pytest.raises(DeviceError, match=r"sees no accelerator here.*pass device='cpu'"):
         apply_activation_offloading(make())
-    with pytest.raises(DeviceError), activation_offloading(make()):
+    with pytest.raises(DeviceError), apply_activation_offloading(make()):
         pass
 
 
@@ -549,18 +549,13 @@ def test_an_interrupt_while_it_is_applied_leaves_nothing(monkeypatch: pytest.Mon
 
 def test_the_with_form() -> None:
     def inside(model: nn.Module, put: Put) -> torch.Tensor:
-        with activation_offloading(model, device="cpu", min_bytes=0) as handle:
+        with apply_activation_offloading(model, device="cpu", min_bytes=0) as handle:
             loss = model(data(0, put)).square().mean()
         assert handle.stats().offloads > 0 and not handle.is_active
         loss.backward()
         return loss.detach()
 
     assert_same_bits(train(make(), inside), train(make(), plain))
-    model = make()
-    handle = offload(model)
-    with activation_offloading(model, device="cpu", min_bytes=0) as inner:
-        assert inner is handle
-    assert handle.is_active
 
 
 def test_groups() -> None:
@@ -570,7 +565,7 @@ def test_groups() -> None:
     assert offload(nn.ModuleDict({"list": nn.ModuleList([nn.Linear(1, 1)])})).groups == ("list.0",)
     with pytest.raises(ConfigError, match=r"'block.1'.*Did you mean 'blocks.1'"):
         offload(make(), groups="block.1")
-    with pytest.raises(ConfigError, match="no module of that class"):
+    with pytest.raises(ConfigError, match="does not have"):
         offload(make(), groups=[nn.Conv2d])
     with pytest.raises(ModuleError, match=r"Linear has no ModuleList.*groups="):
         offload(nn.Linear(2, 2))

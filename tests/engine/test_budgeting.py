@@ -53,7 +53,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 
 def offload(model: Any, *, ram_share: int | None = None, **options: Any) -> OffloadHandle:
     return api.offload(
-        model, OffloadConfig.from_options(ModelOptions(onload_device="cpu", **options), model, ram_share=ram_share)
+        model,
+        replace(OffloadConfig.from_options(ModelOptions(onload_device="cpu", **options), model), ram_share=ram_share),
     )
 
 

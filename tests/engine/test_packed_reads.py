@@ -88,7 +88,7 @@ def offloaded_with(model: Any, share: float, size: int, folder: Path | None, **o
     """The model, packed, with that share of its bytes as a budget of RAM."""
     given = {"pack": True, "ram_budget": "auto", "onload_device": "cpu", **options}
     given |= {} if folder is None else {"offload_to_disk_path": folder / "groups"}
-    config = OffloadConfig.from_options(ModelOptions(**given), model, ram_share=int(share * size))
+    config = replace(OffloadConfig.from_options(ModelOptions(**given), model), ram_share=int(share * size))
     return api.offload(model, config)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ..support.models import DIM, RoutedModel, Stop, inputs, make
 from ..support.on_device import forward, offload, options_for
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.traces import assert_no_overlap, lanes_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -36,29 +35,6 @@ LANES = ["file reads", "H2D", "compute", "stalls"]
 def device() -> Iterator[SimulatedDevice]:
     with use_simulated_device(SimulatedDevice(0, "lazy")) as device:
         yield device
-
-
-def lanes_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The slices of each lane, in order of time. What several threads read is in one here."""
-    trace = json.loads(path.read_text())
-    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
-    lanes: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            lanes[names[event["tid"]]].append(event)
-        else:
-            assert event["ph"] == "M"
-    for name in [name for name in lanes if name.startswith("file reads ")]:
-        slices = lanes.pop(name)
-        assert_no_overlap(sorted(slices, key=lambda each: each["ts"]))
-        lanes["file reads"] += slices
-    return {name: sorted(slices, key=lambda each: each["ts"]) for name, slices in lanes.items()}
-
-
-def assert_no_overlap(slices: list[dict[str, Any]]) -> None:
-    for before, after in pairwise(slices):
-        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def group_of(name: str) -> tuple[str, int]:

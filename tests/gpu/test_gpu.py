@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +18,10 @@ from torch import nn
 import group_offload
 from group_offload import ModuleError, OffloadHandle, StateError, apply_group_offloading
 from group_offload.base.device import AcceleratorBackend
-from group_offload.base.timeline import COMPUTE, COPIES, READS
-from group_offload.handle import report_of
 
 from ..support.inside import engine_of, slow_down
-from ..support.pages import Page
 from ..support.rigs import run
+from ..support.traces import assert_no_overlap, lanes_of
 from ..support.tuning import tune
 
 pytestmark = pytest.mark.gpu
@@ -427,30 +424,24 @@ def test_a_steady_step_neither_waits_nor_allocates(
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
-def test_the_page_of_a_run(model: Model, x: torch.Tensor, device: torch.device, in_files: bool, tmp_path: Path) -> None:
-    """The clocks of the device and of the host agree: nothing is sent before it was read, and all is inside of the pass."""
+def test_the_timeline_of_a_run(
+    model: Model, x: torch.Tensor, device: torch.device, in_files: bool, tmp_path: Path
+) -> None:
+    """The clocks of the device and of the host agree: nothing is sent before it was read."""
     folder = tmp_path / "groups" if in_files else None
     handle = apply_group_offloading(model, offload_to_disk_path=folder, low_cpu_mem_usage=in_files)
-    for _ in range(4):
+    run(model, x)
+    with handle.trace(tmp_path / "trace.json"):
         run(model, x)
-    assert "forward 4, " in Page(handle.report(tmp_path / "run.html")).words
-    [facts] = report_of({"": handle}).models
-    last = facts.passes[-1]
-    assert last.title == "forward 4" and last.seconds > 0
-    lanes = {each.lane: [one for one in last.slices if one.lane == each.lane] for each in last.slices}
-    assert lanes.keys() >= {COPIES, COMPUTE} | ({READS} if in_files else set())
-    tiny = 1e-6 * last.seconds
-    inner = [each for each in lanes[COMPUTE] if each.name not in facts.outer]
-    assert all(each.start >= -tiny and each.end <= last.seconds + tiny for each in inner)
-    copies = sorted((each.start, each.end) for each in lanes[COPIES])
-    assert all(one[1] <= two[0] + 1e-4 * last.seconds for one, two in itertools.pairwise(copies))
-    slack = 2e-4
-    sent = {each.name: each.end for each in sorted(lanes[COPIES], key=lambda each: each.end)}
-    for each in lanes.get(
-        READS, ()
-    ):  # of a part of the group: its last part is sent last, or all is read for the next pass
-        end = sent.get(each.name, each.end)
-        assert end >= each.end - slack or end <= each.start + slack
+    lanes = lanes_of(tmp_path / "trace.json")
+    assert lanes["H2D"] and lanes["compute"] and bool(lanes["file reads"]) == in_files
+    assert_no_overlap(lanes["H2D"])
+    slack = 200  # microseconds
+    sent = {each["name"]: each["ts"] + each["dur"] for each in lanes["H2D"]}
+    for each in lanes["file reads"]:
+        # Of a part of the group: its last part is sent last, or all is read for the next pass.
+        end = sent.get(each["name"], each["ts"] + each["dur"])
+        assert end >= each["ts"] + each["dur"] - slack or end <= each["ts"] + slack
 
 
 # ---------------------------------------------------------------- budgets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_packed_files_are_read(
     for pack in (False, True, True):  # the second time the packed files are there
         model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
         handle = api.offload(
-            model, OffloadConfig.from_options(ModelOptions(pack=pack, **budgets), model, ram_share=int(share * size))
+            model,
+            replace(OffloadConfig.from_options(ModelOptions(pack=pack, **budgets), model), ram_share=int(share * size)),
         )
         check(model, x, expected, 4)
         engine_of(handle).transfer.reader.wait_until_enqueued()

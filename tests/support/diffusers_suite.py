@@ -14,7 +14,7 @@ import diffusers  # before a conftest can put another one on the path
 import pytest
 
 import group_offload
-from group_offload.handle import Listener, add_listener
+from group_offload.handle import Listener, listeners
 
 COUNTERS: list[Any] = []
 """Of every engine. The suite measures memory, so neither handles nor modules may be kept alive here."""
@@ -26,7 +26,7 @@ class Counting(Listener):
 
 
 group_offload.patch_diffusers()
-add_listener(Counting())
+listeners.append(Counting())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

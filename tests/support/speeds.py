@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from group_offload.plan import speeds
-from group_offload.plan.speeds import MachineSpeeds
+from group_offload.plan.placement import Speeds
 
 MIB = 1 << 20
-SPEEDS = MachineSpeeds(
-    h2d=10, drive=5, problem="", device="Device", filesystem="/ (1:2)", measured_at="2026-01-01T00:00:00+00:00"
-)
-
-
-KNOWN_SPEEDS = MachineSpeeds(h2d=50 * 10**9, drive=2 * 10**9, problem="", device="", filesystem="", measured_at="")
+KNOWN_SPEEDS = Speeds(h2d=50 * 10**9, drive=2 * 10**9)
 """What every test takes for the speeds of this machine."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,11 +17,12 @@ from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base.device import HostBackend
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
-from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
+from group_offload.plan.placement import ASSUMED_UNPACK
+from group_offload.plan.speeds import ASSUMED_DRIVE, known_speeds, measure_link, record, record_file, recorded
 
 from ..support.files import failing
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import MIB, SPEEDS, measure_little
+from ..support.speeds import MIB, measure_little
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +33,8 @@ def kept_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def check(found: MachineSpeeds, path: Path) -> None:
-    assert found.h2d > 0 and found.drive is not None and found.drive > 0
-    assert found.device and not found.problem and found.filesystem == filesystem_of(path) and "T" in found.measured_at
+def measure_drive(path: Path) -> tuple[int | None, str]:
+    return speeds.measure_drive(path, MIB)
 
 
 def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
@@ -59,8 +60,7 @@ def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.Mo
             lambda n: memory if pins == "its own" and real(memory := torch.empty(n, dtype=torch.uint8), []) else None,
         )
     with use_simulated_device(device):
-        found = measure(device, None)
-    assert found.h2d > 0 and found.drive is None and found.filesystem == found.problem == ""
+        assert measure_link(device, 2 * MIB) > 0
     assert device.copied_bytes == 8 * MIB and device.allocated_bytes == 0
     assert device.peak_bytes == 2 * MIB
     assert device.pinned_bytes == (2 * MIB if pins == "its own" else 0)  # it goes with the memory
@@ -77,7 +77,8 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     path, small = write(folder / "model.safetensors"), write(folder / "a.safetensors", 1000)
     content = path.read_bytes()
     given = {"the file": path, "a folder in it": tmp_path}.get(where, small)
-    check(measure(HostBackend(), given), path)
+    speed, problem = measure_drive(given)
+    assert speed and not problem
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
 
 
@@ -91,9 +92,9 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
     else:
         path.write_bytes(b"0" * 1000)
     before = list(tmp_path.iterdir())
-    found = measure(HostBackend(), path)
-    assert found.h2d > 0 and found.drive is None and "no safetensors file of 1 MiB" in found.problem
-    assert str(tmp_path) in found.problem and list(tmp_path.iterdir()) == before
+    speed, problem = measure_drive(path)
+    assert speed is None and "no safetensors file of 1 MiB" in problem
+    assert str(tmp_path) in problem and list(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("when", ["opened", "read"])
@@ -112,17 +113,17 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "model.safetensors")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    found = measure(HostBackend(), path)
-    assert found.drive or "it is in RAM" in found.problem  # some file systems drop nothing
+    speed, problem = measure_drive(path)
+    assert speed or "it is in RAM" in problem  # some file systems drop nothing
     path.read_bytes()
-    found = measure(HostBackend(), path)
-    assert found.drive is None and "it is in RAM" in found.problem
+    speed, problem = measure_drive(path)
+    assert speed is None and "it is in RAM" in problem
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "read_part", failing(errno.EIO))
-    found = measure(HostBackend(), write(tmp_path / "model.safetensors"))
-    assert found.drive is None and "Input/output error" in found.problem
+    speed, problem = measure_drive(write(tmp_path / "model.safetensors"))
+    assert speed is None and "Input/output error" in problem
 
 
 # ---------------------------------------------------------------- what is kept
@@ -130,33 +131,34 @@ def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts measurements."""
-    found = Mock(side_effect=speeds.measure)
-    monkeypatch.setattr(speeds, "measure", found)
+    """Counts measurements of the link and of drives."""
+    found = Mock(side_effect=lambda measure, *args, **kwargs: measure(*args, **kwargs))
+    for name in ("measure_link", "measure_drive"):
+        monkeypatch.setattr(speeds, name, partial(found, getattr(speeds, name)))
     return found
 
 
 def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
     first = known_speeds(HostBackend(), tmp_path)
-    check(first, tmp_path)
+    assert {each.what: each.speed for each in recorded()} == {"h2d": first.h2d, "drive": first.drive}
+    assert first.unpack == ASSUMED_UNPACK and all(each.where and "T" in each.at for each in recorded())
     (tmp_path / "folder").mkdir()
-    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.call_count == 1
+    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.call_count == 2
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
-    for _ in range(2):
-        found = known_speeds(HostBackend(), None)
-        assert found.drive is None and found.h2d == first.h2d and counted.call_count == 2
+    assert known_speeds(HostBackend(), None) == replace(first, drive=ASSUMED_DRIVE) and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
-    assert known_speeds(HostBackend(), tmp_path).device == "another" and counted.call_count == 3
+    assert known_speeds(HostBackend(), tmp_path).drive == first.drive and counted.call_count == 3
+    assert len(recorded()) == 3
 
 
-WHOLE = json.dumps({"version": 3, "speeds": [asdict(SPEEDS)]}).encode()
+WHOLE = json.dumps({"version": 4, "speeds": [["h2d", "Device", 10, "2026-01-01T00:00:00+00:00"]]}).encode()
 DAMAGES = {
     "cut off": WHOLE[:-5],
     "no JSON": b"\xff\x00",
     "another program's": b'{"hello": 1}',
-    "a later version": WHOLE.replace(b'"version": 3', b'"version": 4'),
-    "a missing field": WHOLE.replace(b'"h2d"', b'"d2h"'),
+    "a later version": WHOLE.replace(b'"version": 4', b'"version": 5'),
+    "a missing field": WHOLE.replace(b'"h2d", ', b""),
 }
 
 
@@ -167,7 +169,7 @@ def test_a_record_that_is_damaged(content: bytes, counted: Mock, tmp_path: Path)
     assert recorded() == []
     write(tmp_path / "model.safetensors")
     first = known_speeds(HostBackend(), tmp_path)
-    assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.call_count == 1
+    assert len(recorded()) == 2 and known_speeds(HostBackend(), tmp_path) == first and counted.call_count == 2
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("HOME", "relative")
     assert record_file() is None
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # neither HOME nor an account
-    assert record_file() is None and not record(SPEEDS)
+    assert record_file() is None and not record({("h2d", "Device"): 10})
     planted = tmp_path / "~" / ".cache" / "group_offload"
     planted.mkdir(parents=True)
     (planted / "speeds.json").write_bytes(WHOLE)

@@ -26,7 +26,6 @@ from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...plan.placement import (
-    ASSUMED_UNPACK,
     Budgets,
     Placement,
     PlannedGroup,
@@ -37,7 +36,7 @@ from ...plan.placement import (
     smallest_ram_bytes,
 )
 from ...plan.planner import Plan, kept_plan, make_plan
-from ...plan.speeds import ASSUMED_DRIVE, known_speeds
+from ...plan.speeds import known_speeds
 from ...stores.files import FileBlob
 from ..copies.cached import CachedFiles
 from ..copies.transfer import Transfer
@@ -102,13 +101,13 @@ class Budgeter:
         backend, sharing = self._config.backend, self._transfer.sharing
         path = next((blob.source.path for blob in self._files.blobs), None)
         found = known_speeds(backend, path, unpacks=self._config.pack is not False, take=arena_for(backend).take)
-        h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack or ASSUMED_UNPACK
+        h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack
         crew = None if sharing is None else sharing.crew
         if sharing is not None and sharing.speeds is not None:
             h2d = min(h2d, sharing.speeds.alone) if crew is None else sharing.speeds.shared
         if crew is not None:
             unpack *= crew.num_ranks  # each unpacks its share
-        return Speeds(h2d=h2d, drive=found.drive or ASSUMED_DRIVE, unpack=unpack)
+        return replace(found, h2d=h2d, unpack=unpack)
 
     # ---------------------------------------------------------------- plans
 

@@ -35,12 +35,12 @@ from ...base.mapping import flat_view, map_anonymous
 from ...base.pool import num_copy_threads, num_threads, on_pool, run_all
 from ...base.reading import BLOCK, MIN_BYTES_PER_THREAD, blocks_around
 from ...base.system import forked_free
-from ...base.timeline import COPIES
 from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
 from ..measure.recorder import Recorder
+from ..measure.trace import COPIES
 from .jobs import Chunk, ReadJob, parts_of
 from .staging import Staging
 from .write_order import Landing, WriteOrder

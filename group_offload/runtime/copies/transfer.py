@@ -10,12 +10,12 @@ import torch
 from torch.profiler import record_function
 
 from ...base.device import Event, HostBackend, Stream
-from ...base.timeline import COPIES
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage, Tier
 from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
 from ..measure.recorder import Recorder
+from ..measure.trace import COPIES
 from ..sharing.jobs import ShareJob
 from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths

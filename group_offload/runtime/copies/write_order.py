@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import COPIES, DECODE
 from ...stores.moves import Unpack
 from ..measure.recorder import Recorder
+from ..measure.trace import COPIES, DECODE
 from ..slots.berths import Berth, Berths
 
 

@@ -1,4 +1,4 @@
-"""The recorder keeps timelines of the last passes that were measured, for reports and traces.
+"""The recorder decides which passes are recorded: to measure compute, and for traces.
 
 [Note: What recording costs]
 A pass is recorded if plans are to know how long its groups compute (`Budgeter.count_pass`: the first three of each kind, the
@@ -15,47 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import COPIES, Slice
 from ...errors import StateError
 from .trace import WeightTrace
 
-NUM_RECORDED = 4
-"""The number of last recorded passes that are kept. A forward and its backward are two."""
-_INSTANT = 1e-9
-"""Seconds. Clocks that are compared are no more exact: what only touches a pass is no part of it."""
-SENT_AHEAD = "what was sent ahead"
-"""The name of copies that a pass that is not recorded has begun for the next one."""
-
 
 @dataclass(slots=True)
-class RecordedPass:
-    """A pass that was recorded. Its times are read from the device when they are asked for."""
+class _Measured:
+    """A forward whose compute is measured."""
 
-    what: str
-    """"forward" or "backward"."""
-    number: int
-    """The number of the forward, or of the last one before the backward, since the module was offloaded."""
-    top: str
-    """The class of the module that was called."""
     kind: Any
-    """The kind of a forward whose compute is measured; None for other passes."""
-    before: WeightTrace | None
-    """What was recorded just before: copies that were sent ahead."""
-    ahead: Event | None
-    """Behind the copies that were sent ahead, if they were not recorded."""
     trace: WeightTrace
     begun: Event
     ended: Event
-
-    def slices(self) -> tuple[float, list[Slice]]:
-        """The seconds that the pass took, and its slices from its beginning on. Waits for the device."""
-        zero_seconds = self.trace.host_seconds(self.begun)
-        seconds = max(0.0, self.trace.host_seconds(self.ended) - zero_seconds)
-        traces = [self.trace] if self.before is None else [self.before, self.trace]
-        found = [each for trace in traces for each in trace.slices(self.begun, zero_seconds)]
-        if self.ahead is not None:
-            found.append(Slice(COPIES, SENT_AHEAD, 0.0, self.trace.host_seconds(self.ahead) - zero_seconds, 0))
-        return seconds, [each for each in found if each.end > _INSTANT and each.start < seconds - _INSTANT]
 
 
 class Recorder:
@@ -66,43 +37,29 @@ class Recorder:
         self._idle: Stream | None = None
         self.trace: WeightTrace | None = None
         """The trace that all work is reported to. None: nothing is recorded."""
-        self._now: RecordedPass | None = None
-        self._was_wanted = False
-        self.passes: deque[RecordedPass] = deque(maxlen=NUM_RECORDED)
-        """The last passes that were recorded and completed."""
+        self._now: _Measured | None = None
         self._all: list[WeightTrace] | None = None
         """All traces since `begin_all`."""
-        self._unread: deque[RecordedPass] = deque()
-        """The passes whose compute is measured, and has not been read."""
+        self._unread: deque[_Measured] = deque()
+        """The forwards whose compute is measured, and has not been read."""
 
-    def begin(self, what: str, number: int, top: str, stream: Stream, copy_stream: Stream, *, kind: Any = None) -> None:
+    def begin(self, kind: Any, stream: Stream) -> None:
         """A pass begins.
 
         Args:
-            what: "forward" or "backward". A backward is recorded if the forward before was.
-            kind: The kind of a forward whose compute is to be measured. It is recorded.
+            kind: That of a forward whose compute is to be measured; None for other passes.
         """
-        if what == "forward":
-            self._was_wanted = kind is not None
         self._now = None
-        if self._all is None and not self._was_wanted:
-            self.trace = None
-            return
-        was_recorded = bool(self.passes) and self.passes[-1].trace is self.trace
-        before, trace = self.trace, self._new_trace()
-        begun = trace.now(stream)
-        ahead = None if was_recorded or copy_stream == stream else trace.now(copy_stream)
-        self.trace = trace
-        self._now = RecordedPass(what, number, top, kind, before, ahead, trace, begun, begun)
+        self.trace = None if self._all is None and kind is None else self._new_trace()
+        if self.trace is not None and kind is not None:
+            begun = self.trace.now(stream)
+            self._now = _Measured(kind, self.trace, begun, begun)
 
     def end(self, stream: Stream) -> None:
         """The pass completed. Its trace goes on until the next one begins: copies for that are on their way."""
         now, self._now = self._now, None
-        if now is None:
-            return
-        now.ended = now.trace.now(stream)
-        self.passes.append(now)
-        if now.kind is not None:
+        if now is not None:
+            now.ended = now.trace.now(stream)
             self._unread.append(now)
 
     def measured(self, names: Collection[str]) -> Iterator[tuple[Any, dict[str, float], float, float]]:
@@ -142,7 +99,7 @@ class Recorder:
             self.trace.compute_ends(name, num_bytes, stream)
 
     def recover(self) -> None:
-        """The pass in progress failed."""
+        """The pass in progress failed, or the groups are given up."""
         self._now = None
         self.forget_measured()
         if self._all is None:
@@ -151,11 +108,6 @@ class Recorder:
     def forget_measured(self) -> None:
         """Forget the measured passes that were not read: the groups are given up."""
         self._unread.clear()
-
-    def clear(self) -> None:
-        """Forget all passes: the groups are given up."""
-        self.recover()
-        self.passes.clear()
 
     def begin_all(self) -> None:
         """Record everything until `end_all`.

@@ -9,15 +9,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.device import Backend, Event, Stream
-from ...base.timeline import COMPUTE, COPIES, DECODE, GATHERS, READS, STALLS, Slice, side_by_side
 from ...errors import GroupFileError
 
+READS, COPIES, COMPUTE = "file reads", "H2D", "compute"
+"""The lanes of weights on their way, and of the work that needs them."""
+STALLS = "stalls"
+DECODE, GATHERS = "decode", "gathers"
+"""Lanes that are left out if nothing is in them."""
 _LANES = (COPIES, GATHERS, DECODE, COMPUTE, STALLS)
 _NO_TIME = 1e-6
 """Stalls that take no time are left out: they are waits for events that had been reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Work of one lane, in seconds since a point of the device."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    num_bytes: int
 
 
 class _Moment:
@@ -103,10 +119,6 @@ class WeightTrace:
         """A file was read, between two values of `time.perf_counter`."""
         self._reads.append(Slice(READS, name, started, ended, num_bytes))
 
-    def host_seconds(self, point: Event) -> float:
-        """The value of `time.perf_counter` when the device came to `point`. Waits for it."""
-        return self.origin_seconds + self._seconds(self.origin, point)
-
     def slices(self, zero: Event, zero_seconds: float) -> list[Slice]:
         """Wait for the device, and return all slices, those of each lane in the order in which they were added.
 
@@ -142,7 +154,7 @@ def write_traces(traces: Sequence[WeightTrace], title: str, path: Path) -> None:
     zero, zero_seconds = traces[0].origin, traces[0].origin_seconds
     slices = [each for trace in traces for each in trace.slices(zero, zero_seconds)]
     # A lane shows one thing at a time, and several threads read: so there is one for each of them.
-    reads = side_by_side(each for each in slices if each.lane == READS) or [[]]
+    reads = _side_by_side(each for each in slices if each.lane == READS) or [[]]
     rows = {READS if number == 1 else f"{READS} {number}": row for number, row in enumerate(reads, 1)}
     on_device = {lane: [each for each in slices if each.lane == lane] for lane in _LANES}
     rows |= {lane: mine for lane, mine in on_device.items() if mine or lane not in (DECODE, GATHERS)}
@@ -159,3 +171,14 @@ def write_traces(traces: Sequence[WeightTrace], title: str, path: Path) -> None:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
         raise GroupFileError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def _side_by_side(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """The slices in as few rows as possible, without overlap in any."""
+    rows: list[list[Slice]] = []
+    for each in sorted(slices, key=lambda each: each.start):
+        row = next((row for row in rows if row[-1].end <= each.start), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(each)
+    return rows

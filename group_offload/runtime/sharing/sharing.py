@@ -28,13 +28,13 @@ from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
 from ...base.system import place_of_process
-from ...base.timeline import GATHERS
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within, sent_bytes
 from ..measure.recorder import Recorder
+from ..measure.trace import GATHERS
 from .board import key_of
 from .crew import Crew, GatherSpeeds, crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
