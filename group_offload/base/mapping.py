@@ -88,13 +88,6 @@ class FileMappings:
         return FileMapping(start, end, int(offset, 16), os.fsdecode(path[0]), identity, flags[3:4] == b"p")
 
 
-def mapping_at(address: int) -> FileMapping | None:
-    """The mapping that holds `address`. None if it is not a mapping of a file, or if the system does not tell now."""
-    with suppress(OSError):
-        return FileMappings().at(address)
-    return None
-
-
 def is_cut_off(address: int) -> bool:
     """Whether this byte of a mapping lies past the end of the file. To touch it would end the process (SIGBUS)."""
     if _libc is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
-from group_offload.base.device import HostBackend
+from group_offload.base.device import Backend
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.speeds import MachineSpeeds, filesystem_of, known_speeds, measure, record, record_file, recorded
@@ -77,7 +77,7 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     path, small = write(folder / "model.safetensors"), write(folder / "a.safetensors", 1000)
     content = path.read_bytes()
     given = {"the file": path, "a folder in it": tmp_path}.get(where, small)
-    check(measure(HostBackend(), given), path)
+    check(measure(Backend(), given), path)
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
 
 
@@ -91,7 +91,7 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
     else:
         path.write_bytes(b"0" * 1000)
     before = list(tmp_path.iterdir())
-    found = measure(HostBackend(), path)
+    found = measure(Backend(), path)
     assert found.h2d > 0 and found.drive is None and "no safetensors file of 1 MiB" in found.problem
     assert str(tmp_path) in found.problem and list(tmp_path.iterdir()) == before
 
@@ -112,16 +112,16 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "model.safetensors")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    found = measure(HostBackend(), path)
+    found = measure(Backend(), path)
     assert found.drive or "it is in RAM" in found.problem  # some file systems drop nothing
     path.read_bytes()
-    found = measure(HostBackend(), path)
+    found = measure(Backend(), path)
     assert found.drive is None and "it is in RAM" in found.problem
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "read_part", failing(errno.EIO))
-    found = measure(HostBackend(), write(tmp_path / "model.safetensors"))
+    found = measure(Backend(), write(tmp_path / "model.safetensors"))
     assert found.drive is None and "Input/output error" in found.problem
 
 
@@ -138,16 +138,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
-    first = known_speeds(HostBackend(), tmp_path)
+    first = known_speeds(Backend(), tmp_path)
     check(first, tmp_path)
     (tmp_path / "folder").mkdir()
-    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.call_count == 1
+    assert known_speeds(Backend(), tmp_path / "folder") == first and counted.call_count == 1
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
     for _ in range(2):
-        found = known_speeds(HostBackend(), None)
+        found = known_speeds(Backend(), None)
         assert found.drive is None and found.h2d == first.h2d and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
-    assert known_speeds(HostBackend(), tmp_path).device == "another" and counted.call_count == 3
+    assert known_speeds(Backend(), tmp_path).device == "another" and counted.call_count == 3
 
 
 WHOLE = json.dumps({"version": 3, "speeds": [asdict(SPEEDS)]}).encode()
@@ -166,8 +166,8 @@ def test_a_record_that_is_damaged(content: bytes, counted: Mock, tmp_path: Path)
     record_file().write_bytes(content)
     assert recorded() == []
     write(tmp_path / "model.safetensors")
-    first = known_speeds(HostBackend(), tmp_path)
-    assert recorded() == [first] and known_speeds(HostBackend(), tmp_path) == first and counted.call_count == 1
+    first = known_speeds(Backend(), tmp_path)
+    assert recorded() == [first] and known_speeds(Backend(), tmp_path) == first and counted.call_count == 1
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
