@@ -31,9 +31,6 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-# ---------------------------------------------------------------- models of libraries
-
-
 # ---------------------------------------------------------------- files made by hand
 
 

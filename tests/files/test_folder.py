@@ -319,9 +319,6 @@ def test_a_folder_that_somebody_keeps_locked(
         assert waiting.startswith("Another process is setting a model up in") and "continuing without" in going_on
 
 
-# ---------------------------------------------------------------- files that go while they are looked at
-
-
 # ---------------------------------------------------------------- what the dead leave
 
 

@@ -264,9 +264,6 @@ def test_edits(
         assert sum(group.num_bytes for group in handle.groups) == handle.stats().host_bytes
 
 
-# ---------------------------------------------------------------- what happens to the file
-
-
 # ---------------------------------------------------------------- garbage
 
 

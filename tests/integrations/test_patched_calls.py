@@ -158,9 +158,6 @@ def test_unpatch_restores_diffusers(device: torch.device, resident_outputs: dict
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-# ---------------------------------------------------------------- compiled
-
-
 # ---------------------------------------------------------------- what diffusers sees, and what is refused
 
 

@@ -222,6 +222,3 @@ def test_a_pipeline(tmp_path: Path) -> None:
     for wrong, message in (({"a": 1}, "'a' is int"), (1, "diffusers pipeline, got 1")):
         with pytest.raises(ConfigError, match=message):
             write_report(wrong, tmp_path / "run.html")
-
-
-# ---------------------------------------------------------------- lanes
