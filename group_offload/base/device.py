@@ -475,10 +475,6 @@ def _why_none(kind: str) -> str:
 
 
 def _with_index(device: torch.device, option: str) -> torch.device:
-    if device.type == "cpu":
-        if device.index:
-            raise DeviceError(f"{option}{str(device)!r} doesn't exist: there is one CPU device, 'cpu'.")
-        return _CPU
     runtime = getattr(torch, device.type, None)
     if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
         raise DeviceError(f"{option}{str(device)!r} isn't supported. Use 'cuda', 'xpu' or 'cpu'.")
@@ -487,10 +483,10 @@ def _with_index(device: torch.device, option: str) -> torch.device:
             f"No {str(device)!r} device is available to torch {torch.__version__}. {_why_none(device.type)}, or pass "
             f"{option}'cpu'."
         )
-    if device.index is None:
-        return torch.device(device.type, runtime.current_device())
-    if device.index >= runtime.device_count():
+    if device.index is not None and device.index >= runtime.device_count():
         raise DeviceError(
             f"{option}{str(device)!r} doesn't exist: torch sees {runtime.device_count()} {device.type} device(s)."
         )
-    return device
+    if device.type == "cpu":
+        return _CPU
+    return device if device.index is not None else torch.device(device.type, runtime.current_device())
