@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,10 @@ from group_offload.base import mapping, pagemap
 from group_offload.base.mapping import TwiceMapped, forget_writes
 from group_offload.base.pagemap import _MAX_REGIONS, PAGE, can_detect_writes, written_pages
 
+from ..support.reading import num_fds
 from ..support.tuning import tune
 
 pytestmark = pytest.mark.skipif(not can_detect_writes(), reason="this system does not tell which pages were written")
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE, 3 * PAGE + 5, 200 * PAGE + 7])
@@ -27,13 +23,13 @@ def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.Monke
     """However large it is, it takes few descriptors, and those only until it is filled."""
     tune(monkeypatch, min_mapped_piece_bytes=PAGE)
     content = os.urandom(num_bytes)
-    before = num_descriptors()
+    before = num_fds()
     memory = TwiceMapped(num_bytes)
-    assert num_descriptors() - before <= mapping._MAX_PIECES
+    assert num_fds() - before <= mapping._MAX_PIECES
     middle = num_bytes // 3
     memory.write([(middle, memoryview(content)[middle:]), (0, memoryview(content)[:middle])])
     memory.seal()
-    assert num_descriptors() == before
+    assert num_fds() == before
     assert bytes(memory.shared) == bytes(memory.private) == content
 
 
