@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .base.forward_source import children_read, methods_of, parts_used
+from .base.forward_source import methods_of, parts_used
 from .base.layout import ALIGNMENT, overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
 from .base.tuning import tuning
@@ -312,7 +312,9 @@ def _tables(
         return
     reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
     methods = ((module, name) for module in modules.values() for name in ("forward", *methods_of(module)))
-    read = cache(lambda: {child for module, name in methods for child in children_read(module, name)})
+    read = cache(
+        lambda: {part for module, name in methods for part in parts_used(module, name).read if part is not module}
+    )
     holders: dict[nn.Parameter, dict[nn.Module, list[str]]] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():

@@ -57,6 +57,7 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+_CPU = torch.device("cpu")
 
 
 class Refused(torch.OutOfMemoryError):
@@ -80,12 +81,10 @@ class Refusal(threading.local):
 
 
 class Backend:
-    """One device. Safe to call from several threads; what it hands out is not.
+    """One device. Safe to call from several threads; what it hands out is not. As it stands, it is the CPU.
 
     Order of calls for a byte that moves: `pin` the host memory, `empty` for the device memory, then `copy` on a stream
     that waited for the last use of the target, `Event.record`, and `Stream.wait_event` before the bytes are used.
-
-    The methods here are those of a device without streams of its own, where everything is done when the call returns.
     """
 
     joins_fragments = True
@@ -93,7 +92,7 @@ class Backend:
     has_streams = False
     """Whether work is asynchronous. Without streams every call is done when it returns, and events are no-ops."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device = _CPU) -> None:
         self.device = device
         self.refusal = Refusal()
 
@@ -141,14 +140,17 @@ class Backend:
 
     def bytes_in_use(self) -> int:
         """Device memory in use by this process: weights, activations, everything. Takes some time to find out."""
-        return 0
+        return self._bytes("allocated_bytes", "current")
 
     def reserved_bytes(self) -> int:
         """Device memory that this process has taken: in use, or kept by its allocator for the next use."""
-        return 0
+        return self._bytes("reserved_bytes", "current")
 
     def peak_reserved_bytes(self) -> int:
         """The most that `reserved_bytes` has been since `reset_peak`."""
+        return self._bytes("reserved_bytes", "peak")
+
+    def _bytes(self, which: str, when: str) -> int:
         return 0
 
     def reset_peak(self) -> None: ...
@@ -233,13 +235,6 @@ class Backend:
         return None
 
 
-class HostBackend(Backend):
-    """The CPU as onload device."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _TRIED_BYTES = 4096
@@ -301,14 +296,10 @@ class AcceleratorBackend(Backend):
         with self.on_stream(stream):
             return plain_empty(num_bytes, self.device)
 
-    def bytes_in_use(self) -> int:
-        return self._bytes("allocated_bytes", "current")
-
-    def reserved_bytes(self) -> int:
-        return self._bytes("reserved_bytes", "current")
-
-    def peak_reserved_bytes(self) -> int:
-        return self._bytes("reserved_bytes", "peak")
+    def _bytes(self, which: str, when: str) -> int:
+        # What memory_allocated() looks up, without all that it sorts before.
+        stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
+        return int(stats[which]["all"][when]) if stats else 0
 
     def reset_peak(self) -> None:
         self._runtime.reset_peak_memory_stats(self.device)
@@ -345,11 +336,6 @@ class AcceleratorBackend(Backend):
             return self._runtime.get_rng_state(self.device).numpy().tobytes()
         generator = generators[self.device.index]
         return generator.initial_seed(), generator.get_offset()
-
-    def _bytes(self, which: str, when: str) -> int:
-        # What memory_allocated() looks up, without all that it sorts before.
-        stats = self._runtime.memory.memory_stats_as_nested_dict(self.device)
-        return int(stats[which]["all"][when]) if stats else 0
 
     @property
     def _runtime(self) -> Any:
@@ -389,7 +375,7 @@ class AcceleratorBackend(Backend):
         """Whether the first and the last bytes of locked memory arrive. Drivers may lock memory that they cannot copy from."""
         try:
             for end in (memory[:_TRIED_BYTES], memory[-_TRIED_BYTES:]):
-                there, back = self.empty(end.numel(), self._trials), plain_empty(end.numel(), torch.device("cpu"))
+                there, back = self.empty(end.numel(), self._trials), plain_empty(end.numel(), _CPU)
                 self.copy(there, end, self._trials, blocking=True)
                 self.copy(back, there, self._trials, blocking=True)
                 if not torch.equal(back, end):
@@ -452,7 +438,7 @@ _backends: dict[torch.device, Backend] = {}
 def default_device() -> torch.device:
     """The current accelerator, else the CPU. Apple's, for which there is no backend, does not count."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None or found.type == "mps" else found
+    return _CPU if found is None or found.type == "mps" else found
 
 
 def backend_for(device: str | int | torch.device, *, option: str = "onload_device=") -> Backend:
@@ -467,7 +453,7 @@ def backend_for(device: str | int | torch.device, *, option: str = "onload_devic
         raise DeviceError(f"{option}{device!r} isn't a device. Use 'cuda', 'cuda:1', 'xpu' or 'cpu'.") from error
     device = _with_index(device, option)
     if device not in _backends:
-        _backends[device] = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
+        _backends[device] = Backend(device) if device.type == "cpu" else AcceleratorBackend(device)
     return _backends[device]
 
 
@@ -493,10 +479,6 @@ def _why_none(kind: str) -> str:
 
 
 def _with_index(device: torch.device, option: str) -> torch.device:
-    if device.type == "cpu":
-        if device.index:
-            raise DeviceError(f"{option}{str(device)!r} doesn't exist: there is one CPU device, 'cpu'.")
-        return torch.device("cpu")
     runtime = getattr(torch, device.type, None)
     if device.type in ("meta", "mps") or runtime is None or not hasattr(runtime, "is_available"):
         raise DeviceError(f"{option}{str(device)!r} isn't supported. Use 'cuda', 'xpu' or 'cpu'.")
@@ -505,10 +487,10 @@ def _with_index(device: torch.device, option: str) -> torch.device:
             f"No {str(device)!r} device is available to torch {torch.__version__}. {_why_none(device.type)}, or pass "
             f"{option}'cpu'."
         )
-    if device.index is None:
-        return torch.device(device.type, runtime.current_device())
-    if device.index >= runtime.device_count():
+    if device.index is not None and device.index >= runtime.device_count():
         raise DeviceError(
             f"{option}{str(device)!r} doesn't exist: torch sees {runtime.device_count()} {device.type} device(s)."
         )
-    return device
+    if device.type == "cpu":
+        return _CPU
+    return device if device.index is not None else torch.device(device.type, runtime.current_device())

@@ -45,7 +45,6 @@ _LOOKS_ONLY = frozenset(["hasattr", "id", "isinstance", "type"])
 
 _EDIT_WEIGHTS = frozenset(["peft", "torch"])
 """Packages whose modules have other methods than `forward` to change weights, or to load them."""
-_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _MOST_KNOWN = 4096
 """The number of functions that are remembered."""
@@ -79,11 +78,15 @@ class _Use:
 class UsedParts:
     """What a forward uses of the modules below its own, without a call of the modules in between."""
 
+    root: nn.Module
+    """Its own."""
+    apart: Container[nn.Module]
     read: dict[nn.Module, bool] = field(default_factory=dict)
     """Modules whose parameters or buffers it reads, its own among them, and whether only in a loop over modules."""
     called: dict[nn.Module, None] = field(default_factory=dict)
     """Modules that it calls."""
-    apart: Container[nn.Module] = ()
+    known: set[tuple[Any, ...]] = field(default_factory=set)
+    """The functions that were looked at, with the modules that they were given."""
 
 
 def parts_used(module: nn.Module, method: str = "forward", apart: Container[nn.Module] = ()) -> UsedParts:
@@ -92,12 +95,12 @@ def parts_used(module: nn.Module, method: str = "forward", apart: Container[nn.M
     Args:
         apart: Modules whose public methods are looked at by themselves: what these use does not count again.
     """
-    found = UsedParts(apart=apart)
+    found = UsedParts(module, apart)
     held = vars(module).get(method)
     while isinstance(held, Around):
         held = held.compiled
     for function in (getattr(held, "__func__", None), *_overridden(type(module), method)):
-        _follow(function, [module], module, found, set())
+        _follow(function, {0: module}, found)
     return found
 
 
@@ -117,23 +120,13 @@ def _methods_of(cls: type) -> tuple[str, ...]:
         for name, function in vars(base).items()
     }
     return tuple(
-        name for name, function in found.items() if name[0] != "_" and name != "forward" and _computes(function)
+        name
+        for name, function in found.items()
+        if name[0] != "_"
+        and name != "forward"
+        and inspect.isfunction(function)
+        and len(inspect.signature(function).parameters) > 1
     )
-
-
-def _computes(function: Any) -> bool:
-    """Whether this may be a method that computes: not one that goes on after it has returned, and none without arguments."""
-    if not inspect.isfunction(function):
-        return False
-    code = inspect.unwrap(function).__code__
-    return not code.co_flags & _GOES_ON and bool(
-        code.co_argcount > 1 or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    )
-
-
-def children_read(module: nn.Module, method: str = "forward") -> Iterator[nn.Module]:
-    """The modules below `module` whose parameters or buffers a method of it reads without calling them."""
-    return (read for read in parts_used(module, method).read if read is not module)
 
 
 def _overridden(cls: Any, name: str) -> Iterator[Any]:
@@ -144,58 +137,44 @@ def _overridden(cls: Any, name: str) -> Iterator[Any]:
             yield vars(base)[name]
 
 
-def _follow(
-    function: Any,
-    given: list[nn.Module | None],
-    root: nn.Module,
-    found: UsedParts,
-    known: set[tuple[Any, ...]],
-    named: Mapping[str, nn.Module] | None = None,
-) -> None:
-    """Note what `function` uses of the modules that it is given as its first arguments, and by name."""
+def _follow(function: Any, given: Mapping[int | str, nn.Module], found: UsedParts) -> None:
+    """Note what `function` uses of the modules that it is given, by position or by name."""
     if not inspect.isfunction(function):
         return
     names, uses, scope = _uses_in(function)
-    modules = {name: module for name, module in zip(names, given, strict=False) if module is not None}
-    modules.update({name: module for name, module in (named or {}).items() if name in names})
-    key = (function, *((name, id(module)) for name, module in sorted(modules.items())))
-    if key in known or not modules:
+    at_names = ((name, given.get(name, given.get(index))) for index, name in enumerate(names))
+    modules = {name: module for name, module in at_names if module is not None}
+    key = (function, *((name, id(module)) for name, module in modules.items()))
+    if key in found.known or not modules:
         return
-    known.add(key)
+    found.known.add(key)
     for use in uses:
-        arguments = [(at, module) for at, place in use.given for module, rest in _reached(modules, place) if not rest]
-        first: list[nn.Module | None] = [None] * 8
-        by_name: dict[str, nn.Module] = {}
-        for position, module in arguments:
-            if isinstance(position, str):
-                by_name[position] = module
-            elif position < 7:
-                first[position + 1] = module
+        arguments = {at: module for at, place in use.given for module, rest in _reached(modules, place) if not rest}
         if use.place is None:
-            _follow(scope.get(use.function), first[1:], root, found, known, by_name)
+            _follow(scope.get(use.function), arguments, found)
             continue
+        behind_self = {at + 1 if isinstance(at, int) else at: module for at, module in arguments.items()}
         for at, rest in _reached(modules, use.place):
+            with_self = {0: at, **behind_self}
             if not rest:
-                if use.is_call and at is not root:
+                if use.is_call and at is not found.root:
                     found.called[at] = None
                     if arguments:
-                        _follow(
-                            inspect.getattr_static(type(at), "forward"), [at, *first[1:]], root, found, known, by_name
-                        )
+                        _follow(inspect.getattr_static(type(at), "forward"), with_self, found)
                 continue
             name = rest[0]
             if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
                 found.read[at] = found.read.get(at, True) and None in use.place.steps
             elif len(rest) == 1 and isinstance(name, str):
-                if at is not root and at in found.apart and name in methods_of(at):
+                if at is not found.root and at in found.apart and name in methods_of(at):
                     continue
                 for method in _overridden(type(at), name):
-                    _follow(method, [at, *first[1:]], root, found, known, by_name)
+                    _follow(method, with_self, found)
                 held = vars(at).get(name)
                 if use.is_call and inspect.isfunction(held):
-                    _follow(held, first[1:], root, found, known, by_name)
+                    _follow(held, arguments, found)
                 elif use.is_call and held is not None:
-                    _follow(getattr(type(held), "__call__", None), first, root, found, known, by_name)  # noqa: B004
+                    _follow(getattr(type(held), "__call__", None), behind_self, found)  # noqa: B004
 
 
 def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:
@@ -262,7 +241,7 @@ class _Reader(ast.NodeVisitor):
         return None
 
     def _bind(self, target: ast.expr, place: _Place | None) -> None:
-        if isinstance(target, ast.Name) and place is not None and place.steps:
+        if isinstance(target, ast.Name) and place is not None:
             self._places.setdefault(target.id, place)
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -307,7 +286,3 @@ class _Reader(ast.NodeVisitor):
         elif isinstance(node.func, ast.Name) and given:
             self.uses[_Use(None, node.func.id, given)] = None
         self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        if not all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
-            self.generic_visit(node)

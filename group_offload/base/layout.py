@@ -61,10 +61,7 @@ class BlobLayout:
         # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._views(blob)
-        return self._views(blob)
-
-    def _views(self, blob: torch.Tensor) -> list[torch.Tensor]:
+                return self.views(blob)
         views = []
         flats: dict[torch.dtype, torch.Tensor] = {}
         for spec in self.specs:

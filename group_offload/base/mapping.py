@@ -6,8 +6,8 @@ use up the descriptors of a process. So the mappings are made by the `mmap` of t
 Systems other than Linux have `map_file` and `map_anonymous` alone, by Python's `mmap` module. There a file is mapped with a
 descriptor of its own before Python 3.13.
 
-(November 2026: Python 3.13 has `mmap.mmap(..., trackfd=False)`, which does the same. Once 3.13 is the oldest supported version,
-`map_file` and `page_cache_of` can use it, and `_map` goes. `TwiceMapped` needs the C library for MAP_FIXED in any case.)
+(Once Python 3.13 is the oldest supported version, `mmap.mmap(..., trackfd=False)` can take the place of `_map`. `TwiceMapped`
+needs the C library for MAP_FIXED in any case.)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from . import system
 from .pool import Task, on_pool, run_all
-from .system import IS_LINUX, IS_WINDOWS, missing, name_of_shared_file, new_shared_file, open_shared_file
 from .tuning import tuning
 
 _libc: Any = None
-if IS_LINUX:
+if system.IS_LINUX:
     _libc = ctypes.CDLL(None, use_errno=True)
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -88,13 +88,6 @@ class FileMappings:
         return FileMapping(start, end, int(offset, 16), os.fsdecode(path[0]), identity, flags[3:4] == b"p")
 
 
-def mapping_at(address: int) -> FileMapping | None:
-    """The mapping that holds `address`. None if it is not a mapping of a file, or if the system does not tell now."""
-    with suppress(OSError):
-        return FileMappings().at(address)
-    return None
-
-
 def is_cut_off(address: int) -> bool:
     """Whether this byte of a mapping lies past the end of the file. To touch it would end the process (SIGBUS)."""
     if _libc is None:
@@ -118,7 +111,7 @@ def map_file(fd: int, num_bytes: int, start: int = 0) -> Any:
     """
     if _libc is not None:
         return _map(fd, start, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
-    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) and not IS_WINDOWS else {}
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) and not system.IS_WINDOWS else {}
     try:
         return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, offset=start, **options)
     except ValueError as error:
@@ -158,15 +151,12 @@ class TwiceMapped:
         self.shared, self.private = reserve(num_bytes), reserve(num_bytes)
         whole_pages = -(-num_bytes // _MAX_PIECES // mmap.PAGESIZE) * mmap.PAGESIZE
         self._piece_bytes = max(tuning().min_mapped_piece_bytes, whole_pages)
-        self._files: list[int] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._files)
+        self._files: list[Any] = []
         # Several files in memory, side by side: threads that write to the same file take turns in the kernel.
         for index, start in enumerate(range(0, num_bytes, self._piece_bytes)):
             size = min(self._piece_bytes, num_bytes - start)
-            if names:
-                self._files.append(fd := open_shared_file(names[index]))
-            else:
-                self._files.append(fd := new_shared_file(size))
+            fd = system.open_shared_file(names[index]) if names else system.new_shared_file(size)
+            self._files.append(system.own_descriptor(fd))
             for buffer, flags in ((self.shared, mmap.MAP_SHARED), (self.private, mmap.MAP_PRIVATE)):
                 address = ctypes.addressof(buffer) + start
                 _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, 0)
@@ -174,7 +164,7 @@ class TwiceMapped:
     @property
     def names(self) -> list[str]:
         """What another process finds the memory by, until `seal`."""
-        return [*map(name_of_shared_file, self._files)]
+        return [system.name_of_shared_file(file.fileno()) for file in self._files]
 
     def write(self, runs: Sequence[tuple[int, memoryview]]) -> None:
         """Write runs of bytes, each an offset and its content, with several threads; take memory for all the others.
@@ -196,17 +186,18 @@ class TwiceMapped:
 
     def seal(self) -> None:
         """Close the files: `write` is not called any more."""
-        self._finalizer()
+        self._files.clear()
 
     def _write_piece(self, piece: int, contents: list[tuple[int, memoryview]]) -> None:
+        fd = self._files[piece].fileno()
         for offset, content in contents:
             done = 0
             while done < len(content):
-                done += os.pwrite(self._files[piece], content[done:], offset + done)
+                done += os.pwrite(fd, content[done:], offset + done)
         start = piece * self._piece_bytes
         size = min(self._piece_bytes, len(self.shared) - start)
         if sum(len(content) for _, content in contents) < size:
-            os.posix_fallocate(self._files[piece], 0, size)  # a page that is touched when none is left ends the process
+            os.posix_fallocate(fd, 0, size)  # a page that is touched when none is left ends the process
         populate(flat_view(self.shared, start, size))
 
 
@@ -228,7 +219,7 @@ def cached_bytes(address: int, num_bytes: int) -> int:
         OSError: the system does not tell.
     """
     if _libc is None:
-        raise missing()
+        raise system.missing()
     num_pages = -(-num_bytes // mmap.PAGESIZE)
     is_there = bytearray(num_pages)
     found = (ctypes.c_char * num_pages).from_buffer(is_there)
@@ -294,11 +285,6 @@ def flat_view(buffer: Any, offset: int, num_bytes: int) -> torch.Tensor:
 
 def _map(fd: int, start: int, num_bytes: int, protection: int, flags: int) -> Any:
     return _owned(_mmap(None, num_bytes, protection, flags, fd, start), num_bytes)
-
-
-def _close_all(files: list[int]) -> None:
-    while files:
-        os.close(files.pop())
 
 
 def reserve(num_bytes: int) -> Any:

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import GroupFileError
@@ -91,10 +91,8 @@ def folder_lock(folder: Path) -> Iterator[bool]:
     except (OSError, NotImplementedError):
         yield False
         return
-    try:
+    with closing(opened):
         yield _wait_for_lock(opened.fileno(), folder)
-    finally:
-        opened.close()
 
 
 def _wait_for_lock(fd: int, folder: Path) -> bool:
@@ -129,11 +127,8 @@ def temporary_name(name: str) -> str:
 def _sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
     with suppress(OSError, NotImplementedError):
-        fd = system.open_folder(folder)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        opened = system.own_descriptor(system.open_folder(folder))
+        os.fsync(opened.fileno())
 
 
 def check_path(path: Path) -> None:

@@ -12,10 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import StateError
 from . import selective
-from .torch_internals import (
-    set_eval_frame,
-    top_saved_tensors_hooks,
-)
+from .torch_internals import set_eval_frame, top_saved_tensors_hooks
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]

@@ -33,13 +33,13 @@ except ImportError:
 IS_LINUX = sys.platform.startswith("linux")
 IS_WINDOWS = os.name == "nt"
 
-TO_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""The flags that open a file to read it. A FIFO is not waited for, where the system can do that."""
-NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_PLAIN_FILE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_TO_READ = _PLAIN_FILE | os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+NEW_FILE = _PLAIN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL
 """The flags that make a file which did not exist."""
 
-_turns = [threading.Lock() for _ in range(64)]
-"""Guard the positions of open files, where a read cannot say its position. Descriptors of one file have the same lock."""
+_turn = threading.Lock()
+"""Guards the positions of open files, where a read cannot say its position. Descriptors that were duplicated share one."""
 
 
 class _OwnedFile(io.FileIO):
@@ -152,7 +152,7 @@ def read_at(fd: int, target: memoryview, position: int) -> int:
     """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [target], position)
-    with _turn(fd):
+    with _turn:
         os.lseek(fd, position, os.SEEK_SET)
         found = os.read(fd, len(target))
     target[: len(found)] = found
@@ -180,19 +180,18 @@ def open_past_cache(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
 
 
-def open_to_read(path: Path, *, follows_links: bool = False) -> int:
-    """Open a regular file and nothing else: links are followed only if that is asked for, and a FIFO is not waited for.
+def open_to_read(path: Path) -> int:
+    """Open a regular file and nothing else: no link is followed, and a FIFO is not waited for.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
     """
     expected = None
     if not hasattr(os, "O_NOFOLLOW"):
-        expected = os.stat(path, follow_symlinks=follows_links)
+        expected = os.lstat(path)
         if not stat.S_ISREG(expected.st_mode):
             raise OSError("not a regular file")
-    links = 0 if follows_links else getattr(os, "O_NOFOLLOW", 0)
-    fd = os.open(path, TO_READ | links)
+    fd = os.open(path, _TO_READ)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -291,10 +290,6 @@ def started_at(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _turn(fd: int) -> threading.Lock:
-    return _turns[hash(os.fstat(fd).st_ino) % len(_turns)]
 
 
 def ioctl(fd: int, request: int, argument: bytearray) -> int:

@@ -1,4 +1,4 @@
-"""The private names of torch that this package needs, and why. No other module imports one.
+"""The private names of torch that this package needs, and why. No other module imports one: `name as name` is for others.
 
 Attributes of tensors and modules are used where they are. So is `torch._dynamo.skip_frame`: it works on the frame that calls
 it, with a literal. tests/units/test_torch_internals.py says which of them a release has moved.
@@ -19,23 +19,6 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-# Those that are imported here for others.
-__all__ = [
-    "DeviceContext",
-    "TensorGuards",
-    "TorchDispatchMode",
-    "current_dispatch_mode",
-    "detect_fake_mode",
-    "dispatch_modes",
-    "is_traceable_wrapper_subclass",
-    "pop_mode",
-    "push_mode",
-    "set_eval_frame",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -55,47 +38,47 @@ check_version(torch.__version__)
 try:
     # The compiler must not trace the engine: a gate switches it off and on again within one call. The public
     # `torch.compiler.disable` does that for whole functions only, and imports the compiler.
-    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
     not_compiled: Callable[[F], F] = torch._disable_dynamo  # type: ignore[assignment, attr-defined]
 
     # All sizes and strides of a pass in one call.
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as TensorGuards
 
     # Export and fake tensors: a forward with them has no weights to bring.
-    from torch._guards import detect_fake_mode
+    from torch._guards import detect_fake_mode as detect_fake_mode
 
     # Selective checkpoints see each operation of the thread, ours too, unless their modes are taken off meanwhile.
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode,
-        is_traceable_wrapper_subclass,  # whether a tensor subclass can be taken apart into plain tensors (torchao)
-    )
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-    from torch.utils._python_dispatch import _pop_mode as pop_mode
-    from torch.utils._python_dispatch import _push_mode as push_mode
+    from torch.utils import _python_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+    current_dispatch_mode: Any = _python_dispatch._get_current_dispatch_mode
+    pop_mode: Any = _python_dispatch._pop_mode
+    push_mode: Any = _python_dispatch._push_mode
     CACHING_MODES: Any = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
     dispatch_stack_length: Any = torch._C._len_torch_dispatch_stack
 
     # A thread that calls a model in another one's place gets the modes that are in force there.
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+    from torch.utils._device import DeviceContext as DeviceContext
 
-    function_modes: Any = _get_current_function_mode_stack
+    dispatch_modes: Any = _python_dispatch._get_current_dispatch_mode_stack
+    function_modes: Any = torch.overrides._get_current_function_mode_stack
     push_function_mode: Any = torch._C._push_on_torch_function_stack
     pop_function_mode: Any = torch._C._pop_torch_function_stack
 
     # Hooks for all modules of the process would see forwards that share a pass in another order.
-    from torch.nn.modules.module import _has_any_global_hook
-
-    has_global_hooks: Any = _has_any_global_hook
+    has_global_hooks: Any = nn.modules.module._has_any_global_hook
 
     # While torch.jit traces, torch calls more than a module's forward.
     tracing_state: Any = torch._C._get_tracing_state
 
+    # Whether a tensor subclass can be taken apart into plain tensors (torchao).
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
     # Inputs and outputs may be nested, also in classes that somebody has registered there.
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
 
     # Saved-tensor hooks: those of others have to be found, called, and left in their order. The public context manager only
     # pushes and pops its own.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, span_bytes
-from ..base.mapping import flat_view, forget_writes, map_file, mapping_at
+from ..base.mapping import FileMappings, flat_view, forget_writes, map_file
 from ..base.pagemap import PAGE, written_pages
 from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
@@ -70,7 +70,7 @@ class Checkpoint(SourceFile):
         finally:
             os.close(fd)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
-        mapping = mapping_at(found.bytes.data_ptr())
+        mapping = FileMappings().at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != spans[0].identity:
             raise OSError(f"{path} has changed since it was mapped")
         return found

@@ -25,6 +25,7 @@ from group_offload.stores.packed_files import PackedFiles, Wanted
 from group_offload.stores.safetensors_file import PackedFrom
 
 from ..support.asserts import assert_at_rest
+from ..support.files import as_root
 from ..support.folders import GROUPS, assert_holds, names, set_up
 from ..support.models import Model, make
 from ..support.packed_files import image_in, origin_of, packed
@@ -144,7 +145,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCap
         set_up(groups)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@as_root
 def test_another_user_took_the_name_of_our_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     own = set_up(tmp_path)[0].path.parent
@@ -153,7 +154,7 @@ def test_another_user_took_the_name_of_our_folder(tmp_path: Path) -> None:
         set_up(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@as_root
 def test_a_link_of_another_user(tmp_path: Path) -> None:
     """Hazard: another user's link decides what is computed."""
     link = tmp_path / "link"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload.base.device import HostBackend
+from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
 from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.links import PeerLink
@@ -113,5 +113,5 @@ class SharedFiles:
 def use_peer_links(num_ranks: int) -> None:
     """Let this process, which computes on the CPU, send as GPUs do."""
     files, patch = SharedFiles(), pytest.MonkeyPatch()
-    patch.setattr(HostBackend, "empty", lambda self, num_bytes, stream=None: files.empty(num_bytes))
+    patch.setattr(Backend, "empty", lambda self, num_bytes, stream=None: files.empty(num_bytes))
     patch.setattr(crew, "CollectiveLink", lambda backend, rank, group: PeerLink(backend, rank, num_ranks, files))

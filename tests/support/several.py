@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats, StateError, apply_group_offloading
 from group_offload.activations import apply_activation_offloading
-from group_offload.base.mapping import mapping_at
+from group_offload.base.mapping import FileMappings
 from group_offload.base.tuning import tune
 from group_offload.runtime.sharing import crew, sharing
 from group_offload.runtime.sharing.roll import Roll
@@ -528,7 +528,7 @@ def has_one_copy(rank: int) -> None:
     for shares in (True, "auto"):
         offloaded, reference = model(), resident()
         handle = share(offloaded, share=shares)
-        mappings = [mapping_at(parameter.data_ptr()) for parameter in offloaded.parameters()]
+        mappings = [FileMappings().at(parameter.data_ptr()) for parameter in offloaded.parameters()]
         places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, places)

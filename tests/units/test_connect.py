@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload.base.device import HostBackend
+from group_offload.base.device import Backend
 from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.links import PeerLink
 
@@ -83,7 +83,7 @@ class Ranks:
     """The trials of all ranks, in one process."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.memory, self.backends = FakeMemory(), [HostBackend() for _ in range(num_ranks)]
+        self.memory, self.backends = FakeMemory(), [Backend() for _ in range(num_ranks)]
         self.trials: list[crew.Trial] = []
         for rank, backend in enumerate(self.backends):
             backend.empty = self._empty  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ def test_what_all_ranks_send_arrives(num_ranks: int, monkeypatch: pytest.MonkeyP
 
 def test_an_address_that_is_used_again_has_another_number() -> None:
     memory, mine = FakeMemory(), torch.zeros(100, dtype=torch.uint8)
-    link = PeerLink(HostBackend(), 1, 3, memory)  # type: ignore[arg-type]
+    link = PeerLink(Backend(), 1, 3, memory)  # type: ignore[arg-type]
     memory.put(5, mine)
     assert link.place_of(mine)[0] == 5
     memory.put(9, mine)  # freed, and handed out once more

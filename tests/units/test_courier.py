@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from group_offload import StateError
-from group_offload.base.device import HostBackend
+from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier, Peer
@@ -35,7 +35,7 @@ class Two:
 
     def __init__(self, other: subprocess.Popen[bytes]) -> None:
         self.other = other
-        fd, backend = new_shared_file(BOARD_BYTES), HostBackend()
+        fd, backend = new_shared_file(BOARD_BYTES), Backend()
         self.board = Board(open_shared_file(name_of_shared_file(fd)), 1, 2)
         peers = [Peer(each + 4, pid, started_at(pid)) for each, pid in enumerate((os.getpid(), other.pid))]
         self.memory = FakeMemory()
@@ -66,7 +66,7 @@ class Two:
 
     def submit(self, name: str, memory: torch.Tensor | None = None, reads: Any = None, begun: Any = None) -> ShareJob:
         """Offer another group: in `memory`, once `reads` are over; alone without."""
-        event = HostBackend().new_event()
+        event = Backend().new_event()
         found = None if memory is None else SharedBytes(memory, 4, event)
         job = self.job_for(Shared(f"1/{name}", "digest", name, found))
         job.reads, job.begun = reads, begun or event
@@ -77,7 +77,7 @@ class Two:
         return lambda: self.board.read()[0].reading.get("1") == ["0"] * reads
 
     def job_for(self, shared: Shared) -> ShareJob:
-        event = HostBackend().new_event()
+        event = Backend().new_event()
         return ShareJob(
             model="1",
             shared=[shared],
@@ -85,7 +85,7 @@ class Two:
             sent=event,
             rest=event,
             ready=event,
-            stream=HostBackend().new_stream(),
+            stream=Backend().new_stream(),
             post=self.courier.post,
             bring_rest=lambda job: None,
             send=lambda shared, places: self.link.send(shared.bytes, places),

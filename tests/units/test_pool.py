@@ -20,10 +20,11 @@ import torch
 from group_offload.base import pool
 from group_offload.base.layout import memory_of
 from group_offload.base.mapping import TwiceMapped
-from group_offload.base.pool import num_threads, run_all
+from group_offload.base.pool import run_all
 from group_offload.base.reading import read_into
 
 from ..interrupts import Strike, contained
+from ..support.reading import num_threads
 from ..support.tuning import tune
 
 MIB = 1 << 20
@@ -38,11 +39,6 @@ def fresh_pool() -> Iterator[None]:
     pool._forget()
 
 
-def io_threads() -> int:
-    """Of the pool that there is: those of one that a test has struck, or forgotten, may wait for ever."""
-    return sum(getattr(thread, "_pool", None) is pool._pool for thread in threading.enumerate())
-
-
 def test_results_come_in_order_and_errors_after_all_are_done() -> None:
     assert run_all(partial(int, number) for number in range(100)) == list(range(100))
     done: list[int] = []
@@ -55,7 +51,7 @@ def test_results_come_in_order_and_errors_after_all_are_done() -> None:
     with pytest.raises(OSError, match="no") as error:
         run_all(partial(work, number) for number in range(30))
     assert error.value.errno == 1 and sorted(done) == list(range(30))
-    assert io_threads() <= num_threads()
+    assert num_threads("io") <= pool.num_threads()
 
 
 @contextmanager
@@ -133,7 +129,7 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
                 except KeyboardInterrupt:
                     num_interrupts += 1
                 assert not running
-            assert io_threads() <= num_threads() + 1
+            assert num_threads("io") <= pool.num_threads() + 1
             if not strike.where:
                 break
         if num_interrupts % 10 == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from group_offload import StateError, apply_group_offloading
-from group_offload.base import mapping, ram, system
+from group_offload.base import ram, system
 from group_offload.base.ram import available_ram
 from group_offload.runtime.copies import cached
 
@@ -180,7 +180,7 @@ def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.
 def test_a_process_without_descriptors_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     before = model.weight.clone()
-    monkeypatch.setattr(mapping, "new_shared_file", failing(errno.EMFILE))
+    monkeypatch.setattr(system, "new_shared_file", failing(errno.EMFILE))
     with use_simulated_device(SimulatedDevice(0, "lazy")), pytest.raises(StateError, match="ulimit -n"):
         offload(model)
     assert torch.equal(model.weight, before)

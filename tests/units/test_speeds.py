@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
-from group_offload.base.device import HostBackend
+from group_offload.base.device import Backend
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.placement import ASSUMED_UNPACK
@@ -140,15 +140,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
-    first = known_speeds(HostBackend(), tmp_path)
+    first = known_speeds(Backend(), tmp_path)
     assert {each.what: each.speed for each in recorded()} == {"h2d": first.h2d, "drive": first.drive}
     assert first.unpack == ASSUMED_UNPACK and all(each.where and "T" in each.at for each in recorded())
     (tmp_path / "folder").mkdir()
-    assert known_speeds(HostBackend(), tmp_path / "folder") == first and counted.call_count == 2
+    assert known_speeds(Backend(), tmp_path / "folder") == first and counted.call_count == 2
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
-    assert known_speeds(HostBackend(), None) == replace(first, drive=ASSUMED_DRIVE) and counted.call_count == 2
+    assert known_speeds(Backend(), None) == replace(first, drive=ASSUMED_DRIVE) and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
-    assert known_speeds(HostBackend(), tmp_path).drive == first.drive and counted.call_count == 3
+    assert known_speeds(Backend(), tmp_path).drive == first.drive and counted.call_count == 3
     assert len(recorded()) == 3
 
 
@@ -168,8 +168,8 @@ def test_a_record_that_is_damaged(content: bytes, counted: Mock, tmp_path: Path)
     record_file().write_bytes(content)
     assert recorded() == []
     write(tmp_path / "model.safetensors")
-    first = known_speeds(HostBackend(), tmp_path)
-    assert len(recorded()) == 2 and known_speeds(HostBackend(), tmp_path) == first and counted.call_count == 2
+    first = known_speeds(Backend(), tmp_path)
+    assert len(recorded()) == 2 and known_speeds(Backend(), tmp_path) == first and counted.call_count == 2
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

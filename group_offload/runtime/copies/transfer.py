@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import record_function
 
-from ...base.device import Event, HostBackend, Stream
+from ...base.device import Event, Stream
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage, Tier
@@ -91,7 +91,7 @@ class Transfer:
 
     def reads_of(self, blobs: Sequence[PlacedBlob]) -> list[Read]:
         """The bytes in files, and in RAM that is not pinned, that `send` will need, if they can be read ahead of slots."""
-        if isinstance(self._backend, HostBackend):
+        if not self._backend.has_streams:
             return []
         # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
         if not all(placed.blob.detects_edits and not placed.blob.is_outdated for placed in blobs):
@@ -186,7 +186,7 @@ class Transfer:
         stream, streams = landing.stream, {landing.stream, landing.copy_stream}
         for each in streams:
             self.last_copies.expect(each)
-        reads, is_host = [move for move in moves if isinstance(move, Read)], isinstance(self._backend, HostBackend)
+        reads, is_host = [move for move in moves if isinstance(move, Read)], not self._backend.has_streams
         begun = None
         # Unpacking is recorded by itself, and threads record the copies of what they read when they enqueue them.
         is_apart = (len(reads) == len(moves) and not is_host) or any(isinstance(move, Unpack) for move in moves)
