@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from .base.compiled import HANDLE
 from .base.publish import check_path
 from .base.text import html_table, printable, table
 from .base.weak import Weak, gone, weakly
@@ -24,7 +25,6 @@ from .report.facts import ReportFacts
 from .report.page import value_text, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
 from .runtime.engine import Engine, follow_one_another
-from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
 from .stores.base import Tier

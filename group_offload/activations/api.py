@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base.compiled import NotCopied
 from ..errors import ModuleError, StateError
 from .config import ActivationConfig, Group, Skip, as_device, as_groups, find_groups
-from .gates import GROUP, GroupGate, NotCopied, tell
+from .gates import GROUP, GroupGate, tell
 from .session import Session
 from .stats import ActivationStats
 

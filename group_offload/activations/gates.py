@@ -17,22 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..base.compiled import Around, innermost
+from ..base.compiled import Around, NotCopied, innermost
 from ..base.saved import unwatched
 from .session import Session
 
 GROUP = "_group_offload_activation_group"
 """The attribute of a group's module that leads to its `GroupGate`."""
-
-
-class NotCopied:
-    """An object that belongs to one module: a copy of the module, or one read back from a pickle, gets None instead."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
 
 
 class GroupGate(NotCopied, Around):

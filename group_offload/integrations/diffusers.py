@@ -30,7 +30,7 @@ from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.arena import moved
-from ..base.compiled import is_compiled
+from ..base.compiled import HANDLE, is_compiled
 from ..base.layout import span_bytes
 from ..base.text import did_you_mean, short
 from ..base.weak import Weak
@@ -40,7 +40,7 @@ from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
-from ..runtime.gates import HANDLE, is_offloaded, root_of
+from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
 from .modular import LISTENERS
 from .patching import around, swap

@@ -72,21 +72,27 @@ class State(Enum):
     """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
 
 
+class Entry:
+    """Where calls of a module, or of one of its methods, enter: a gate."""
+
+    module = Weak[nn.Module]()
+    method: Method | None = None
+    """The method that is called; None for the module itself."""
+    groups: tuple[Group, ...] = ()
+    """The groups that a call needs. They may be others once a pass has begun."""
+
+
 class Call:
     """One call of a gate."""
 
-    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module", "needs")
+    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module")
 
-    def __init__(
-        self, module: nn.Module, entry: nn.Module | Method, frame: FrameType, needs: Callable[[], Sequence[Group]]
-    ) -> None:
+    def __init__(self, entry: Entry, frame: FrameType) -> None:
         """
         Args:
-            entry: What is called: the module, or one of its methods.
             frame: Frame that is on the stack for as long as the call lasts.
-            needs: Function that returns the groups that the call needs. They may be others once a pass has begun.
         """
-        self.module, self.entry, self.needs = module, entry, needs
+        self.entry, self.module = entry, entry.module
         self.groups: list[Group] = []
         """The groups that the call holds."""
         self.is_deferred = False
@@ -214,11 +220,6 @@ class Passes:
         return self.is_running and self._thread == threading.get_ident()
 
     @property
-    def runs_elsewhere(self) -> bool:
-        """Whether another thread seems to be in the middle of a pass."""
-        return self._thread not in (0, threading.get_ident())
-
-    @property
     def is_inside_a_call(self) -> bool:
         """Whether the gated call that begins lies inside another one, or in a backward."""
         return len(self._calls) > 1 or bool(self.tasks)
@@ -233,7 +234,7 @@ class Passes:
         self._calls.append(call)
         if is_first:
             try:
-                self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
+                self._begin(call, Kind.of(call.entry.method or call.module, args, kwargs), kwargs)
             except EXPECTED:
                 self._state = State.OPEN
                 raise
@@ -253,7 +254,7 @@ class Passes:
 
     def _acquire_groups_of(self, call: Call) -> None:
         with _Step(self):
-            for group in call.needs():
+            for group in call.entry.groups:
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
@@ -352,7 +353,7 @@ class Passes:
     # ---------------------------------------------------------------- a forward
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        top, entry = call.module, call.entry
+        top, method = call.module, call.entry.method
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
                 f"{self.name} is offloaded and can't be recorded by torch.jit.trace: its weights move. Call handle.remove() "
@@ -363,7 +364,7 @@ class Passes:
                 f"{self.name} is offloaded and can't run inside torch.func transforms (grad, vmap, jvp). Use "
                 f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
-        self.before_forward(self.root, inputs if entry is self.root else {})
+        self.before_forward(self.root, inputs if top is self.root and method is None else {})
         self.counters.passes += 1
         self.begin_work()
         self._thread = threading.get_ident()
@@ -371,7 +372,7 @@ class Passes:
         self.kind = kind
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
-                self._heir = self.succession.begin(self, entry)
+                self._heir = self.succession.begin(self, method or top)
             self.memory.protected = self.succession.protected_from(self)
         begins_phase = self.succession is not None and self.succession.is_first_of_phase
         self._start(kind, type(top).__name__, scope, begins_phase=begins_phase)
@@ -681,7 +682,7 @@ class Passes:
         Raises:
             StateError: That pass waits for a thread, which is most likely the calling one.
         """
-        if self.lock._is_owned():
+        if self._thread in (0, threading.get_ident()) or self.lock._is_owned():
             return
         before: FrameType | None = None
         try:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ...base.device import Stream
 from ...base.system import forked_free
 from ...base.weak import weakly
@@ -62,9 +64,9 @@ class SharedPasses(Passes):
 
     # ---------------------------------------------------------------- where a pass is
 
-    @property
-    def runs_elsewhere(self) -> bool:
-        return self.turns.here is None and super().runs_elsewhere
+    def wait_for_turn(self, module: nn.Module) -> None:
+        if self.turns.here is None:
+            super().wait_for_turn(module)
 
     def edits(self) -> int:
         """A number that rises with each edit of weights that was committed."""
@@ -136,7 +138,7 @@ class SharedPasses(Passes):
             held = {group for outer in traveller.calls for group in outer.groups}
             return all(
                 group.holds and (group in held or traveller not in convoy.users.get(group, ()))
-                for group in call.needs()
+                for group in call.entry.groups
                 if group.num_bytes
             )
 
