@@ -12,10 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import StateError
 from . import selective
-from .torch_internals import (
-    set_eval_frame,
-    top_saved_tensors_hooks,
-)
+from .torch_internals import set_eval_frame, top_saved_tensors_hooks
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -48,7 +45,7 @@ class Kept:
 
 
 class Passed:
-    """A tensor that is left to the saved-tensor hooks below ours."""
+    """A tensor that other functions save: the saved-tensor hooks below ours, or those that take it apart."""
 
     __slots__ = ("_packed", "_unpack")
 
