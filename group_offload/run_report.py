@@ -90,9 +90,9 @@ def _group(group: Group, engine: Engine) -> GroupFacts:
         place = Place.FILE
     else:
         parts = [part for part in group.parts if part.blob.layout.num_bytes]
-        is_locked = parts and all(part.packed is not None or part.blob.pinned_bytes for part in parts)
+        is_locked = parts and all(part.blob.packed is not None or part.blob.pinned_bytes for part in parts)
         place = Place.LOCKED if is_locked else Place.RAM
-    ways = {blob.way for blob in blobs if isinstance(blob, FileBlob) and not blob.is_packed} - {"locked", ""}
+    ways = {blob.way for blob in blobs if isinstance(blob, FileBlob) and blob.packed is None} - {"locked", ""}
     detail = [where_of(group), *(f"read: {way}" for way in sorted(ways))]
     detail += ["on the device while the groups inside it compute"] if group.height else []
     return GroupFacts(

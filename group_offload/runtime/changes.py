@@ -107,7 +107,7 @@ class Watch:
         """The stores whose edits may be committed in the middle of a pass."""
         self.early = [store for store in stores if not store.commits_late]
         self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
-        self._forms = Forms([view for part in self._parts for view in part.rest])
+        self._forms = Forms([view for part in self._parts for view in part.blob.rest])
         self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
         self._addresses = [address for part in self._parts for address in part.addresses]
 

@@ -389,7 +389,7 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._to_close:
             if part not in in_use and not part.is_given_up:
-                part.close()
+                part.blob.close()
         self._to_close = {}
 
     def _install_gates(self) -> None:

@@ -127,7 +127,7 @@ class Placer:
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage
-                or any(blob.is_direct or blob.is_read_packed for blob in in_files),
+                or any(blob.is_direct or (blob.packed is not None and blob.packed.is_read) for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )
@@ -493,7 +493,7 @@ class Placer:
             part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
+            if isinstance(part.blob, FileBlob) and part.blob.packed is None and group.num_bytes
             if group in in_ram or group.height
         )
 
