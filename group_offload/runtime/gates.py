@@ -59,12 +59,11 @@ from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
-from .convoy.contract import DENOISERS, is_function
+from .convoy.contract import DENOISERS
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
 from .passes import Call, Entry, Passes
-from .placer import Placer
 from .repeat import Repeater
 from .skips import own_forward, preceded
 from .tables import GatheredRows
@@ -97,10 +96,10 @@ class Gate(NotCopied, Around, Entry):
     def is_installed(self) -> bool:
         return self.module.__dict__.get(self.name) is self
 
-    def open_for(self, groups: Iterable[Group], gates: Gates) -> None:
+    def open_for(self, groups: Iterable[Group], passes: Passes) -> None:
         """Take over the groups that a call needs. The group that is needed longest comes first."""
         # What was known of the module keeps weights that were replaced.
-        self.repeater = Repeater(self.module, gates.passes, gates.backend, is_function=gates.is_function)
+        self.repeater = Repeater(self.module, passes)
         groups = sorted(groups, key=lambda group: -group.height)
         self.groups = tuple(group for group in groups if not group.is_table)
         self.tables = tuple(group for group in groups if group.is_table)
@@ -183,7 +182,7 @@ class Gate(NotCopied, Around, Entry):
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = _NOTHING if own is None else preceded(own, partial(passes.acquire_late, this))
             with backward.hooks() or _NOTHING, late:
-                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
+                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=passes.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 backward.keep_contexts(output, self.groups, first)
@@ -191,8 +190,8 @@ class Gate(NotCopied, Around, Entry):
             this.is_complete = True
             return output
         except torch.OutOfMemoryError as error:
-            if gates.placer.has_budget and not passes.is_inside_a_call:
-                raise gates.placer.too_little(error) from error
+            if passes.placer.has_budget and not passes.is_inside_a_call:
+                raise passes.placer.too_little(error) from error
             raise
         finally:
             passes.end_call(this)
@@ -378,8 +377,6 @@ class Gates:
         config: OffloadConfig,
         passes: Passes,
         backward: Backward,
-        placer: Placer,
-        *,
         refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
         """
@@ -387,14 +384,11 @@ class Gates:
             refresh: Reference to the function that commits edits of weights since the last pass.
         """
         self.root = root
-        self.is_function = is_function(config, root)
-        """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
         self.backward = backward
-        self.placer = placer
         self.sharing: SharingPolicy | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
         asks_plan = config.share_passes == "auto"
@@ -478,12 +472,12 @@ class Gates:
         key = entry if isinstance(entry, Method) else weakref.ref(entry)
         gate = self._gates.get(key)
         if gate is not None and type(gate) is kind and gate.is_installed:
-            gate.open_for(groups, self)
+            gate.open_for(groups, self.passes)
             return gate
         if gate is not None:
             gate.uninstall()
         self._gates[key] = gate = kind(self, entry)
-        gate.open_for(groups, self)
+        gate.open_for(groups, self.passes)
         gate.install()
         return gate
 

@@ -79,7 +79,7 @@ class SharedPasses(Passes):
     @property
     def sends_nothing(self) -> bool:
         """Whether no pass sends weights, so that forwards save nothing by sharing one."""
-        return self._placer.sends_nothing
+        return self.placer.sends_nothing
 
     def gain_from_sharing(self, all_shapes: Sequence[Any]) -> float | None:
         """The share of time that forwards with inputs of these shapes save in one pass; None if that isn't known yet.
@@ -89,7 +89,7 @@ class SharedPasses(Passes):
 
         def weigh() -> None:
             top = weakref.ref(self.root)
-            self._gain = self._placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
+            self._gain = self.placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
 
         self.if_at_rest(weigh)
         return self._gain
@@ -159,7 +159,7 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        self.most_together = max(1, min(self._least_too_many - 1, self._placer.forwards_that_fit(kind)))
+        self.most_together = max(1, min(self._least_too_many - 1, self.placer.forwards_that_fit(kind)))
         traveller = self.turns.here
         if traveller is None:
             super()._begin(call, kind, inputs)

@@ -245,15 +245,12 @@ class Group:
 
     def note_shared_counters(self) -> None:
         """Take over from the parts which tensors share a version counter."""
-        known: dict[SharedCounter, None] = {}
-        self._to_increment = []
+        known: dict[SharedCounter | int, torch.Tensor] = {}
         for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
-            counter = part.shared_counters.get(index)
-            if tracks and counter not in known:
-                self._to_increment.append(tensor)
-            if counter is not None:
-                known[counter] = None
-        self._shared_counters = list(known)
+            if tracks:
+                known.setdefault(part.shared_counters.get(index, id(tensor)), tensor)
+        self._to_increment = [*known.values()]
+        self._shared_counters = [counter for counter in known if isinstance(counter, SharedCounter)]
         self._rest_version = self._version_sum()
 
     def find(self, address: int) -> tuple[Part, int, int] | None:
@@ -465,3 +462,42 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+
+
+def share_counters(groups: Sequence[Group]) -> None:
+    """Find the tensors of `groups` that share a version counter, because they were made as views of one (`chunk`, `unbind`).
+
+    When the engine raises the counter for one of them the versions of all rise, even of tensors in other groups. Autograd's
+    counters can be read and raised, but not compared: so one is raised, to see which versions rise with it. These increments
+    are counted as the engine's.
+    """
+    parts = dict.fromkeys(part for group in groups for part in group.parts)
+    places = [(part, i) for part in parts for i, ref in enumerate(part.refs) if tracks_version(ref.tensor)]
+    tensors = [part.refs[index].tensor for part, index in places]
+    with torch.inference_mode(False):
+        before = [tensor._version for tensor in tensors]
+        torch.autograd.graph.increment_version(tensors)
+        left = [
+            i
+            for i, (tensor, (part, index)) in enumerate(zip(tensors, places, strict=True))
+            if tensor._version > before[i] + 1 or index in part.shared_counters
+        ]
+        while left:
+            now = [tensors[i]._version for i in left]
+            torch.autograd.graph.increment_version(tensors[left[0]])
+            alike = [i for i, version in zip(left, now, strict=True) if tensors[i]._version != version]
+            left = [i for i in left if i not in alike]
+            _share([places[i] for i in alike], tensors[alike[0]]._version - before[alike[0]])
+    for part in parts:
+        part.num_increments += 1
+    for group in groups:
+        group.note_shared_counters()
+
+
+def _share(places: Sequence[tuple[Part, int]], num_increments: int) -> None:
+    known = [part.shared_counters[index] for part, index in places if index in part.shared_counters]
+    # A tensor whose version may have been noted keeps its count of increments. New tensors may count from anywhere.
+    counter = known[0] if known else SharedCounter(max(part.num_increments for part, _ in places))
+    counter.num_increments += num_increments
+    for part, index in places:
+        part.shared_counters[index] = counter
