@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.compiled import is_compiled
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
 from ..base.torch_internals import tell_of_apply
@@ -353,7 +352,7 @@ class Engine:
             self._release()
         self.groups = Builder(
             root=self.root,
-            specs=partition(self.root, self.config, is_compiled, self.trained.ids | of_fsdp, self._followers),
+            specs=partition(self.root, self.config, self.trained.ids | of_fsdp, self._followers),
             config=self.config,
             folder=self._folder,
             before=before,
