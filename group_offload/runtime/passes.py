@@ -375,12 +375,9 @@ class Passes:
             if not kind.with_grad:  # a backward would come next
                 self._heir = self.succession.begin(self, method or top)
             self.memory.protected = self.succession.protected_from(self)
-        begins_phase = self.succession is not None and self.succession.is_first_of_phase
-        self._start(kind, type(top).__name__, scope, begins_phase=begins_phase)
+        self._start(kind, type(top).__name__, scope)
 
-    def _start(
-        self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_phase: bool
-    ) -> None:
+    def _start(self, kind: Kind, title: str, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Take the slots, and start the first copies.
 
         Args:
@@ -388,7 +385,8 @@ class Passes:
         """
         self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        self.placer.make_room(kind, begins_phase=begins_phase)
+        succession = None if kind.is_backward else self.succession
+        self.placer.make_room(kind, begins_phase=succession is not None and succession.is_first_of_phase)
         self.memory.take()
         timed = kind if self.placer.begin_pass(kind) else None
         what, stream = _BACKWARD if kind.is_backward else "forward", self.backend.current_stream()
@@ -621,7 +619,7 @@ class Passes:
         self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._start(kind, self.name, set(self._groups), forward[::-1], begins_phase=False)
+        self._start(kind, self.name, set(self._groups), forward[::-1])
         self._state = State.OPEN
 
     def end_backward(self, *, completed: bool) -> None:
