@@ -452,9 +452,8 @@ class Gates:
             opened.append(self._opened(InnerGate, module, held))
         called = {*_modules_inside(self.root, ()), self.root}
         for method, found in of_methods.items():
-            if (
-                method.module in called
-            ):  # graphs that a module compiles for itself call methods too, and contain no gate
+            # Graphs that a module compiles for itself call methods too, and contain no gate.
+            if method.module in called:
                 opened.append(self._opened(MethodGate, method, found))
         serving = {*opened}
         for key, gate in [*self._gates.items()]:
