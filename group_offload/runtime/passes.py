@@ -385,11 +385,12 @@ class Passes:
         """
         self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        succession = None if kind.is_backward else self.succession
+        is_backward = kind.is_backward
+        succession = None if is_backward else self.succession
         self.placer.make_room(kind, begins_phase=succession is not None and succession.is_first_of_phase)
         self.memory.take()
         timed = kind if self.placer.begin_pass(kind) else None
-        what, stream = _BACKWARD if kind.is_backward else "forward", self.backend.current_stream()
+        what, stream = _BACKWARD if is_backward else "forward", self.backend.current_stream()
         self._recorder.begin(what, self.counters.passes, title, stream, self._transfer.stream, kind=timed)
         self._teaches = True
         self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
