@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from .base.arena import arenas
+from .base.compiled import HANDLE
 from .base.text import short
 from .config import ModelOptions, OffloadConfig, takes_options
 from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
 from .owners import add_owner, shared_handle
 from .runtime.engine import Engine
-from .runtime.gates import HANDLE, is_offloaded
+from .runtime.gates import is_offloaded
 
 
 @takes_options(ModelOptions)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from .base.compiled import HANDLE
 from .base.publish import check_path
 from .base.text import html_table, printable, table
 from .base.weak import NotCopied, Weak, gone, weakly
@@ -22,7 +23,6 @@ from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
 from .report.page import value_text
 from .runtime.engine import Engine
-from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
 from .stores.base import Tier

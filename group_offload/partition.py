@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .base.compiled import is_compiled
 from .base.forward_source import methods_of, parts_used
 from .base.layout import ALIGNMENT, overlapping, span_bytes
 from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
@@ -112,15 +113,12 @@ class _Unit:
 def partition(
     root: nn.Module,
     config: OffloadConfig,
-    is_compiled: Callable[[nn.Module], bool],
     without: frozenset[int] = frozenset(),
     followers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[GroupSpec, ...]:
     """The groups of `root`, in registration order. Parameters that have no shape yet (lazy modules) are in none.
 
     Args:
-        is_compiled: whether a module (never the root) is compiled as a whole. Leaf level then keeps it in one group, because
-            no weight can be moved inside a compiled graph.
         without: ids of parameters that are to be in no group.
         followers: for ids of groups, the id of the group that is always needed next. Those are joined, as long as buffers
             stay as large.
@@ -130,10 +128,10 @@ def partition(
         ConfigError: `block_modules` names a child that does not exist.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    units = [*(_leaf_units(root, config, modules, is_compiled) if config.is_leaf_level else _block_units(root, config))]
+    units = [*(_leaf_units(root, config, modules) if config.is_leaf_level else _block_units(root, config))]
     homes = {path: unit for unit in units for path in unit.paths}
     _open_for_parts_used(modules, units, homes)
-    for weight, holders in _tables(config, modules, is_compiled, without):
+    for weight, holders in _tables(config, modules, without):
         first = next(path for path, module in modules.items() if module is holders[0])
         units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
     refs, users = _assign(modules, units, homes, without)
@@ -158,44 +156,44 @@ def partition(
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
-    blocks, found = config.block_modules, set[str]()
+    blocks, count, found = config.block_modules, config.num_blocks_per_group, set[str]()
     if blocks is None:
         blocks = getattr(root, "_group_offload_block_modules", None) or ()
-    prefix, count = config.group_prefix, config.num_blocks_per_group
-    yield from _block_units_of(root, "", prefix, frozenset(blocks), count, found)
+
+    def units_of(module: nn.Module, path: str) -> Iterator[_Unit]:
+        """The groups of a module, and of its children in `blocks` likewise."""
+        prefix = f"{config.group_prefix}{path}." if path else config.group_prefix
+        rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], paths=[path])
+        if isinstance(module, _LISTS):  # the root
+            found.update(module._modules)
+            yield from _list_units(module, module, path, prefix, count)
+            yield rest
+            return
+        descend = _lists_lie_deeper(module)
+        for name, child in _children(module):
+            found.add(name)
+            child_path = f"{path}.{name}" if path else name
+            is_list = isinstance(child, _LISTS)
+            if name in blocks or (
+                not blocks and _holds_lists(child) and (descend or (not is_list and _is_large(child)))
+            ):
+                yield from units_of(child, child_path)
+            elif is_list:
+                yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
+            else:
+                rest.paths.append(child_path)
+                # The child can be called without the root (vae.decode), and then has to onload the rest itself.
+                rest.modules.extend(_callable_parts(child))
+        if len(rest.paths) > 1 or holds_tensors(module):
+            yield rest
+
+    yield from units_of(root, "")
     missing = [name for name in config.block_modules or () if name not in found]
     if missing:
         known = sorted(name for name, _ in root.named_children())
         raise ConfigError(
             f"block_modules names {missing[0]!r}, which is no child of {type(root).__name__}. Its children: {known}."
         )
-
-
-def _block_units_of(
-    module: nn.Module, path: str, prefix: str, blocks: frozenset[str], count: int, found: set[str]
-) -> Iterator[_Unit]:
-    """The groups of a module, and of its children in `blocks` likewise. `found` gets the names of all children of these."""
-    rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], paths=[path])
-    if isinstance(module, _LISTS):  # the root
-        found.update(module._modules)
-        yield from _list_units(module, module, path, prefix, count)
-        yield rest
-        return
-    descend = _lists_lie_deeper(module)
-    for name, child in _children(module):
-        found.add(name)
-        child_path = f"{path}.{name}" if path else name
-        is_list = isinstance(child, _LISTS)
-        if name in blocks or (not blocks and _holds_lists(child) and (descend or (not is_list and _is_large(child)))):
-            yield from _block_units_of(child, child_path, f"{prefix}{name}.", blocks, count, found)
-        elif is_list:
-            yield from _list_units(child, module, child_path, f"{prefix}{name}", count)
-        else:
-            rest.paths.append(child_path)
-            # The child can be called without the root (vae.decode), and then has to onload the rest itself.
-            rest.modules.extend(_callable_parts(child))
-    if len(rest.paths) > 1 or holds_tensors(module):
-        yield rest
 
 
 def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, count: int) -> Iterator[_Unit]:
@@ -217,9 +215,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             )
 
 
-def _leaf_units(
-    root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module], is_compiled: Callable[[nn.Module], bool]
-) -> Iterator[_Unit]:
+def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module]) -> Iterator[_Unit]:
     whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     leaves: dict[nn.Module, _Unit] = {}
@@ -228,6 +224,7 @@ def _leaf_units(
         if any(part in taken for part in _ancestors(path)):
             continue
         is_script = isinstance(module, torch.jit.ScriptModule)
+        # No weight can be moved inside a compiled graph.
         if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
             unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
@@ -292,17 +289,14 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
                     unit.modules.append(opener)
 
 
-def tables_of(root: nn.Module, config: OffloadConfig, is_compiled: Callable[[nn.Module], bool]) -> set[int]:
+def tables_of(root: nn.Module, config: OffloadConfig) -> set[int]:
     """The ids of the embedding tables under `root` whose rows would be looked up on the CPU."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    return {id(weight) for weight, _ in _tables(config, modules, is_compiled, frozenset())}
+    return {id(weight) for weight, _ in _tables(config, modules, frozenset())}
 
 
 def _tables(
-    config: OffloadConfig,
-    modules: dict[str, nn.Module],
-    is_compiled: Callable[[nn.Module], bool],
-    without: frozenset[int],
+    config: OffloadConfig, modules: dict[str, nn.Module], without: frozenset[int]
 ) -> Iterator[tuple[nn.Parameter, list[nn.Module]]]:
     """Large embedding tables that only embeddings hold, and that no module around these reads or compiles.
 

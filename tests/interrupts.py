@@ -266,6 +266,7 @@ class Rig:
         torch.manual_seed(seed)
         self.scenario = scenario
         self._rng = random.Random(seed)
+        self.taken_out: list[nn.Module] = []
         self.device = SimulatedDevice(seed, "random") if scenario.is_simulated else None
         if self.device is not None:
             stack.enter_context(use_simulated_device(self.device))
@@ -428,12 +429,13 @@ def _refresh(rig: Rig, strike: Any) -> None:
 
 
 def _changed(rig: Rig, strike: Any) -> None:
-    """A forward that finds a module more, and an edit: it has to cut the module into groups again."""
+    """A forward that finds a module more or less, and an edit: it has to cut the module into groups again."""
     for model in (rig.model, rig.resident):
-        if "more" in model.blocks[1]._buffers:
-            del model.blocks[1].more
+        more = model.blocks[1]._modules.pop("more", None)
+        if more is None:
+            model.blocks[1].more = nn.LayerNorm(WIDTH).requires_grad_(False)
         else:
-            model.blocks[1].register_buffer("more", torch.ones(WIDTH))
+            rig.taken_out.append(more)  # whose gate goes
     rig.edit()
     _forward(rig, strike)
 

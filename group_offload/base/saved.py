@@ -45,7 +45,7 @@ class Kept:
 
 
 class Passed:
-    """A tensor that is left to the saved-tensor hooks below ours."""
+    """A tensor that other functions save: the saved-tensor hooks below ours, or those that take it apart."""
 
     __slots__ = ("_packed", "_unpack")
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.compiled import is_compiled
 from ..base.layout import lay_out
 from ..base.mapping import flat_view, reserve
 from ..config import ModelOptions, OffloadConfig
@@ -123,7 +122,7 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         # What a cast will take has addresses, by which weights that share memory are told, and no memory.
         num_bytes = tensors[name].numel() * after.itemsize
         tensors[name].data = flat_view(reserve(num_bytes), 0, num_bytes).view(after).view(tensors[name].shape)
-    specs = partition(opened, OffloadConfig.from_options(ModelOptions(onload_device="cpu")), is_compiled)
+    specs = partition(opened, OffloadConfig.from_options(ModelOptions(onload_device="cpu")))
     groups, outer = [], set()
     for group in specs:
         plain = [ref.tensor.detach() for ref in group.tensors]

@@ -30,7 +30,7 @@ from torch import nn
 
 from ..api import apply_group_offloading, handle_of, offload, remove_group_offloading
 from ..base.arena import moved
-from ..base.compiled import is_compiled
+from ..base.compiled import HANDLE
 from ..base.layout import span_bytes
 from ..base.text import did_you_mean, short
 from ..base.weak import NotCopied, Weak
@@ -40,7 +40,7 @@ from ..handle import Listener, OffloadHandle, listeners
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
-from ..runtime.gates import HANDLE, is_offloaded, root_of
+from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
 from .modular import hear_guiders, leave_room_to_hooks, make_room
 from .patching import around, swap
@@ -200,7 +200,7 @@ class _Planned:
     def bytes_in_turn(self) -> int:
         """Bytes of device memory, about, that the model's weights take turns in."""
         try:
-            groups = partition(self.model, self.config, is_compiled)
+            groups = partition(self.model, self.config)
         except GroupOffloadError:
             return sys.maxsize  # offloaded first, the model raises this error first
         sizes = [sum(span_bytes(ref.tensor) for ref in group.tensors) for group in groups if not group.is_table]
@@ -266,7 +266,7 @@ def _plan(
             options.vram_budget,
             has_folder=options.offload_to_disk_path is not None,
             has_device=common.backend.has_streams,
-            tables=set[int]().union(*(tables_of(each.model, each.config, is_compiled) for each in offloaded)),
+            tables=set[int]().union(*(tables_of(each.model, each.config) for each in offloaded)),
         )
         offloaded = [
             replace(each, config=replace(each.config, ram_share=shares.get(each.names[0]))) for each in offloaded

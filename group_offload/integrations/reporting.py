@@ -109,7 +109,7 @@ def _group(group: Group, info: GroupInfo, engine: Engine) -> GroupFacts:
         place = Place.FILE
     else:
         parts = [part for part in group.parts if part.blob.layout.num_bytes]
-        is_locked = parts and all(part.packed is not None or part.blob.pinned_bytes for part in parts)
+        is_locked = parts and all(part.blob.packed is not None or part.blob.pinned_bytes for part in parts)
         place = Place.LOCKED if is_locked else Place.RAM
     detail = [info.where, f"read: {info.way}" if place is Place.FILE else ""]
     detail += ["on the device while the groups inside it compute"] if group.height else []

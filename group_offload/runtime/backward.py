@@ -37,6 +37,7 @@ from ..base.layout import span_of
 from ..base.saved import (
     Kept,
     Pack,
+    Passed,
     Unpack,
     check_version,
     first_of_two_runs,
@@ -94,19 +95,10 @@ class SavedWeight:
         return self.part.refs[self.index].fqn
 
 
-class _Saved:
-    """What autograd holds in place of a tensor that is no view of a slot itself, but was made of weights."""
-
-    __slots__ = ("unpack",)
-
-    def __init__(self, unpack: Callable[[], torch.Tensor]) -> None:
-        self.unpack = unpack
-
-
 class _Task:
     """One run of autograd, and the groups that its current node uses."""
 
-    def __init__(self, end: _End) -> None:
+    def __init__(self, end: Callable[[], None]) -> None:
         self.end = weakref.ref(end)
         """The callback for the end. It is gone once the run has ended or broken off."""
         self.node: Any = None
@@ -123,27 +115,6 @@ class _Use:
     """Whether only a call that a checkpoint repeats needs the group so far. The nodes that follow most likely will too."""
     handed: list[tuple[SavedWeight, torch.Tensor, int]] = field(default_factory=list)
     """The views of the slot that autograd's nodes got, and their versions then."""
-
-
-class _End:
-    """The callback that autograd calls when a run has ended, and drops in any case."""
-
-    _run: tuple[Backward, int] | None = None
-    """The run, and what tells it. None after an interrupt in `__init__`: nobody was given the callback then."""
-
-    def __init__(self, backward: Backward, task: int) -> None:
-        self._run = backward, task
-
-    def __call__(self) -> None:
-        self._leave(completed=True)
-
-    def __del__(self) -> None:
-        self._leave(completed=False)
-
-    def _leave(self, *, completed: bool) -> None:
-        if self._run is not None:
-            backward, task = self._run
-            backward.leave(task, completed=completed)
 
 
 class Backward:
@@ -271,7 +242,7 @@ class Backward:
     def is_ours(self, hooks: tuple[Pack, Unpack] | None) -> bool:
         return hooks is not None and getattr(hooks[0], "backward", None) is self
 
-    def _packed(self, tensor: Any) -> SavedWeight | _Saved | None:
+    def _packed(self, tensor: Any) -> SavedWeight | Passed | None:
         if type(tensor) in _PLAIN:
             return self._saved(tensor) if tensor.layout is torch.strided else None
         if not is_traceable_wrapper_subclass(tensor):
@@ -286,17 +257,17 @@ class Backward:
                 parts[name] = keep(part, None) if isinstance(part, torch.Tensor) else part
         kind, size, stride = type(tensor), tensor.size(), tensor.stride()
 
-        def unpack() -> torch.Tensor:  # which keeps the parts alone: `tensor` is around views of slots
+        def unpack(parts: dict[str, Any]) -> torch.Tensor:  # `tensor` is around views of slots, and is not kept
             found = {
-                name: part.unpack() if isinstance(part, (SavedWeight, _Saved, Kept)) else part
+                name: part.unpack() if isinstance(part, (SavedWeight, Passed, Kept)) else part
                 for name, part in parts.items()
             }
             whole: torch.Tensor = kind.__tensor_unflatten__(found, context, size, stride)
             return whole
 
-        return _Saved(unpack)
+        return Passed(parts, unpack)
 
-    def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> _Saved | None:
+    def _recast(self, tensor: torch.Tensor, below: tuple[Pack, Unpack] | None) -> Passed | None:
         """The object to hold for (a view of) a weight that a hook has bound to other memory (layerwise casting)."""
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
@@ -306,13 +277,13 @@ class Backward:
             return None
         part, index = found
         # An alias with a version counter of its own: the engine raises the weight's.
-        version, kept = part.version_of(index), keep(tensor.data, below)
+        version = part.version_of(index)
 
-        def unpack() -> torch.Tensor:
+        def unpack(kept: Kept | Passed) -> torch.Tensor:
             check_version(part.version_of(index), version, f"the weight {part.refs[index].fqn!r}")
             return kept.unpack()
 
-        return _Saved(unpack)
+        return Passed(keep(tensor.data, below), unpack)
 
     # ---------------------------------------------------------------- bringing back
 
@@ -389,7 +360,12 @@ class Backward:
         if not self._tasks and self._passes.is_running:
             return False
         is_first = not self._tasks
-        end = _End(self, task)
+
+        def end() -> None:
+            self.leave(task, completed=True)
+
+        # Autograd drops the callback in any case, also when the run breaks off.
+        weakref.finalize(end, self.leave, task, completed=False).atexit = False
         Variable._execution_engine.queue_callback(end)
         self._tasks[task] = _Task(end)
         if is_first:

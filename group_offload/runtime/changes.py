@@ -101,15 +101,15 @@ class Watch:
         self._names = [each.__dict__ for each in called]
         self._calls = [seen[each].call for each in called]
         self.scope = set(scope)
-        self._parts = [part for group in scope for part in group.parts]
-        stores = dict.fromkeys(part.blob.store for part in self._parts)
+        parts = [part for group in scope for part in group.parts]
+        stores = dict.fromkeys(part.blob.store for part in parts)
         self.late = [store for store in stores if store.commits_late]
         """The stores whose edits may be committed in the middle of a pass."""
         self.early = [store for store in stores if not store.commits_late]
-        self._tensors = [ref.tensor for part in self._parts for ref in part.refs]
-        self._forms = Forms([view for part in self._parts for view in part.rest])
-        self._wrapped = [part for part in self._parts if any(ref.path for ref in part.refs)]
-        self._addresses = [address for part in self._parts for address in part.addresses]
+        self._tensors = [ref.tensor for part in parts for ref in part.refs]
+        self._forms = Forms([view for part in parts for view in part.blob.rest])
+        self._wrapped = [part for part in parts if any(ref.path for ref in part.refs)]
+        self._addresses = [address for part in parts for address in part.addresses]
 
     def has_same_modules(self, top: nn.Module) -> bool:
         """Whether `top`, which the watch was made for, has the modules inside that it had. (A watch keeps no `top` alive.)"""

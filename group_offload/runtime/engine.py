@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.compiled import is_compiled
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
 from ..base.torch_internals import tell_of_apply
@@ -36,11 +35,10 @@ from .foresight.lookahead import LookAhead
 from .foresight.succession import Succession
 from .gates import Gates, root_of
 from .groups.build import Builder, materialise
-from .groups.group import Group
+from .groups.group import Group, share_counters
 from .groups.packed import PackedGroup
 from .groups.part import Part
 from .groups.trained import Trained
-from .groups.versions import share_counters
 from .measure.counters import Counters
 from .measure.recorder import Recorder
 from .memory import DeviceMemory
@@ -93,19 +91,18 @@ class Engine:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(config, self.transfer, self._folder)
         self.memory = DeviceMemory(config, self.transfer, self.counters)
-        self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
-        commit_late, name = self._changes.commit_late, type(root).__name__
-        memory, transfer, files, recorder = self.memory, self.transfer, self._files, self.recorder
-        self._lookahead = LookAhead(config, memory, transfer, self.counters, files, commit_late, name)
-        self.placer = Placer(root, config, memory, transfer, self._lookahead, files, recorder, self._packer)
+        transfer, changes, recorder = self.transfer, self._changes, self.recorder
+        files = CachedFiles(config, transfer.last_copies.synchronize)
+        self._lookahead = ahead = LookAhead(
+            config, self.memory, transfer, self.counters, files, changes.commit_late, type(root).__name__
+        )
+        self.placer = Placer(root, config, ahead, recorder, self._packer)
         kind = SharedPasses if shares_passes(config, root) else Passes
-        self._passes = kind(root, backend, self._lookahead, self.placer, self._changes, recorder, weakly(self._prepare))
+        self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(
-            root, config, self._passes, self._backward, self.placer, refresh=weakref.WeakMethod(self.refresh)
-        )
+        self._gates = Gates(root, config, self._passes, self._backward, weakref.WeakMethod(self.refresh))
         tell_of_apply(root, self._look_for_meta)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
@@ -355,7 +352,7 @@ class Engine:
             self._release()
         self.groups = Builder(
             root=self.root,
-            specs=partition(self.root, self.config, is_compiled, self.trained.ids | of_fsdp, self._followers),
+            specs=partition(self.root, self.config, self.trained.ids | of_fsdp, self._followers),
             config=self.config,
             folder=self._folder,
             before=before,
@@ -389,7 +386,7 @@ class Engine:
     def _close_replaced(self, in_use: Collection[Part]) -> None:
         for part in self._to_close:
             if part not in in_use and not part.is_given_up:
-                part.close()
+                part.blob.close()
         self._to_close = {}
 
     def _install_gates(self) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import chain
@@ -33,16 +33,23 @@ from torch import nn
 from torch.profiler import record_function
 
 from ..base import selective
-from ..base.compiled import Around, innermost, is_compiled
+from ..base.compiled import (
+    HANDLE,
+    Around,
+    allow_trace,
+    has_fake_tensors,
+    innermost,
+    is_compiled,
+    is_ours,
+    refuse_trace,
+)
 from ..base.saved import hooks_in_force
 from ..base.tensors import map_tensors
 from ..base.torch_internals import (
     COMPILED_CALL,
     TorchDispatchMode,
-    detect_fake_mode,
     has_global_hooks,
     is_profiler_enabled,
-    not_compiled,
     num_autograd_nodes,
     set_eval_frame,
     tracing_state,
@@ -51,49 +58,47 @@ from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
-from .convoy.contract import DENOISERS, is_function
+from .convoy.contract import DENOISERS
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
-from .passes import Call, Passes
-from .placer import Placer
+from .passes import Call, Entry, Passes
 from .repeat import Repeater
 from .skips import own_forward, preceded
 from .tables import GatheredRows
 
 logger = logging.getLogger("group_offload")
 
-HANDLE = "_group_offload_handle"
-"""The attribute of an offloaded module that leads to its handle."""
 
-
-class Gate(Around):
+class Gate(Around, Entry):
     """Encloses one module's call: onloads the groups that the call needs before it, and releases them after it."""
 
-    module = Weak[nn.Module]()
-    method: Method | None = None
-    """The method that is called; None for the module itself."""
     is_inner = False
     """Whether the gate is one inside of a group's module."""
     name = COMPILED_CALL
     """The attribute of the module in which the gate stands, in place of what was there (`compiled`)."""
 
-    def __init__(self, gates: Gates, module: nn.Module, *, is_root: bool = False) -> None:
-        self.module = module
-        self.is_root = is_root
+    def __init__(self, gates: Gates, entry: nn.Module | Method) -> None:
+        self.module = module = entry.module if isinstance(entry, Method) else entry
+        self.is_root = entry is gates.root
         self._owner: Callable[[], Gates | None] = weakref.ref(gates)
-        self.repeater = Repeater(module, gates.passes, gates.backend, _is_ours, is_function=gates.is_function)
         self.compiled = module.__dict__.get(self.name)
 
     def install(self) -> None:
         module = self.module
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks, and no compiler looks into it
             is_compiled_alone = self.compiled is not None and not self.is_root
-            module.register_forward_pre_hook(_allow_trace if is_compiled_alone else _refuse_trace)
+            module.register_forward_pre_hook(allow_trace if is_compiled_alone else refuse_trace)
         module.__dict__[COMPILED_CALL] = self  # `setattr` on a traced module would store it elsewhere
 
-    def open_for(self, groups: Iterable[Group]) -> None:
+    @property
+    def is_installed(self) -> bool:
+        return self.module.__dict__.get(self.name) is self
+
+    def open_for(self, groups: Iterable[Group], passes: Passes) -> None:
         """Take over the groups that a call needs. The group that is needed longest comes first."""
+        # What was known of the module keeps weights that were replaced.
+        self.repeater = Repeater(self.module, passes)
         groups = sorted(groups, key=lambda group: -group.height)
         self.groups = tuple(group for group in groups if not group.is_table)
         self.tables = tuple(group for group in groups if group.is_table)
@@ -103,18 +108,21 @@ class Gate(Around):
 
     def uninstall(self) -> None:
         """Undo `install`, also one that was interrupted. Repeated calls do nothing."""
-        module = self.module
+        module = Gate.module.of(self)
+        if module is None:
+            return
         # Our hooks are known by their functions: an interrupt may come before their handles could be stored.
-        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook) and not self.is_inner]:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if is_ours(hook) and not self.is_inner]:
             del module._forward_pre_hooks[key]
-        if module.__dict__.get(self.name) is self:
+        if self.is_installed:
             if self.compiled is None:
                 del module.__dict__[self.name]
             else:
                 module.__dict__[self.name] = self.compiled
+        self.groups = self.tables = ()  # a call in progress needs none of them any more
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and has_fake_tensors()):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # Compilers and selective checkpoints that watch this thread must not see the engine's own Python.
@@ -128,8 +136,7 @@ class Gate(Around):
                 if group is not None and group is self.only and not (compiler or modes) and passes.can_use_again(group):
                     args, kwargs = gates.move_inputs(args, kwargs)
                     return passes.use_again(module.forward if self._is_plain() else self._enclosed, args, kwargs)
-                if passes.runs_elsewhere:
-                    passes.wait_for_turn(module)
+                passes.wait_for_turn(module)
                 with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
                     if not passes.is_removed:
                         try:
@@ -141,8 +148,8 @@ class Gate(Around):
                     selective.show(modes)
                 set_eval_frame(compiler)
         # The module was given back while this call waited for its turn, or before.
-        is_left = self.module.__dict__.get(COMPILED_CALL) is self
-        return self._enclosed(*args, **kwargs) if is_left else self.module(*args, **kwargs)
+        call = self._enclosed if self.is_installed or self.method is not None else self.module
+        return call(*args, **kwargs)
 
     @property
     def _enclosed(self) -> Callable[..., Any]:
@@ -153,8 +160,7 @@ class Gate(Around):
         self, gates: Gates, module: nn.Module, compiler: Any, modes: Sequence[TorchDispatchMode], args: Any, kwargs: Any
     ) -> Any:
         backward, passes = gates.backward, gates.passes
-        entry = self.method or module
-        this = Call(module, entry, sys._getframe(), partial(gates.needs, entry))
+        this = Call(self, sys._getframe())
         try:
             own = None if compiler or modes or torch.is_grad_enabled() else self._own_forward()
             this.is_deferred = own is not None
@@ -175,7 +181,7 @@ class Gate(Around):
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = _NOTHING if own is None else preceded(own, partial(passes.acquire_late, this))
             with backward.hooks() or _NOTHING, late:
-                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=gates.placer.has_budget)
+                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=passes.placer.has_budget)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 backward.keep_contexts(output, self.groups, first)
@@ -183,8 +189,8 @@ class Gate(Around):
             this.is_complete = True
             return output
         except torch.OutOfMemoryError as error:
-            if gates.placer.has_budget and not passes.is_inside_a_call:
-                raise gates.placer.too_little(error) from error
+            if passes.placer.has_budget and not passes.is_inside_a_call:
+                raise passes.placer.too_little(error) from error
             raise
         finally:
             passes.end_call(this)
@@ -195,7 +201,7 @@ class Gate(Around):
         return (
             self.compiled is None
             and self.method is None
-            and [*module._forward_pre_hooks.values()] == _REFUSING
+            and [*module._forward_pre_hooks.values()] == [refuse_trace]
             and not (
                 module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or has_global_hooks()
             )
@@ -209,7 +215,7 @@ class Gate(Around):
         if "_diffusers_hook" not in module.__dict__ or self.method is not None or self.compiled or not self.groups:
             return None
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        return own_forward(module) if all(hook in _OURS for hook in hooks) else None
+        return own_forward(module) if all(map(is_ours, hooks)) else None
 
     def __bool__(self) -> bool:
         """Whether the module is compiled: other libraries (peft) test the attribute that holds the gate for that."""
@@ -222,7 +228,7 @@ class SharedGate(Gate):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gates = self._owner()
         sharing = None if gates is None else gates.sharing
-        is_traced = torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors())
+        is_traced = torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and has_fake_tensors())
         if sharing is None or is_traced:
             return super().__call__(*args, **kwargs)
         return sharing.call(args, kwargs)
@@ -242,7 +248,7 @@ class InnerGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._enclosed
-        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and has_fake_tensors()):
             return call(*args, **kwargs)
         gates = self._owner()
         # A call between two others of a group must be learnt, and needs the group as long as it takes.
@@ -264,12 +270,12 @@ class MethodGate(InnerGate):
     is let through, because it computes nothing: it reads weights where they rest, or changes them.
     """
 
-    def __init__(self, gates: Gates, method: Method) -> None:
-        self.method, self.name = method, method.name
-        super().__init__(gates, method.module)
+    def __init__(self, gates: Gates, entry: Method) -> None:
+        self.method, self.name = entry, entry.name
+        super().__init__(gates, entry)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors()):
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and has_fake_tensors()):
             torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
             return self._enclosed(*args, **kwargs)
         values = (*args, *kwargs.values())
@@ -335,41 +341,13 @@ def _let_through(module: nn.Module, name: str) -> MethodGate:
     return gate
 
 
-@not_compiled
-def _has_fake_tensors() -> bool:
-    """Whether this thread runs an export.
-
-    Callers test the compiler's flags in place first: one function for all would be compiled itself, and always return True.
-    """
-    return detect_fake_mode() is not None
-
-
 def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     with record_function(f"group_offload.compute {name}"):
         return call(*args, **kwargs)
 
 
-# A library that makes a new module from another one may copy the hooks below. They do nothing in such a module.
-
-
-def _allow_trace(module: nn.Module, *args: Any) -> None:
-    """Make dynamo look at the gate of a module that compiles itself: the hook only has to exist."""
-
-
-def _refuse_trace(module: nn.Module, *args: Any) -> None:
-    is_ours = module.__dict__.get(HANDLE) is not None or module.__dict__.get(COMPILED_CALL) is not None
-    if is_ours and (torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and _has_fake_tensors())):
-        torch._dynamo.skip_frame("group_offload onloads weights between the calls in this frame")
-
-
-_OURS = (_allow_trace, _refuse_trace)
-_REFUSING = [_refuse_trace]
 _NOTHING = nullcontext()
 _CALL_IMPL: Any = nn.Module._call_impl  # a debug tool may replace it
-
-
-def _is_ours(hook: Any) -> bool:
-    return any(hook is ours for ours in _OURS)
 
 
 _offloaded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Gates]] = weakref.WeakKeyDictionary()
@@ -379,7 +357,7 @@ def root_of(module: nn.Module) -> nn.Module | None:
     """The offloaded module that this one is, or is a part of."""
     reference = _offloaded.get(module)
     gates = None if reference is None else reference()
-    return None if gates is None else Gates._root.of(gates)
+    return None if gates is None else Gates.root.of(gates)
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -390,7 +368,7 @@ def is_offloaded(module: nn.Module) -> bool:
 class Gates:
     """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
 
-    _root = Weak[nn.Module]()
+    root = Weak[nn.Module]()
 
     def __init__(
         self,
@@ -398,29 +376,24 @@ class Gates:
         config: OffloadConfig,
         passes: Passes,
         backward: Backward,
-        placer: Placer,
-        *,
         refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
         """
         Args:
             refresh: Reference to the function that commits edits of weights since the last pass.
         """
-        self._root = root
-        self.is_function = is_function(config, root)
-        """Whether forwards are known to be functions of their inputs and the weights."""
+        self.root = root
         self.backend = config.backend
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
         self.backward = backward
-        self.placer = placer
         self.sharing: SharingPolicy | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
         asks_plan = config.share_passes == "auto"
         if isinstance(passes, SharedPasses):
             why_not = weakly(self._why_not_shared)
-            self.sharing = SharingPolicy(root, passes, self.backend, _is_ours, why_not, refresh, asks_plan=asks_plan)
+            self.sharing = SharingPolicy(root, passes, self.backend, why_not, refresh, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
@@ -429,9 +402,8 @@ class Gates:
             )
         self.records_graphs = False
         """Whether a forward has recorded a graph. A checkpoint may then call modules inside of groups alone."""
-        self._gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
-        self._inner: weakref.WeakKeyDictionary[nn.Module, InnerGate] = weakref.WeakKeyDictionary()
-        self._methods: dict[Method, MethodGate] = {}
+        self._gates: dict[weakref.ref[nn.Module] | Method, Gate] = {}
+        """The gates of modules and methods. The root's comes first."""
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         _watch_compile()
 
@@ -444,113 +416,94 @@ class Gates:
     def groups_of(self) -> Mapping[nn.Module, tuple[Group, ...]]:
         """For each module with a gate, the groups that its calls need."""
         found: weakref.WeakKeyDictionary[nn.Module, tuple[Group, ...]] = weakref.WeakKeyDictionary()
-        for gate in self._all:
+        for gate in self._gates.values():
             found[gate.module] = (*found.get(gate.module, ()), *gate.groups, *gate.tables)
         return found
-
-    @property
-    def _all(self) -> tuple[Gate, ...]:
-        """All gates, the root's last."""
-        methods = [gate for method, gate in self._methods.items() if method.owner() is not None]
-        return (*methods, *self._inner.values(), *reversed([*self._gates.values()]))
 
     def _why_not_shared(self) -> str | None:
         if self.records_graphs:
             return "it has recorded a graph"
-        if self._gates[self._root].compiled is not None:
+        if self._gates[weakref.ref(self.root)].compiled is not None:
             return "it is compiled as a whole: compile its blocks instead"
         return None
-
-    def needs(self, entry: nn.Module | Method) -> tuple[Group, ...]:
-        """The groups that a call of a module, or of a method, needs. (The call itself may have replaced the gate.)"""
-        if isinstance(entry, Method):
-            gate: Gate | None = self._methods.get(entry)
-        else:
-            gate = self._gates.get(entry, self._inner.get(entry))
-        return () if gate is None else gate.groups
 
     # ---------------------------------------------------------------- around a module
 
     def install(self, groups: Sequence[Group]) -> None:
-        """Put gates around all modules that need one, in place of the present gates."""
-        # The root's gate stays: after an interrupt here the next call of the root installs the gates again.
-        root_gate = self._gates.get(self._root)
-        if root_gate is not None and self._root.__dict__.get(COMPILED_CALL) is not root_gate:
-            root_gate = None
-        for gate in self._all:
-            if gate is not root_gate:
-                gate.uninstall()
-        needs: dict[nn.Module, list[Group]] = {self._root: []}
+        """Put gates around all modules and methods that need one, and take others away. What serves already stays.
+
+        If this is interrupted, the next call of the root installs the gates again.
+        """
+        needs: dict[nn.Module, list[Group]] = {self.root: []}
         of_methods: dict[Method, list[Group]] = {}
         for group in groups:
             for module in group.modules:
                 needs.setdefault(module, []).append(group)
             for method in group.methods:
                 of_methods.setdefault(method, []).append(group)
-        for child in self._root.children():
+        for child in self.root.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        kept = {} if root_gate is None else {self._root: root_gate}
-        self._gates = weakref.WeakKeyDictionary(kept)  # at once: an interrupt never finds it without the root's gate
-        if root_gate is not None:
-            # What was known of the module keeps weights that were replaced.
-            root_gate.repeater = Repeater(self._root, self.passes, self.backend, _is_ours, is_function=self.is_function)
-        for module, found in needs.items():
-            is_root = module is self._root
-            kind = SharedGate if is_root and self.sharing is not None else Gate
-            gate = self._gates[module] if module in self._gates else kind(self, module, is_root=is_root)
-            gate.open_for(found)
-            self._gates[module] = gate
-            if gate is not root_gate:
-                gate.install()
+        opened = [self._opened(Gate, module, found) for module, found in needs.items()]
         if self.sharing is not None:
-            self.sharing.renew(partial(Gate.__call__, self._gates[self._root]))
-        self._install_inner_gates()
-        self._install_method_gates(of_methods)
+            self.sharing.renew(partial(Gate.__call__, opened[0]))
+        for module, held in self._needs_of_inner(opened).items():
+            opened.append(self._opened(InnerGate, module, held))
+        called = {*_modules_inside(self.root, ()), self.root}
+        for method, found in of_methods.items():
+            # Graphs that a module compiles for itself call methods too, and contain no gate.
+            if method.module in called:
+                opened.append(self._opened(MethodGate, method, found))
+        serving = {*opened}
+        for key, gate in [*self._gates.items()]:
+            if gate not in serving:
+                gate.uninstall()
+                del self._gates[key]
         self._leave_modules()
-        self._modules.update(self._root.modules())
+        self._modules.update(self.root.modules())
         _offloaded.update(dict.fromkeys(self._modules, weakref.ref(self)))
 
-    def _install_inner_gates(self) -> None:
-        """A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone."""
-        self._inner.clear()
-        needs: dict[nn.Module, dict[Group, None]] = {}
-        blocks = {block for each in self._root.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
-        for module, gate in self._gates.items():
-            if module in blocks and not self.records_graphs:
-                continue
-            groups = [group for group in gate.groups if group.num_bytes]
-            if groups and (gate.compiled is None or module is self._root):
-                for inside in _modules_inside(module, self._gates):
-                    if not self.records_graphs and not any(map(holds_tensors, inside.modules())):
-                        continue
-                    needs.setdefault(inside, {}).update(dict.fromkeys(groups))
-        for module, held in needs.items():
-            inner = InnerGate(self, module)
-            inner.open_for(held)
-            self._inner[module] = inner
-            inner.install()
+    def _opened(self, kind: type[Gate], entry: nn.Module | Method, groups: Iterable[Group]) -> Gate:
+        """The gate around a module or method, made if there is none of this kind in place, and opened for `groups`."""
+        if entry is self.root and self.sharing is not None:
+            kind = SharedGate
+        key = entry if isinstance(entry, Method) else weakref.ref(entry)
+        gate = self._gates.get(key)
+        if gate is not None and type(gate) is kind and gate.is_installed:
+            gate.open_for(groups, self.passes)
+            return gate
+        if gate is not None:
+            gate.uninstall()
+        self._gates[key] = gate = kind(self, entry)
+        gate.open_for(groups, self.passes)
+        gate.install()
+        return gate
 
-    def _install_method_gates(self, needs: Mapping[Method, Sequence[Group]]) -> None:
-        """Graphs that a module compiles for itself call methods too, and contain no gate."""
-        inside = {*_modules_inside(self._root, {}), self._root}
-        self._methods.clear()
-        for method, found in needs.items():
-            if method.module in inside:
-                gate = MethodGate(self, method)
-                gate.open_for(found)
-                self._methods[method] = gate
-                gate.install()
+    def _needs_of_inner(self, gates: Sequence[Gate]) -> Mapping[nn.Module, Iterable[Group]]:
+        """The modules inside of groups that may be called alone, and the groups that their calls need.
+
+        A checkpoint may repeat any module's call. Without gradients only modules outside of blocks are called alone.
+        """
+        needs: dict[nn.Module, dict[Group, None]] = {}
+        blocks = {block for each in self.root.modules() if isinstance(each, NEVER_CALLED) for block in each.children()}
+        modules = {gate.module for gate in gates}
+        for gate in gates:
+            groups = [group for group in gate.groups if group.num_bytes]
+            if (gate.module in blocks and not self.records_graphs) or not groups:
+                continue
+            if gate.compiled is None or gate.is_root:
+                for inside in _modules_inside(gate.module, modules):
+                    if self.records_graphs or any(map(holds_tensors, inside.modules())):
+                        needs.setdefault(inside, {}).update(dict.fromkeys(groups))
+        return needs
 
     def remove(self) -> None:
         """Take all gates away. The root's gate goes last: as long as it stands, the next forward repairs the others."""
-        for gate in self._all:
+        for gate in reversed([*self._gates.values()]):
             gate.uninstall()
         self.passes.is_removed = True
         self._leave_modules()
         self._gates.clear()
-        self._inner.clear()
-        self._methods.clear()
 
     def _leave_modules(self) -> None:
         for module in self._modules:
@@ -594,7 +547,7 @@ class Gates:
         return map_tensors(output, apart, enters_dataclasses=True) if spans else output
 
 
-def _modules_inside(top: nn.Module, gates: Mapping[nn.Module, Gate]) -> list[nn.Module]:
+def _modules_inside(top: nn.Module, gates: Container[nn.Module]) -> list[nn.Module]:
     """Modules that are called inside of `top`'s call. Modules with gates or compiled calls, and their insides, are left out."""
     found: dict[nn.Module, None] = {}
     pending = [top]

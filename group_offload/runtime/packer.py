@@ -114,7 +114,7 @@ class Packer:
                 continue
             for part in group.parts:
                 part.may_pack = False
-                part.drop_packed()
+                part.blob.drop_packed()
                 if isinstance(part.blob, RamBlob):
                     part.blob.store.lock(LockLimit(self._backend))
         return taken
@@ -134,7 +134,7 @@ class Packer:
         for group in groups:
             if group not in self._groups:
                 for part in group.parts:
-                    part.drop_packed()
+                    part.blob.drop_packed()
 
     def packed_bytes(self, group: Group, *, if_on: bool = False) -> int:
         """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed.
@@ -145,8 +145,8 @@ class Packer:
         total, has_packed = 0, False
         for part in group.parts:
             num_bytes = part.blob.layout.num_bytes
-            if part.packed is not None:
-                total, has_packed = total + part.packed.num_bytes, True
+            if part.blob.packed is not None:
+                total, has_packed = total + part.blob.packed.num_bytes, True
             elif (if_on or self.is_on) and self._could_pack(part):
                 total, has_packed = total + self._size_of(part), True
             else:
@@ -170,9 +170,9 @@ class Packer:
         """
         errors: list[GroupFileError] = []
         for part in _parts_of(self._groups if self.is_on else ()):
-            if part.packed is not None and not part.packed.is_lost:
+            if part.blob.packed is not None and not part.blob.packed.is_lost:
                 try:
-                    part.packed.check()
+                    part.blob.packed.check()
                 except GroupFileError as error:
                     errors.append(error)
                     self._lose(part)
@@ -185,14 +185,14 @@ class Packer:
             return []
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
         for part in parts:
-            if part.packed is not None and part.packed.is_lost:  # the same file would be found again
+            if part.blob.packed is not None and part.blob.packed.is_lost:  # the same file would be found again
                 self._lose(part)
-        sent = ((part, part.sent_packed) for part in parts if part.may_pack)
+        sent = ((part, part.blob.good_image) for part in parts if part.may_pack)
         return [part for part, packed in sent if packed is None or packed.is_read != (part in self._to_read)]
 
     def _lose(self, part: Part) -> None:
         logger.warning("The packed weights of group %r are lost; the original ones are used.", self._ids[part])
-        part.drop_packed()
+        part.blob.drop_packed()
         part.may_pack = False
         part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
 
@@ -208,8 +208,8 @@ class Packer:
             GroupFileError: a blob cannot be read from its file; or, while the module is set up, packed files cannot be written.
         """
         for part in parts:
-            if part in self._to_read and part.packed is not None and not part.packed.is_read:
-                part.drop_packed()  # the RAM that it leaves has room for others
+            if part in self._to_read and part.blob.packed is not None and not part.blob.packed.is_read:
+                part.blob.drop_packed()  # the RAM that it leaves has room for others
         parts = self._with_room(parts)
         if not parts:
             return
@@ -232,7 +232,7 @@ class Packer:
             proofs: dict[Part, Task[str]] = {}
             stack.callback(self._settle, proofs)
             for number, part in enumerate(parts):
-                part.drop_packed()
+                part.blob.drop_packed()
                 try:
                     image = self._pack(part, buffer, files, limit, proofs)
                 except GroupFileError as error:
@@ -244,16 +244,16 @@ class Packer:
                     break
                 if image is not None:
                     self._sizes[part] = image.num_bytes
-                part.take_packed(image)
+                part.blob.packed, part.may_pack = image, image is not None  # else packing saves too little
                 advance(part.blob.layout.num_bytes)
             for part, proof in proofs.items():
                 proof.wait()
                 problem = proof.result()
                 if problem:
-                    part.drop_packed()
+                    part.blob.drop_packed()
                     self._left_plain([part], GroupFileError(problem))
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
-            if part.packed is None and isinstance(part.blob, RamBlob):
+            if part.blob.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock(limit)
         limit.report()
 
@@ -262,9 +262,9 @@ class Packer:
         for part, proof in proofs.items():
             proof.withdraw()
             proof.wait()
-            packed = part.packed
+            packed = part.blob.packed
             if packed is not None and packed.contents is not None and not packed.contents.is_proven:
-                part.drop_packed()
+                part.blob.drop_packed()
 
     def _left_plain(self, parts: Sequence[Part], error: GroupFileError) -> list[Part]:
         """Leave parts plain that the folder takes no packed files of. Returns what is to be packed: nothing."""

@@ -37,15 +37,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.device import Backend, Stream
+from ..base.device import Stream
 from ..base.system import forked_free
 from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
+from ..config import OffloadConfig
 from ..errors import EXPECTED, GroupFileError, StateError
 from ..partition import Method
 from .budget.need import Kind
 from .changes import Changes
+from .convoy.contract import is_function
 from .foresight.lookahead import LookAhead
 from .foresight.succession import Model, Succession
 from .groups.group import Group
@@ -72,21 +74,27 @@ class State(Enum):
     """The engine is in the middle of a step, or was interrupted in one: see [Note: Interrupts]."""
 
 
+class Entry:
+    """Where calls of a module, or of one of its methods, enter: a gate."""
+
+    module = Weak[nn.Module]()
+    method: Method | None = None
+    """The method that is called; None for the module itself."""
+    groups: tuple[Group, ...] = ()
+    """The groups that a call needs. They may be others once a pass has begun."""
+
+
 class Call:
     """One call of a gate."""
 
-    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module", "needs")
+    __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module")
 
-    def __init__(
-        self, module: nn.Module, entry: nn.Module | Method, frame: FrameType, needs: Callable[[], Sequence[Group]]
-    ) -> None:
+    def __init__(self, entry: Entry, frame: FrameType) -> None:
         """
         Args:
-            entry: What is called: the module, or one of its methods.
             frame: Frame that is on the stack for as long as the call lasts.
-            needs: Function that returns the groups that the call needs. They may be others once a pass has begun.
         """
-        self.module, self.entry, self.needs = module, entry, needs
+        self.entry, self.module = entry, entry.module
         self.groups: list[Group] = []
         """The groups that the call holds."""
         self.is_deferred = False
@@ -133,9 +141,9 @@ class Passes:
     def __init__(
         self,
         root: nn.Module,
-        backend: Backend,
-        lookahead: LookAhead,
+        config: OffloadConfig,
         placer: Placer,
+        lookahead: LookAhead,
         changes: Changes,
         recorder: Recorder,
         prepare: Callable[[nn.Module, Kind], set[Group]],
@@ -147,14 +155,13 @@ class Passes:
         """
         self.root = root
         self.name = type(root).__name__
-        self._backend = backend
+        self.is_function = is_function(config, root)
+        """Whether forwards are known to be functions of their inputs and the weights."""
+        self.backend = config.backend
         self.lookahead = lookahead  # which has the same device memory, transfer, counters and files
         self.memory, self._transfer = lookahead.memory, lookahead.transfer
         self.counters, self._files = lookahead.counters, lookahead.files
-        self._placer = placer
-        self._changes = changes
-        self._recorder = recorder
-        self._prepare = prepare
+        self.placer, self._changes, self._recorder, self._prepare = placer, changes, recorder, prepare
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
         self.detects_edits = True
@@ -214,11 +221,6 @@ class Passes:
         return self.is_running and self._thread == threading.get_ident()
 
     @property
-    def runs_elsewhere(self) -> bool:
-        """Whether another thread seems to be in the middle of a pass."""
-        return self._thread not in (0, threading.get_ident())
-
-    @property
     def is_inside_a_call(self) -> bool:
         """Whether the gated call that begins lies inside another one, or in a backward."""
         return len(self._calls) > 1 or bool(self.tasks)
@@ -233,7 +235,7 @@ class Passes:
         self._calls.append(call)
         if is_first:
             try:
-                self._begin(call, Kind.of(call.entry, args, kwargs), kwargs)
+                self._begin(call, Kind.of(call.entry.method or call.module, args, kwargs), kwargs)
             except EXPECTED:
                 self._state = State.OPEN
                 raise
@@ -253,12 +255,12 @@ class Passes:
 
     def _acquire_groups_of(self, call: Call) -> None:
         with _Step(self):
-            for group in call.needs():
+            for group in call.entry.groups:
                 if group.num_bytes:
                     self.acquire(group)
                     call.groups.append(group)
             self._end_lingering()
-            self._placer.weigh_activations()
+            self.placer.weigh_activations()
             self.lookahead.before_call()
 
     def _refuse_interrupted(self) -> None:
@@ -268,7 +270,7 @@ class Passes:
             )
 
     def _refuse_capture(self) -> None:
-        if self._backend.is_capturing():
+        if self.backend.is_capturing():
             raise StateError(
                 f"{self.name} is offloaded and can't be captured in a CUDA graph. Use torch.compile without "
                 f"mode='reduce-overhead', or call handle.remove() first."
@@ -292,7 +294,7 @@ class Passes:
                     self.lingering = call.groups[0]
                     self.lingering.holds += 1
                 while call.groups:
-                    self.release(call.groups.pop(), self._backend.current_stream())
+                    self.release(call.groups.pop(), self.backend.current_stream())
                 self._calls.pop()
                 if self.is_running:
                     self.lookahead.after_call()
@@ -307,7 +309,7 @@ class Passes:
             and group.holds == 1
             and schedule.expects(group)
             and (group.slot is None or not group.slot.is_fixed)
-            and not (schedule.is_learning or self._placer.has_budget or self.tasks)
+            and not (schedule.is_learning or self.placer.has_budget or self.tasks)
             and not torch.is_grad_enabled()
         )
 
@@ -315,7 +317,7 @@ class Passes:
         group, self.lingering = self.lingering, None
         if group is not None:
             stream = None if group.slot is None else group.slot.last_stream
-            self.release(group, stream or self._backend.current_stream())
+            self.release(group, stream or self.backend.current_stream())
 
     def can_use_again(self, group: Group) -> bool:
         """Whether the call that begins can compute with the group that lingers, as the call before did."""
@@ -323,8 +325,8 @@ class Passes:
         return (
             self._thread == threading.get_ident()
             and self._state is State.OPEN
-            and (slot is None or slot.waited_on == slot.last_stream == self._backend.current_stream())
-            and not (torch.is_grad_enabled() or self._backend.is_capturing() or is_profiler_enabled())
+            and (slot is None or slot.waited_on == slot.last_stream == self.backend.current_stream())
+            and not (torch.is_grad_enabled() or self.backend.is_capturing() or is_profiler_enabled())
         )
 
     def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -334,7 +336,7 @@ class Passes:
         try:
             self.lingering = None  # else a call inside would end its use
             schedule.observe(group)
-            self._placer.weigh_activations()
+            self.placer.weigh_activations()
             output = call(*args, **kwargs)
         except BaseException:
             if self._state is State.OPEN:
@@ -352,7 +354,7 @@ class Passes:
     # ---------------------------------------------------------------- a forward
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        top, entry = call.module, call.entry
+        top, method = call.module, call.entry.method
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
                 f"{self.name} is offloaded and can't be recorded by torch.jit.trace: its weights move. Call handle.remove() "
@@ -363,7 +365,7 @@ class Passes:
                 f"{self.name} is offloaded and can't run inside torch.func transforms (grad, vmap, jvp). Use "
                 f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
-        self.before_forward(self.root, inputs if entry is self.root else {})
+        self.before_forward(self.root, inputs if top is self.root and method is None else {})
         self.counters.passes += 1
         self.begin_work()
         self._thread = threading.get_ident()
@@ -371,25 +373,24 @@ class Passes:
         self.kind = kind
         if self.succession is not None:
             if not kind.with_grad:  # a backward would come next
-                self._heir = self.succession.begin(self, entry)
+                self._heir = self.succession.begin(self, method or top)
             self.memory.protected = self.succession.protected_from(self)
-        begins_phase = self.succession is not None and self.succession.is_first_of_phase
-        self._start(kind, scope, begins_phase=begins_phase)
+        self._start(kind, scope)
 
-    def _start(
-        self, kind: Kind, scope: set[Group], guess: Sequence[Group] | None = None, *, begins_phase: bool
-    ) -> None:
+    def _start(self, kind: Kind, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Take the slots, and start the first copies.
 
         Args:
             guess: The order of groups, as long as none is known.
         """
-        self._placer.replan(kind)  # before slots are taken: a new plan changes their sizes
+        self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        self._placer.make_room(kind, begins_phase=begins_phase)
+        is_backward = kind.is_backward
+        succession = None if is_backward else self.succession
+        self.placer.make_room(kind, begins_phase=succession is not None and succession.is_first_of_phase)
         self.memory.take()
-        timed = kind if self._placer.begin_pass(kind) else None
-        self._recorder.begin(timed, self._backend.current_stream())
+        timed = kind if self.placer.begin_pass(kind) else None
+        self._recorder.begin(timed, self.backend.current_stream())
         self._teaches = True
         self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
 
@@ -418,9 +419,9 @@ class Passes:
             self.memory.unbind(group)
         self.lookahead.schedule.end(completed=self._teaches)
         self._changes.end_pass()
-        stream = self._backend.current_stream()
+        stream = self.backend.current_stream()
         self._recorder.end(stream)
-        self._placer.end_pass(completed=True)
+        self.placer.end_pass(completed=True)
         self._end_slots(stream)
         self.memory.give_back()
         self._thread = 0
@@ -429,7 +430,7 @@ class Passes:
         if heir is not None:
             heir.take_over()
         if self.kind is not None:
-            self._placer.plan_ahead(self.kind)
+            self.placer.plan_ahead(self.kind)
 
     def _end_slots(self, stream: Stream) -> None:
         """Let the pass end after the work of all streams in it. No name of the caller keeps a slot: its memory may go next."""
@@ -457,7 +458,7 @@ class Passes:
             if self.succession is not None:
                 self.memory.protected = self.succession.protected_from(self)
             if self.kind is not None:
-                self._placer.make_room(self.kind, begins_phase=True)
+                self.placer.make_room(self.kind, begins_phase=True)
             with suppress(torch.OutOfMemoryError):  # its own pass may find more, or says that there is too little
                 self.memory.take()
                 self.lookahead.prepare()
@@ -494,7 +495,7 @@ class Passes:
         if self._state is State.UNKNOWN:
             return False
         with _Step(self):
-            gave = self._placer.give_way(factor, self._backend.refusals()[1])
+            gave = self.placer.give_way(factor, self.backend.refusals()[1])
             self.memory.arena.answer()
         return gave
 
@@ -518,7 +519,7 @@ class Passes:
             self._changes.commit_group(group, binds=binds)
             if group.slot is not None and not group.is_current:
                 self.memory.drop(group)
-        stream = self._backend.current_stream()
+        stream = self.backend.current_stream()
         if not group.is_in_place:
             self._wait_for_bytes(group, stream)
         if binds and not group.is_bound:
@@ -581,7 +582,7 @@ class Passes:
             stream.wait_event(slot.last_use())  # the new event then covers the earlier use too
         slot.note_use(stream)
         if slot.owner is not None and slot.owner != stream:
-            self._backend.record_stream(slot.memory, stream)
+            self.backend.record_stream(slot.memory, stream)
         if group.holds:
             return
         self._recorder.ends(group.group_id, group.num_bytes, stream)
@@ -618,7 +619,7 @@ class Passes:
         self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
-        self._start(kind, set(self._groups), forward[::-1], begins_phase=False)
+        self._start(kind, set(self._groups), forward[::-1])
         self._state = State.OPEN
 
     def end_backward(self, *, completed: bool) -> None:
@@ -656,18 +657,18 @@ class Passes:
         """
         is_whole = self._state is not State.UNKNOWN
         self._state = State.UNKNOWN
-        self._backend.refusal.must_fail = None  # of a call that was interrupted
+        self.backend.refusal.must_fail = None  # of a call that was interrupted
         self._transfer.recover(is_whole=is_whole)
         self.lingering = None
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()
         self._recorder.recover()
-        self._placer.end_pass(completed=False)
+        self.placer.end_pass(completed=False)
         self._changes.recover()
         self._heir = None
         self.lookahead.recover(self._groups, is_whole=is_whole)
-        self._placer.reside()
+        self.placer.reside()
         self._files.look()
         self._thread = 0
         self._state = State.CLEAN
@@ -680,7 +681,7 @@ class Passes:
         Raises:
             StateError: That pass waits for a thread, which is most likely the calling one.
         """
-        if self.lock._is_owned():
+        if self._thread in (0, threading.get_ident()) or self.lock._is_owned():
             return
         before: FrameType | None = None
         try:

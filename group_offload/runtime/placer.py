@@ -29,13 +29,10 @@ from ..stores.base import Tier
 from ..stores.files import FileBlob
 from .budget.budgeter import Budgeter
 from .budget.need import Kind, Needs
-from .copies.cached import CachedFiles
-from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .foresight.schedule import first_guess
 from .groups.group import Group
 from .measure.recorder import Recorder
-from .memory import DeviceMemory
 from .packer import Packer
 
 logger = logging.getLogger("group_offload")
@@ -61,26 +58,15 @@ class Placer:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        config: OffloadConfig,
-        memory: DeviceMemory,
-        transfer: Transfer,
-        lookahead: LookAhead,
-        files: CachedFiles,
-        recorder: Recorder,
-        packer: Packer,
+        self, root: nn.Module, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer
     ) -> None:
         self._name = type(root).__name__
-        self._config = config
-        self._backend = config.backend
-        self._memory = memory
-        self._transfer = transfer
-        self._lookahead = lookahead
-        self._files = files
+        self._config, self._backend = config, config.backend
+        self._lookahead = lookahead  # which has the same device memory, transfer and files
+        self._memory, self._transfer, self._files = lookahead.memory, lookahead.transfer, lookahead.files
         self._recorder = recorder
         self._packer = packer
-        self._budgeter = Budgeter(config, files, transfer, packer)
+        self._budgeter = Budgeter(config, self._files, self._transfer, packer)
         self._needs = Needs(self._backend)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
@@ -127,7 +113,7 @@ class Placer:
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage
-                or any(blob.is_direct or blob.is_read_packed for blob in in_files),
+                or any(blob.is_direct or (blob.packed is not None and blob.packed.is_read) for blob in in_files),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )
@@ -493,7 +479,7 @@ class Placer:
             part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.blob, FileBlob) and not part.blob.is_packed and group.num_bytes
+            if isinstance(part.blob, FileBlob) and part.blob.packed is None and group.num_bytes
             if group in in_ram or group.height
         )
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..base import selective
 from ..base.arena import arena_for
-from ..base.device import Backend, Refused
+from ..base.device import Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
 from .convoy.fingerprint import SIMPLE, Fingerprint, examine
@@ -50,18 +50,10 @@ class Repeater:
     _module = Weak[nn.Module]()
     _passes = Weak[Passes]()
 
-    def __init__(
-        self, module: nn.Module, passes: Passes, backend: Backend, is_ours: Callable[[Any], bool], *, is_function: bool
-    ) -> None:
-        """
-        Args:
-            is_ours: Whether a hook of the module belongs to the engine.
-            is_function: Whether forwards of the model are functions of their inputs and the weights.
-        """
+    def __init__(self, module: nn.Module, passes: Passes) -> None:
         self._module = module
-        self._passes, self.backend = passes, backend
-        self._arena = arena_for(backend)
-        self._is_ours, self._is_function = is_ours, is_function
+        self._passes, self.backend = passes, passes.backend
+        self._arena = arena_for(self.backend)
         self._before: Fingerprint | None = None
         """The module's state as an earlier call returned."""
         self._is_opaque = False
@@ -145,9 +137,9 @@ class Repeater:
         """Look at the module's state as a call returns, unless that is known, or was found to tell nothing."""
         if self._before is not None or self._is_opaque:
             return
-        found = examine(self._module, self._is_ours)
+        found = examine(self._module)
         # What a module keeps of its last call, beside numbers, would be kept from being freed.
-        if isinstance(found, str) or found.has_tensors or (found.is_partial and not self._is_function):
+        if isinstance(found, str) or found.has_tensors or (found.is_partial and not self._passes.is_function):
             self._is_opaque = True
         else:
             self._before = found

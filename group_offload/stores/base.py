@@ -74,6 +74,8 @@ class Blob(ABC):
     """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
     is_outdated = False
     """Whether `rest` has edits that the blob cannot take, or belongs elsewhere: the blob has to be made again."""
+    packed: PackedImage | None = None
+    """The packed bytes of the blob, which may be out of date: see `good_image`."""
     origin: Origin | None = None
     """The bytes of checkpoints that tensors of the blob came from."""
     _is_open = True
@@ -95,6 +97,18 @@ class Blob(ABC):
     @abstractmethod
     def same_as(self) -> str:
         """A text that blobs of other processes of this host have only if they have the same bytes; empty if there is none."""
+
+    @property
+    def good_image(self) -> PackedImage | None:
+        """The packed bytes, if they are those of the blob: then they are sent."""
+        packed = self.packed
+        return None if packed is None or packed.generation != self.generation or self.is_outdated else packed
+
+    def drop_packed(self) -> None:
+        """Give up the packed bytes. From now on the blob itself is sent."""
+        packed, self.packed = self.packed, None
+        if packed is not None:
+            packed.close()
 
     def check(self) -> None:  # noqa: B027
         """
@@ -127,7 +141,8 @@ class Blob(ABC):
     def _moves(self, at: int, label: str) -> list[Move]: ...
 
     def close(self) -> None:
-        """Give up the memory or the file."""
+        """Give up the memory or the file, and the packed bytes."""
+        self.drop_packed()
         if self._is_open:
             self._is_open = False
             self.store.remove(self)

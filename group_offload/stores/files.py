@@ -174,10 +174,6 @@ class FileBlob(Contents, Blob):
         self.tier = Tier.FILE
         self.is_direct = False
         """Whether parts that are not in the page cache are read past it."""
-        self.is_packed = False
-        """Whether packed bytes of the blob are sent in its place: then the file is not read in passes."""
-        self.is_read_packed = False
-        """Whether these are read from a file of their own."""
         self._is_locked = False
         self._num_lockings = -1
         """The file's, when `_is_locked` was found out."""
@@ -208,7 +204,7 @@ class FileBlob(Contents, Blob):
     @property
     def is_read(self) -> bool:
         """Whether each pass reads the blob, from its file or from a packed one."""
-        return self.is_read_packed or not (self.is_locked or self.is_packed)
+        return not self.is_locked if self.packed is None else self.packed.is_read
 
     @property
     def pinned_bytes(self) -> int:

@@ -97,7 +97,7 @@ CALLS = (Passes.begin_call, Passes.end_call, Passes.end_interrupted_call)
 TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
     ("cpu ram", "forward", CALLS),
-    ("cpu ram leaf", "changed", (Gates.install, Gate.uninstall)),
+    ("cpu ram leaf", "changed", (Gates.install, Gates._opened, Gate.uninstall)),
     ("simulated files", "forward", (*CALLS, Reader._hire, Reader._start)),
     ("simulated pipeline", "forward", TAKEN),
     ("simulated pipeline, budget", "forward", (Arena.displace, Slot.evict)),

@@ -34,7 +34,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 
 def images_of(handle: OffloadHandle) -> list[PackedImage]:
-    found = [part.packed for group in engine_of(handle).groups for part in group.parts if part.packed is not None]
+    found = [image for group in engine_of(handle).groups for image in group.images]
     assert not any(image.is_read for image in found)
     return found
 

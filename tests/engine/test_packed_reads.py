@@ -296,7 +296,7 @@ def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedD
     model, handle = offloaded("folder", resident, tmp_path)
     check(device, model, resident, 2)
     group = groups_of(handle)[2]
-    image = group.parts[0].packed
+    image = group.parts[0].blob.packed
     assert image.is_read
     do, message = DAMAGES[damage]
     engine_of(handle)._lookahead.abandon()  # else the group may be read already

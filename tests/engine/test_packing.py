@@ -60,7 +60,7 @@ def test_packed_bytes_cross_the_link(options: dict[str, Any], device: SimulatedD
     plain = sum(group.num_bytes for group in handle.groups if not group.packed_bytes)
     packed = sum(group.packed_bytes for group in handle.groups)
     size = sum(group.num_bytes for group in handle.groups)
-    parts = [part.packed for group in engine_of(handle).groups for part in group.parts]
+    parts = [part.blob.packed for group in engine_of(handle).groups for part in group.parts]
     assert gained(handle, before, "copies") <= sum(1 if each is None else len(each.layout.strips) for each in parts)
     assert 0 < packed < 0.9 * (size - plain)
     assert gained(handle, before, "bytes_onloaded") <= packed + plain

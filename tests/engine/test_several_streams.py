@@ -113,7 +113,7 @@ def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool,
         for _ in range(12):
             x = torch.randn(3, DIM).to(torch.bfloat16)
             assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
-        sent = [part.sent_packed for group in engine_of(handle).groups for part in group.parts]
+        sent = [part.blob.good_image for group in engine_of(handle).groups for part in group.parts]
         images = [image for image in sent if image is not None]
         assert len(images) == 3 and all(image.is_read is reads_packed for image in images)
         stats = handle.stats()

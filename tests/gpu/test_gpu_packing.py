@@ -65,7 +65,7 @@ def test_bits_and_bytes(
         size = sum(group.num_bytes for group in handle.groups)
         assert stats.bytes_onloaded["ram"] - before.bytes_onloaded["ram"] < 0.75 * size
         assert stats.stalls == before.stalls and 0 < stats.packed_bytes < 0.75 * size
-        images = [part.packed for group in engine_of(handle).groups for part in group.parts if part.packed is not None]
+        images = [image for group in engine_of(handle).groups for image in group.images]
         are_in_place = source == "folder" and engine_of(handle)._packer._may_lock  # where the driver locks files
         assert images and all((image.contents is not None) == are_in_place for image in images)
         handle.remove()

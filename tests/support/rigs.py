@@ -55,7 +55,7 @@ class OnloadedOnly(TorchDispatchMode):
     def _is_in_place(self, address: int) -> bool:
         """Asked where a weight is read: the pass may have cut the module into other groups."""
         groups = () if self._handle is None else self._handle._live.groups
-        views = (view for group in groups if group.is_in_place for part in group.parts for view in part.rest)
+        views = (view for group in groups if group.is_in_place for part in group.parts for view in part.blob.rest)
         return any(view.untyped_storage().data_ptr() == address for view in views)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -158,7 +158,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
         patch.setattr(backward_module.Backward, name, lambda *args: None) for name in ("_packed", "_recast")
     ],
     "no gates inside of groups": lambda patch: patch.setattr(
-        "group_offload.runtime.gates.Gates._install_inner_gates", lambda self: None
+        "group_offload.runtime.gates.Gates._needs_of_inner", lambda self, gates: {}
     ),
     "views that are kept are not noticed": lambda patch: patch.setattr(slots.Slot, "is_aliased", False),
     "what a call returns is not made its own": lambda patch: patch.setattr(

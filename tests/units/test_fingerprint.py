@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from group_offload.base.compiled import refuse_trace
 from group_offload.runtime.convoy.fingerprint import Fingerprint, examine
 
 
@@ -33,7 +34,7 @@ def _model() -> Any:
 
 
 def _state(model: nn.Module) -> Fingerprint:
-    found = examine(model, lambda hook: True)
+    found = examine(model)
     assert isinstance(found, Fingerprint)
     return found
 
@@ -58,7 +59,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a tensor in place": lambda model: model[2].plain.add_(1),
     "a parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
     "a child": lambda model: model.append(nn.ReLU()),
-    "a hook": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "a hook": lambda model: model[0].register_forward_hook(refuse_trace),
     "training mode": lambda model: model[1].train(),
     "a class": lambda model: setattr(model[0], "__class__", Other),
     "a processor": lambda model: setattr(model[0], "processor", SimpleNamespace()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.compiled import Around
+from ...base.compiled import HANDLE, Around, is_ours
 from ...base.torch_internals import COMPILED_CALL
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
+_TO_ENGINE = (HANDLE, COMPILED_CALL)
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _OWN = frozenset(nn.Module().__dict__) | {"_diffusers_hook", *_TO_ENGINE}
 """Attributes that every module has, or that lead to the engine."""
@@ -115,15 +115,8 @@ def _are_remade(one: Any, other: Any) -> bool:
     return are_alike(one, other) or (type(one) is type(other) and type(one) in (list, dict))
 
 
-def examine(root: nn.Module, is_ours: Callable[[Any], bool]) -> Fingerprint | str:
-    """Look at a module between forwards.
-
-    Args:
-        is_ours: Whether a hook belongs to the engine.
-
-    Returns:
-        The state, or why forwards cannot share passes.
-    """
+def examine(root: nn.Module) -> Fingerprint | str:
+    """Look at a module between forwards. Returns the state, or why forwards cannot share passes."""
     added: set[int] = set()
     modules = [*root.modules()]
     for module in modules:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ...base.device import Stream
 from ...base.system import forked_free
 from ...base.weak import weakly
@@ -62,9 +64,9 @@ class SharedPasses(Passes):
 
     # ---------------------------------------------------------------- where a pass is
 
-    @property
-    def runs_elsewhere(self) -> bool:
-        return self.turns.here is None and super().runs_elsewhere
+    def wait_for_turn(self, module: nn.Module) -> None:
+        if self.turns.here is None:
+            super().wait_for_turn(module)
 
     def edits(self) -> int:
         """A number that rises with each edit of weights that was committed."""
@@ -77,7 +79,7 @@ class SharedPasses(Passes):
     @property
     def sends_nothing(self) -> bool:
         """Whether no pass sends weights, so that forwards save nothing by sharing one."""
-        return self._placer.sends_nothing
+        return self.placer.sends_nothing
 
     def gain_from_sharing(self, all_shapes: Sequence[Any]) -> float | None:
         """The share of time that forwards with inputs of these shapes save in one pass; None if that isn't known yet.
@@ -87,7 +89,7 @@ class SharedPasses(Passes):
 
         def weigh() -> None:
             top = weakref.ref(self.root)
-            self._gain = self._placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
+            self._gain = self.placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
 
         self.if_at_rest(weigh)
         return self._gain
@@ -136,7 +138,7 @@ class SharedPasses(Passes):
             held = {group for outer in traveller.calls for group in outer.groups}
             return all(
                 group.holds and (group in held or traveller not in convoy.users.get(group, ()))
-                for group in call.needs()
+                for group in call.entry.groups
                 if group.num_bytes
             )
 
@@ -157,7 +159,7 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        self.most_together = max(1, min(self._least_too_many - 1, self._placer.forwards_that_fit(kind)))
+        self.most_together = max(1, min(self._least_too_many - 1, self.placer.forwards_that_fit(kind)))
         traveller = self.turns.here
         if traveller is None:
             super()._begin(call, kind, inputs)

@@ -71,7 +71,6 @@ class SharingPolicy:
         root: nn.Module,
         passes: SharedPasses,
         backend: Backend,
-        is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
         refresh: Callable[[], Callable[[], None] | None],
         *,
@@ -80,14 +79,12 @@ class SharingPolicy:
         """
         Args:
             asks_plan: Whether forwards only share a pass where the plan says that this saves time.
-            is_ours: Whether a hook of a module belongs to the engine.
             refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
         self._passes, self._turns = passes, passes.turns
         self._backend = backend
-        self._is_ours = is_ours
         self._why_not = why_not
         self._refresh = refresh
         self._asks_plan = asks_plan
@@ -193,7 +190,7 @@ class SharingPolicy:
         """Look at the modules. Why forwards may not share passes with them as they are."""
         if self._state is not None and self._state.holds():
             return None
-        found = examine(self._root, self._is_ours)
+        found = examine(self._root)
         self._epoch += 1
         if isinstance(found, str):
             self._state = None

@@ -57,7 +57,7 @@ class CachedFiles:
 
         All are to be pinned, once they are in the page cache, if they fit into `Tuning.locked_share` of the RAM; else none.
         """
-        read = [blob for blob in self.blobs if not blob.is_packed]
+        read = [blob for blob in self.blobs if blob.packed is None]
         num_bytes, available = sum(blob.layout.num_bytes for blob in read), available_ram()
         if self._may_lock and num_bytes <= available * tuning().locked_share:
             for blob in read:

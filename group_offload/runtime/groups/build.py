@@ -135,7 +135,7 @@ class Builder:
         except BaseException:
             with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
                 for part in self._made:
-                    undo.callback(part.close)
+                    undo.callback(part.blob.close)
                     undo.callback(materialise, part)
             raise
 
@@ -429,7 +429,7 @@ def materialise(part: Part) -> None:
             home = part.devices[mine[0]]
             if is_view and home.type == "cpu":
                 continue  # it is what it was before
-            flat = extent_bytes(part.rest, extent)
+            flat = extent_bytes(part.blob.rest, extent)
             if locked is not None and home.type != "cpu":
                 flat = locked[extent.offset : extent.offset + extent.num_bytes]  # at the speed of the link
             flat = moved(flat, home) if home.type != "cpu" else flat.clone()

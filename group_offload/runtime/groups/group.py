@@ -17,6 +17,7 @@ from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
+from ...stores.packed import PackedImage
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
@@ -78,7 +79,7 @@ class Group:
         """One tensor for each version counter: autograd raises it once."""
         self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
-        self._rest_views = [view for part in self.parts for view in part.rest]
+        self._rest_views = [view for part in self.parts for view in part.blob.rest]
         self._rest_addresses = [address for part in self.parts for address in part.addresses]
         self._rest_forms, self._bound_forms = Forms(self._rest_views), Forms(self._rest_views)
         self._versions: list[int] = []
@@ -107,19 +108,22 @@ class Group:
                 expect_single_pages(view, expected=expected)
 
     @property
+    def images(self) -> list[PackedImage]:
+        """What is packed of the group."""
+        return [part.blob.packed for part in self.parts if part.blob.packed is not None]
+
+    @property
     def packed_bytes(self) -> int:
-        """The bytes of what is packed of the group."""
-        return sum(part.packed.num_bytes for part in self.parts if part.packed is not None)
+        return sum(image.num_bytes for image in self.images)
 
     @property
     def packed_ram_bytes(self) -> int:
         """The part of `packed_bytes` that is in RAM."""
-        return sum(part.packed.ram_bytes for part in self.parts if part.packed is not None)
+        return sum(image.ram_bytes for image in self.images)
 
     def largest_strip(self, *, is_read: bool) -> int:
         """What a berth has to hold of the packed bytes that are read from files, or of those in RAM; 0 if there are none."""
-        packed = [part.packed for part in self.parts if part.packed is not None and part.packed.is_read is is_read]
-        return max((each.layout.largest_strip for each in packed), default=0)
+        return max((image.layout.largest_strip for image in self.images if image.is_read is is_read), default=0)
 
     @property
     def detects_edits(self) -> bool:
@@ -198,7 +202,7 @@ class Group:
                 if not torch.equal(value, as_bytes(rest)):
                     part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
-                    part.drop_packed()
+                    part.blob.drop_packed()
                     num_changed += 1
         if slot is not None and not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
@@ -241,15 +245,12 @@ class Group:
 
     def note_shared_counters(self) -> None:
         """Take over from the parts which tensors share a version counter."""
-        known: dict[SharedCounter, None] = {}
-        self._to_increment = []
+        known: dict[SharedCounter | int, torch.Tensor] = {}
         for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
-            counter = part.shared_counters.get(index)
-            if tracks and counter not in known:
-                self._to_increment.append(tensor)
-            if counter is not None:
-                known[counter] = None
-        self._shared_counters = list(known)
+            if tracks:
+                known.setdefault(part.shared_counters.get(index, id(tensor)), tensor)
+        self._to_increment = [*known.values()]
+        self._shared_counters = [counter for counter in known if isinstance(counter, SharedCounter)]
         self._rest_version = self._version_sum()
 
     def find(self, address: int) -> tuple[Part, int, int] | None:
@@ -330,7 +331,7 @@ class Group:
         """The tensor rests elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
         place = self._index_of[id(tensor)]
         part, index = self._places[place]
-        for views, at in ((part.rest, index), (self._rest_views, place)):
+        for views, at in ((part.blob.rest, index), (self._rest_views, place)):
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
 
@@ -363,7 +364,7 @@ class Group:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
         on_device = self.packed.on_device()
         return [
-            PlacedBlob(offset + part.offset, self.group_id, part.blob, part.sent_packed, there)
+            PlacedBlob(offset + part.offset, self.group_id, part.blob, part.blob.good_image, there)
             for part, there in zip(self.parts, on_device, strict=True)
         ]
 
@@ -461,3 +462,42 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+
+
+def share_counters(groups: Sequence[Group]) -> None:
+    """Find the tensors of `groups` that share a version counter, because they were made as views of one (`chunk`, `unbind`).
+
+    When the engine raises the counter for one of them the versions of all rise, even of tensors in other groups. Autograd's
+    counters can be read and raised, but not compared: so one is raised, to see which versions rise with it. These increments
+    are counted as the engine's.
+    """
+    parts = dict.fromkeys(part for group in groups for part in group.parts)
+    places = [(part, i) for part in parts for i, ref in enumerate(part.refs) if tracks_version(ref.tensor)]
+    tensors = [part.refs[index].tensor for part, index in places]
+    with torch.inference_mode(False):
+        before = [tensor._version for tensor in tensors]
+        torch.autograd.graph.increment_version(tensors)
+        left = [
+            i
+            for i, (tensor, (part, index)) in enumerate(zip(tensors, places, strict=True))
+            if tensor._version > before[i] + 1 or index in part.shared_counters
+        ]
+        while left:
+            now = [tensors[i]._version for i in left]
+            torch.autograd.graph.increment_version(tensors[left[0]])
+            alike = [i for i, version in zip(left, now, strict=True) if tensors[i]._version != version]
+            left = [i for i in left if i not in alike]
+            _share([places[i] for i in alike], tensors[alike[0]]._version - before[alike[0]])
+    for part in parts:
+        part.num_increments += 1
+    for group in groups:
+        group.note_shared_counters()
+
+
+def _share(places: Sequence[tuple[Part, int]], num_increments: int) -> None:
+    known = [part.shared_counters[index] for part, index in places if index in part.shared_counters]
+    # A tensor whose version may have been noted keeps its count of increments. New tensors may count from anywhere.
+    counter = known[0] if known else SharedCounter(max(part.num_increments for part, _ in places))
+    counter.num_increments += num_increments
+    for part, index in places:
+        part.shared_counters[index] = counter

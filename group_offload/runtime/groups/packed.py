@@ -34,7 +34,7 @@ class PackedGroup:
 
     @property
     def _images(self) -> list[PackedImage | None]:
-        sent = [part.sent_packed for part in self._parts]
+        sent = [part.blob.good_image for part in self._parts]
         return [None if image is None or image.is_read else image for image in sent]
 
     @property

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ...stores.base import Blob, Tier
-from ...stores.files import FileBlob
-from ...stores.packed import PackedImage
 from ...weights import TensorRef
 from .tensors import same_memory, version_of
 
@@ -27,8 +25,6 @@ class Part:
 
     def __init__(self, blob: Blob, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
         self.blob = blob
-        self.packed: PackedImage | None = None
-        """The packed bytes of the blob. They may be out of date: see `sent_packed`."""
         self.may_pack = True
         """Whether packing may be worth it. Not if it saved too little, or if forwards change the tensors."""
         self.refs = refs
@@ -36,9 +32,8 @@ class Part:
         """Where each tensor was before it was offloaded."""
         self.offset = 0
         """The byte of the group that the blob begins at."""
-        self.rest = blob.rest
-        """The views that the tensors are bound to at rest."""
-        self.addresses = [view.data_ptr() for view in self.rest]
+        self.addresses = [view.data_ptr() for view in blob.rest]
+        """Where the tensors are at rest."""
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
         self.num_increments = 0
@@ -51,37 +46,10 @@ class Part:
         """The byte of the blob that each tensor begins at, and the tensor's index."""
 
     @property
-    def sent_packed(self) -> PackedImage | None:
-        """The packed bytes of the blob, if they are good: then they are sent."""
-        packed = self.packed
-        if packed is None or packed.generation != self.blob.generation or self.blob.is_outdated:
-            return None
-        return packed
-
-    def drop_packed(self) -> None:
-        """Give up the packed bytes. From now on the blob itself is sent."""
-        packed, self.packed = self.packed, None
-        if packed is not None:
-            packed.close()
-        if isinstance(self.blob, FileBlob):
-            self.blob.is_packed = self.blob.is_read_packed = False
-
-    def take_packed(self, packed: PackedImage | None) -> None:
-        """Send these bytes from now on. None: packing saves too little."""
-        self.packed, self.may_pack = packed, packed is not None
-        if isinstance(self.blob, FileBlob):
-            self.blob.is_packed = packed is not None
-            self.blob.is_read_packed = packed is not None and packed.is_read
-
-    @property
     def is_read(self) -> bool:
         """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
-        return self.packed.is_read if self.packed is not None else self.blob.tier is not Tier.RAM
-
-    def close(self) -> None:
-        """Give up the memory or the file of the blob, and its packed bytes."""
-        self.drop_packed()
-        self.blob.close()
+        packed = self.blob.packed
+        return packed.is_read if packed is not None else self.blob.tier is not Tier.RAM
 
     def version_of(self, index: int) -> int:
         """How often a tensor was modified other than by the engine, as far as its version tells."""
@@ -94,17 +62,16 @@ class Part:
 
     def was_moved(self) -> bool:
         """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
-        return [view.data_ptr() for view in self.rest] != self.addresses
+        return [view.data_ptr() for view in self.blob.rest] != self.addresses
 
     @property
     def is_given_up(self) -> bool:
-        return not self.rest and bool(self.refs)
+        return not self.blob.rest and bool(self.refs)
 
     def give_up(self) -> None:
         """Close the blob. The tensors have other memory by now."""
-        self.rest, self.addresses = [], []  # first, so that edits are not looked for in a blob that is closed
-        self.close()
-        self.blob.rest = self.rest
+        self.blob.rest, self.addresses = [], []  # first, so that edits are not looked for in a blob that is closed
+        self.blob.close()
 
     def is_alone(self, index: int) -> bool:
         """Whether no other tensor has bytes between the first and the last byte of this one."""
@@ -114,6 +81,5 @@ class Part:
         """For each tensor, whether it is still the view at rest that it was bound to."""
         if self.is_given_up:
             return [False] * len(self.refs)
-        return [
-            same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in zip(self.refs, self.rest, strict=True)
-        ]
+        places = zip(self.refs, self.blob.rest, strict=True)
+        return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
