@@ -23,7 +23,6 @@ from .measure.counters import Counters
 from .slots.berths import Berths
 from .slots.ring import Ring
 from .slots.slot import Slot
-from .slots.stalls import Stalls
 
 _SHARED_SLOTS = 4
 """Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
@@ -40,7 +39,6 @@ class DeviceMemory(Holding):
         self._config = config
         self._backend = config.backend
         self._transfer = transfer
-        self.stalls = Stalls(config.backend)
         self._counters = counters
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
@@ -76,6 +74,8 @@ class DeviceMemory(Holding):
         """The groups whose tensors are views of slots."""
         self.was_freed = True
         """Whether memory was freed since the look-ahead walked through the groups that come next."""
+        self._spare_events: list[Event] = []
+        """The events of freed slots: making an event takes longer than recording it."""
 
     # ---------------------------------------------------------------- between passes
 
@@ -249,7 +249,7 @@ class DeviceMemory(Holding):
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
-        self.stalls.recover()
+        self._spare_events.clear()  # an interrupt may have left them with the slots that were freed
 
     def __del__(self) -> None:
         """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
@@ -313,7 +313,7 @@ class DeviceMemory(Holding):
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
-        slot: Slot[Group] = Slot(memory, self.stalls.new_event, start=0, owner=stream)
+        slot: Slot[Group] = Slot(memory, self._new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
         slot.is_resident = is_resident
         if is_resident:
@@ -324,6 +324,9 @@ class DeviceMemory(Holding):
             self.pooled_bytes += memory.numel()
         self._note_peak()
         return slot
+
+    def _new_event(self) -> Event:
+        return self._spare_events.pop() if self._spare_events else self._backend.new_event()
 
     def _note_peak(self) -> None:
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self.num_bytes)
@@ -344,7 +347,6 @@ class DeviceMemory(Holding):
         after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
             self.evict(old)
-        self.stalls.collect(slot)
         offset = 0
         for group in run:
             group.was_sent(slot, offset)
@@ -405,6 +407,7 @@ class DeviceMemory(Holding):
             self.resident_bytes -= slot.memory.numel()
         else:
             self.pooled_bytes -= slot.memory.numel()
-        self.stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
+        # Once it is in no list: an interrupt before must not have its events spared twice.
+        self._spare_events += slot.ready, slot._last_use
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)

@@ -539,8 +539,6 @@ class Passes:
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
-            if slot.waited_on is None:
-                self.memory.stalls.arrive(slot, group.group_id, stream)
             if slot.job is not None:
                 slot = self._wait_for_files(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots

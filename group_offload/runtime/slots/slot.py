@@ -48,8 +48,6 @@ class Slot(Generic[T]):
         self.job: Job | None = None
         """What reads the slot's bytes from files, or gathers them from other GPUs. `ready` is recorded as it ends: the host
         waits for that first."""
-        self.wanted = new_event()
-        """The point at which compute came to wait for `ready`: see `Stalls`."""
         self._last_use = new_event()
         self._is_recorded = True
         self.groups: list[T] = []
