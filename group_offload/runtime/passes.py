@@ -523,7 +523,7 @@ class Passes:
         if not group.is_in_place:
             self._wait_for_bytes(group, stream)
         if binds and not group.is_bound:
-            group.onload(is_watched=torch.is_grad_enabled())
+            group.onload()
             if group.slot is not None:
                 self.memory.bound[group] = None
         group.holds += 1
@@ -661,7 +661,7 @@ class Passes:
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()
-        self._recorder.recover()
+        self._recorder.forget_measured()
         self._placer.end_pass(completed=False)
         self._changes.recover()
         self._heir = None

@@ -38,7 +38,7 @@ class RecordedPass:
     top: str
     """The class of the module that was called."""
     kind: Any
-    """The kind of a forward whose compute is measured; None for other passes."""
+    """The kind of a forward whose compute is measured, until that is read; None for other passes."""
     before: WeightTrace | None
     """What was recorded just before: copies that were sent ahead."""
     ahead: Event | None
@@ -67,7 +67,6 @@ class Recorder:
         self.trace: WeightTrace | None = None
         """The trace that all work is reported to. None: nothing is recorded."""
         self._now: RecordedPass | None = None
-        self._was_wanted = False
         self.passes: deque[RecordedPass] = deque(maxlen=NUM_RECORDED)
         """The last passes that were recorded and completed."""
         self._all: list[WeightTrace] | None = None
@@ -76,8 +75,6 @@ class Recorder:
         """Since the trace began: the event at which compute came to wait for a group."""
         self._open: dict[str, Event] = {}
         """For each group in use, the event at which its compute began."""
-        self._unread: deque[RecordedPass] = deque()
-        """The passes whose compute is measured, and has not been read."""
 
     def begin(self, what: str, number: int, top: str, stream: Stream, copy_stream: Stream, *, kind: Any = None) -> None:
         """A pass begins.
@@ -86,17 +83,16 @@ class Recorder:
             what: "forward" or "backward". A backward is recorded if the forward before was.
             kind: The kind of a forward whose compute is to be measured. It is recorded.
         """
-        if what == "forward":
-            self._was_wanted = kind is not None
         self._now = None
-        if self._all is None and not self._was_wanted:
+        last = self.passes[-1] if self.passes else None
+        is_backward_of_last = last is not None and last.number == number
+        if self._all is None and kind is None and not is_backward_of_last:
             self.trace = None
             return
-        was_recorded = bool(self.passes) and self.passes[-1].trace is self.trace
+        was_recorded = last is not None and last.trace is self.trace
         before, trace = self.trace, self._new_trace()
-        begun = trace.now(stream)
+        self.trace, begun = trace, trace.now(stream)
         ahead = None if was_recorded or copy_stream == stream else trace.now(copy_stream)
-        self.trace = trace
         self._now = RecordedPass(what, number, top, kind, before, ahead, trace, begun, begun)
 
     def end(self, stream: Stream) -> None:
@@ -106,20 +102,16 @@ class Recorder:
             return
         now.ended = now.trace.now(stream)
         self.passes.append(now)
-        if now.kind is not None:
-            self._unread.append(now)
 
     def measured(self, names: Collection[str]) -> Iterator[tuple[Any, dict[str, float], float, float]]:
         """Each measured pass that the device is past by now, once: its kind, the seconds of these groups' compute, those of
         all other compute, and those of the whole pass."""
-        while self._unread:
-            found = self._unread[0]
-            total = self._backend.seconds_between(found.begun, found.ended)
-            if total is None:
-                return
-            self._unread.popleft()
-            by_group, waited = found.trace.compute_seconds(names)
-            yield found.kind, by_group, max(0.0, total - waited - sum(by_group.values())), total
+        for each in self.passes:
+            total = None if each.kind is None else self._backend.seconds_between(each.begun, each.ended)
+            if total is not None:
+                kind, each.kind = each.kind, None
+                by_group, waited = each.trace.compute_seconds(names)
+                yield kind, by_group, max(0.0, total - waited - sum(by_group.values())), total
 
     def now(self, stream: Stream) -> Event | None:
         """A point of `stream`, for `enqueued`; None if nothing is recorded."""
@@ -148,20 +140,17 @@ class Recorder:
         if self.trace is not None and name in self._open:
             self.trace.add(COMPUTE, name, self._open.pop(name), self.trace.now(stream), num_bytes)
 
-    def recover(self) -> None:
-        """The pass in progress failed."""
+    def forget_measured(self) -> None:
+        """Forget measured passes that were not read, and the one in progress: it failed, or the groups are given up."""
         self._now = None
-        self.forget_measured()
+        for each in self.passes:
+            each.kind = None
         if self._all is None:
             self.trace = None
 
-    def forget_measured(self) -> None:
-        """Forget the measured passes that were not read: the groups are given up."""
-        self._unread.clear()
-
     def clear(self) -> None:
         """Forget all passes: the groups are given up."""
-        self.recover()
+        self.forget_measured()
         self.passes.clear()
 
     def begin_all(self) -> None:
