@@ -96,11 +96,12 @@ class Engine:
         self._files = CachedFiles(config, self.transfer.last_copies.synchronize)
         self._changes = Changes(self.transfer)
         commit_late, name = self._changes.commit_late, type(root).__name__
-        memory, transfer, files, recorder = self.memory, self.transfer, self._files, self.recorder
-        self._lookahead = LookAhead(config, memory, transfer, self.counters, files, commit_late, name)
-        self.placer = Placer(root, config, memory, transfer, self._lookahead, files, recorder, self._packer)
+        self._lookahead = LookAhead(config, self.memory, self._files, commit_late, name)
+        self.placer = Placer(config, self._lookahead, self.recorder, self._packer)
         kind = SharedPasses if shares_passes(config, root) else Passes
-        self._passes = kind(root, backend, self._lookahead, self.placer, self._changes, recorder, weakly(self._prepare))
+        self._passes = kind(
+            root, backend, self._lookahead, self.placer, self._changes, self.recorder, weakly(self._prepare)
+        )
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(
@@ -379,7 +380,7 @@ class Engine:
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
-        self.placer.place(moving, is_first=not before)
+        self.placer.place(moving)
         self._close_replaced({*parts})
         self.trained.guard(self._refs)
         for group in self.groups:
