@@ -72,10 +72,10 @@ class DeviceMemory(Holding):
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
-        self.was_freed = True
-        """Whether memory was freed since the look-ahead walked through the groups that come next."""
         self._spare_events: list[Event] = []
         """The events of freed slots: making an event takes longer than recording it."""
+        self.was_freed = True
+        """Whether memory was freed since the look-ahead walked through the groups that come next."""
 
     # ---------------------------------------------------------------- between passes
 
