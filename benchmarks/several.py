@@ -292,7 +292,7 @@ def _counts(handle: Any) -> dict[str, float]:
     if handle is None:
         return {"gathered_bytes": 0}
     stats = handle.stats()
-    return {"gathered_bytes": stats.bytes_gathered, "stalls": stats.stalls, "stalled_s": stats.stalled_seconds}
+    return {"gathered_bytes": stats.bytes_gathered, "stalls": stats.stalls}
 
 
 def _plan_of(handle: Any) -> dict[str, Any]:

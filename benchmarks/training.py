@@ -243,7 +243,6 @@ class Run:
         if weights is not None:
             report |= {
                 "stalls_per_step": (weights_then.stalls - weights.stalls) / num_steps,
-                "stalled_s": (weights_then.stalled_seconds - weights.stalled_seconds) / num_steps,
                 "pinned_bytes": weights_then.pinned_bytes,
             }
         if activations is not None:
@@ -351,7 +350,7 @@ def judge(report: dict[str, Any]) -> None:
 
 
 COLUMNS = (
-    *("step_s", "forward_s", "backward_s", "host_s", "stalled_s", "peak_bytes", "reserved_bytes"),
+    *("step_s", "forward_s", "backward_s", "host_s", "peak_bytes", "reserved_bytes"),
     *("after_forward_bytes", "sent_bytes", "link_s", "limit_s", "times_of_limit", "is_equal"),
 )
 

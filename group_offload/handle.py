@@ -47,11 +47,7 @@ class OffloadStats:
     """Flat buffers of weights loaded to the device."""
     stalls: int
     """Onloads that weren't prefetched, for lack of a prediction or of memory: they started when the weights were needed. (A
-    prefetch may still arrive late: see `stalled_seconds`.)"""
-    stalled_seconds: float
-    """Seconds that compute waited for weights, by the device's clock, as far as the device has got."""
-    worst_stall: tuple[str, float] | None
-    """The group that compute waited for longest, in all passes together, and the seconds. None if compute never waited."""
+    prefetch may still arrive late: see `OffloadHandle.trace`.)"""
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
@@ -157,7 +153,6 @@ class OffloadHandle(NotCopied):
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
         blobs = [part.blob for group in engine.groups for part in group.parts]
-        waits = engine.memory.stalls.by_group()
         in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
         packed = sum(group.packed_ram_bytes for group in engine.groups)
         return OffloadStats(
@@ -168,8 +163,6 @@ class OffloadHandle(NotCopied):
             passes_discarded=counters.discarded,
             onloads=counters.onloads,
             stalls=counters.stalls,
-            stalled_seconds=sum(waits.values()),
-            worst_stall=max(waits.items(), key=lambda item: item[1], default=None),
             copies=transfer.num_copies,
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
             bytes_unpacked=transfer.bytes_unpacked,

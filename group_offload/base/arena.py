@@ -26,7 +26,7 @@ class Holding:
         """The bytes of slots in no ring, allocated just in time."""
         self.resident_bytes = 0
         """The bytes of residents: groups that stay between passes, until they are evicted."""
-        self.protected: Mapping[Holding, int] = {}
+        self.protected: Mapping[Holding, int] = weakref.WeakKeyDictionary()
         """Other modules whose residents this one does not displace, and the bytes that each wants to have."""
         self.is_busy = False
         """Whether a pass of the module is running: then no other module takes anything, but one inside of that pass."""
@@ -40,6 +40,10 @@ class Holding:
     def slot_bytes(self) -> int:
         """The bytes of slots and berths, without residents."""
         return (0 if self.memory is None else self.memory.numel()) + self.pooled_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot_bytes + self.resident_bytes
 
     def evict_residents(self, num_bytes: int) -> None:
         """Evict residents until `num_bytes` are free. In the module's own pass: those that are needed last, none in use."""
@@ -148,7 +152,7 @@ class Arena:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of all modules' residents. Each call of a gate asks for it."""
+        """The bytes of all modules' residents."""
         with self._lock:
             return sum(each.resident_bytes for each in self._holdings)
 

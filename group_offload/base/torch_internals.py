@@ -97,7 +97,7 @@ try:
     # A range for a profiler is made only where one runs.
     is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
 
-    # Whether somebody else keeps a view of a slot: StorageWeakRef tells only that nobody does.
+    # Whether somebody else keeps a view of a slot.
     storage_use_count: Any = torch._C._storage_Use_Count
 
     # A weight that was saved as a negative view is given back as one. `torch.neg` would compute.

@@ -49,8 +49,6 @@ def value_text(name: str, value: Any) -> str:
     """A statistic or a figure of a plan for people: its unit follows from its name."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {value_text(name, each)}" for key, each in value.items()) or "none"
-    if isinstance(value, (tuple, list)):
-        return ", ".join(value_text("_seconds" if isinstance(each, float) else "", each) for each in value)
     if value is None:
         return "none"
     if name.endswith("per_s"):

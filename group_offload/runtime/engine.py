@@ -94,10 +94,8 @@ class Engine:
         self._changes = Changes(self.transfer)
         transfer, changes, recorder = self.transfer, self._changes, self.recorder
         files = CachedFiles(config, transfer.last_copies.synchronize)
-        self._lookahead = ahead = LookAhead(
-            config, self.memory, transfer, self.counters, files, changes.commit_late, type(root).__name__
-        )
-        self.placer = Placer(root, config, ahead, recorder, self._packer)
+        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late, type(root).__name__)
+        self.placer = Placer(config, ahead, recorder, self._packer)
         kind = SharedPasses if shares_passes(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
@@ -334,7 +332,7 @@ class Engine:
             self._gates.sharing.close()
         self.transfer.reader.close()
         self._changes.clear()
-        self.recorder.recover()
+        self.recorder.forget_measured()
         self.groups, self._refs, self._of_fsdp = (), (), {}
         self._passes.set_groups(())
         self._lookahead.reset((), wraps=False)
@@ -376,7 +374,7 @@ class Engine:
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
-        self.placer.place(moving, is_first=not before)
+        self.placer.place(moving)
         self._close_replaced({*parts})
         self.trained.guard(self._refs)
         for group in self.groups:

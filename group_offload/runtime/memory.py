@@ -23,7 +23,6 @@ from .measure.counters import Counters
 from .slots.berths import Berths
 from .slots.ring import Ring
 from .slots.slot import Slot
-from .slots.stalls import Stalls
 
 _SHARED_SLOTS = 4
 """Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
@@ -39,9 +38,8 @@ class DeviceMemory(Holding):
         super().__init__()
         self._config = config
         self._backend = config.backend
-        self._transfer = transfer
-        self.stalls = Stalls(config.backend)
-        self._counters = counters
+        self.transfer = transfer
+        self.counters = counters
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         """Whether groups inside of whose modules no other one is needed have slots outside of rings."""
@@ -74,6 +72,8 @@ class DeviceMemory(Holding):
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
+        self._spare_events: list[Event] = []
+        """The events of freed slots: making an event takes longer than recording it."""
         self.was_freed = True
         """Whether memory was freed since the look-ahead walked through the groups that come next."""
 
@@ -109,7 +109,7 @@ class DeviceMemory(Holding):
 
         Groups that are needed around others all stay on the device, if their sum is small.
         """
-        config, sharing = self._config, self._transfer.sharing
+        config, sharing = self._config, self.transfer.sharing
         # With a budget, the plan gives that memory to groups that stay.
         has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
         num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
@@ -132,10 +132,6 @@ class DeviceMemory(Holding):
     def largest(self) -> int:
         """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
         return self._largest.get(0, 0)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slot_bytes + self.resident_bytes
 
     @property
     def slots(self) -> list[Slot[Group]]:
@@ -210,7 +206,7 @@ class DeviceMemory(Holding):
             torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
         """
         sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
-        if self.arena.lease(self, sum(sizes.values()) + self.berth_bytes, self._transfer.writers):
+        if self.arena.lease(self, sum(sizes.values()) + self.berth_bytes, self.transfer.writers):
             assert self.memory is not None
             start = 0
             for height, size in sizes.items():
@@ -228,18 +224,17 @@ class DeviceMemory(Holding):
 
     def give_back(self) -> None:
         """The pass is over, or there was none after all."""
-        self.protected = {}  # else the memory of models that are gone would stay
         for slot in self.slots:
             # The memory of slots that no call has used has to outlast their copies: another module's pass may drop it.
             if slot.owner is not None and slot.waited_on is None:
-                for writer in self._transfer.writers:
+                for writer in self.transfer.writers:
                     self._backend.record_stream(slot.memory, writer)
         self.arena.give_back(self, self._backend.current_stream())
 
     def recover(self) -> None:
         """Free all memory, in any state: a pass failed, or was interrupted. No copy is on its way."""
         self.bound.clear()
-        self.protected, self.was_freed = {}, True
+        self.was_freed = True
         slots = [*self.residents, *self.pooled]
         for slot in slots:
             slot.evict()
@@ -249,7 +244,7 @@ class DeviceMemory(Holding):
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)
-        self.stalls.recover()
+        self._spare_events.clear()  # an interrupt may have left them with the slots that were freed
 
     def __del__(self) -> None:
         """Part groups from slots, which know each other: with the model all of its memory goes, and not with a collection."""
@@ -278,7 +273,7 @@ class DeviceMemory(Holding):
             return None
         slot = self._new_slot(memory, is_resident=True)
         if isinstance(group, PackedGroup):
-            for writer in self._transfer.writers:
+            for writer in self.transfer.writers:
                 self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
 
@@ -313,7 +308,7 @@ class DeviceMemory(Holding):
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
-        slot: Slot[Group] = Slot(memory, self.stalls.new_event, start=0, owner=stream)
+        slot: Slot[Group] = Slot(memory, self._new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
         slot.is_resident = is_resident
         if is_resident:
@@ -325,8 +320,11 @@ class DeviceMemory(Holding):
         self._note_peak()
         return slot
 
+    def _new_event(self) -> Event:
+        return self._spare_events.pop() if self._spare_events else self._backend.new_event()
+
     def _note_peak(self) -> None:
-        self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, self.num_bytes)
+        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.num_bytes)
 
     def occupy(
         self, slot: Slot[Any], run: Sequence[Group | PackedGroup], evicted: Sequence[Slot[Group]]
@@ -344,7 +342,6 @@ class DeviceMemory(Holding):
         after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
             self.evict(old)
-        self.stalls.collect(slot)
         offset = 0
         for group in run:
             group.was_sent(slot, offset)
@@ -359,9 +356,9 @@ class DeviceMemory(Holding):
     def unbind(self, group: Group) -> None:
         """Bind a group to its blobs again, with the forward's changes."""
         self.bound.pop(group, None)
-        num_changed = group.offload(self._transfer)
-        self._counters.changed += num_changed
-        self._counters.brought_back += num_changed
+        num_changed = group.offload(self.transfer)
+        self.counters.changed += num_changed
+        self.counters.brought_back += num_changed
         if not group.is_current:
             self.drop(group)
 
@@ -405,6 +402,7 @@ class DeviceMemory(Holding):
             self.resident_bytes -= slot.memory.numel()
         else:
             self.pooled_bytes -= slot.memory.numel()
-        self.stalls.retire(slot)  # once it is in no list: an interrupt before must not have its events retired twice
+        # Once it is in no list: an interrupt before must not have its events spared twice.
+        self._spare_events += slot.ready, slot._last_use
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)

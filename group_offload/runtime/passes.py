@@ -523,7 +523,7 @@ class Passes:
         if not group.is_in_place:
             self._wait_for_bytes(group, stream)
         if binds and not group.is_bound:
-            group.onload(is_watched=torch.is_grad_enabled())
+            group.onload()
             if group.slot is not None:
                 self.memory.bound[group] = None
         group.holds += 1
@@ -539,8 +539,6 @@ class Passes:
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
-            if slot.waited_on is None:
-                self.memory.stalls.arrive(slot, group.group_id, stream)
             if slot.job is not None:
                 slot = self._wait_for_files(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
@@ -663,7 +661,7 @@ class Passes:
         for group in self._groups:
             group.recover(self._transfer)
         self.memory.recover()
-        self._recorder.recover()
+        self._recorder.forget_measured()
         self.placer.end_pass(completed=False)
         self._changes.recover()
         self._heir = None

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ..base.tuning import tuning
 from ..config import OffloadConfig
@@ -37,9 +36,6 @@ from .packer import Packer
 
 logger = logging.getLogger("group_offload")
 
-_MOST_PLANS = 16
-"""How often a plan is made again for what packing brought. Each time the sizes of more weights are known: two or three do."""
-
 _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
@@ -57,38 +53,32 @@ class Placer:
     slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
     """
 
-    def __init__(
-        self, root: nn.Module, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer
-    ) -> None:
-        self._name = type(root).__name__
-        self._config, self._backend = config, config.backend
+    def __init__(self, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer) -> None:
+        self._name = lookahead.model
+        self._config = config
+        self._backend = config.backend
         self._lookahead = lookahead  # which has the same device memory, transfer and files
         self._memory, self._transfer, self._files = lookahead.memory, lookahead.transfer, lookahead.files
         self._recorder = recorder
         self._packer = packer
         self._budgeter = Budgeter(config, self._files, self._transfer, packer)
-        self._needs = Needs(self._backend)
+        self._needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""
         self._total_bytes = 0
-        self._protected_bytes = 0
-        """What residents of other models keep, as the last pass began."""
 
     # ---------------------------------------------------------------- set-up
 
-    def place(self, groups: Sequence[Group], *, is_first: bool) -> None:
+    def place(self, groups: Sequence[Group]) -> None:
         """Decide where these groups are stored, and pack, pin and size memory for that, before any pass was measured.
-
-        Args:
-            is_first: Whether the module is being offloaded. False: its groups were rebuilt.
 
         Raises:
             ConfigError: a budget is too small.
         """
-        self._groups = tuple(groups)
+        is_first, self._groups = not self._groups, tuple(groups)
         self._packer.begin(groups)
         if not self._config.has_budgets:
             self._budgeter.clear()
@@ -268,8 +258,6 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        protected = self._memory.protected.items()
-        self._protected_bytes = sum(max(each.resident_bytes, wanted) for each, wanted in protected)
         need = self._needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
@@ -316,7 +304,7 @@ class Placer:
         self._recorder.forget_measured()
         self._memory.release()
         self._packer.switch_on()
-        self.place(self._groups, is_first=False)
+        self.place(self._groups)
 
     def _pack(self) -> bool:
         """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
@@ -388,7 +376,8 @@ class Placer:
 
     def _own_space(self, need: int) -> int:
         """The part of `_space` that protected models leave."""
-        return max(0, self._space(need) - self._protected_bytes)
+        kept = sum(max(each.resident_bytes, wanted) for each, wanted in self._memory.protected.items())
+        return max(0, self._space(need) - kept)
 
     def begin_pass(self, kind: Kind) -> bool:
         """The slots are there, and compute begins: decide how far ahead to send just in time.
@@ -399,10 +388,9 @@ class Placer:
         memory = self._memory
         memory.num_passes += 1
         memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
-        if self.has_budget:
-            self._needs.begin(kind, self._backend.bytes_in_use(), has_budget=True)
-        elif memory.is_just_in_time and not (self._config.record_stream or kind.is_backward):
-            self._needs.begin(kind, self._other_bytes(), has_budget=False)
+        sizes_window = memory.is_just_in_time and not (self._config.record_stream or kind.is_backward)
+        if self.has_budget or sizes_window:
+            self._needs.begin(kind, has_budget=self.has_budget)
         return not kind.is_backward and self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
@@ -434,7 +422,7 @@ class Placer:
 
     def weigh_activations(self) -> None:
         """Measure the memory of activations as a gated call begins."""
-        self._needs.look(self._other_bytes)
+        self._needs.look()
 
     def end_pass(self, *, completed: bool) -> None:
         """Learn from a pass that completed. The measurements of one that failed are dropped."""
@@ -467,11 +455,12 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
-        for _ in range(_MOST_PLANS + 1):
+        while True:
             in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
             if self._packer.is_on and self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
-            # Packed bytes are known exactly once there are some: the plan counts on these, and what it puts in RAM is packed.
+            # Packed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
+            # puts others there: so this comes to an end.
             if not self._pack():
                 break
         self._lookahead.note_tiers(self._groups)
@@ -533,6 +522,3 @@ class Placer:
         if self._config.record_stream:
             return _DEEP_WINDOW * least
         return max(least, min(_DEEP_WINDOW * least, activations // 3))
-
-    def _other_bytes(self) -> int:
-        return self._backend.bytes_in_use() - self._memory.num_bytes

@@ -326,7 +326,7 @@ def test_an_interrupt_while_a_slot_is_given_up() -> None:
                 contained(free_slots)
             assert strike.where
             free_slots()
-            spare = memory.stalls._spare
+            spare = memory._spare_events
             assert len({id(event) for event in spare}) == len(spare), strike.where
             fill()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...base.arena import Holding
 from ...base.device import Backend
 from ...base.recent import Recent
 from ...base.torch_internals import tree_leaves
@@ -83,8 +84,9 @@ class Needs:
     (fragments, another process) needs more from then on, by what was refused; half of that is tried again after some passes.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, memory: Holding) -> None:
         self._backend = backend
+        self._memory = memory
         self._known: Recent[Kind, int] = Recent()
         self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
         self._more = 0
@@ -132,28 +134,26 @@ class Needs:
         """What is kept free for the passes that ran last."""
         return max((self.measured(kind) or 0 for kind in {*self._recent}), default=0) + self._more
 
-    def begin(self, kind: Kind, beside: int, *, has_budget: bool) -> None:
-        """A pass computes from here on.
-
-        Args:
-            beside: Bytes in use that are not its need: weights on the device, and what is there besides. Without a budget,
-                the latter alone.
-        """
+    def begin(self, kind: Kind, *, has_budget: bool) -> None:
+        """A pass computes from here on."""
         self._recent.append(kind)
         self._measuring, self._most_seen, self._num_looks = None, None if has_budget else 0, 0
         if self.measured(kind) is None:
-            self._measuring = kind, beside
+            self._measuring = kind, self._backend.bytes_in_use() if has_budget else self._beside_weights()
             if has_budget:
                 self._backend.reset_peak()
         elif kind in self._known:
             self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
 
-    def look(self, beside_weights: Callable[[], int]) -> None:
+    def look(self) -> None:
         """A call in the pass begins: see what is in use beside weights, unless there is a budget."""
         if self._measuring is not None and self._most_seen is not None:
             self._num_looks += 1
             if self._num_looks % (1 + self._num_looks // _NUM_LOOKS) == 0:
-                self._most_seen = max(self._most_seen, beside_weights())
+                self._most_seen = max(self._most_seen, self._beside_weights())
+
+    def _beside_weights(self) -> int:
+        return self._backend.bytes_in_use() - self._memory.num_bytes
 
     def end(self, *, completed: bool) -> tuple[int, int] | None:
         """The pass is over. Returns the need and the peak of all memory, if the pass was the first of its kind."""

@@ -13,10 +13,8 @@ from ...errors import EXPECTED
 from ...stores.base import PlacedBlob, Tier
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
-from ..copies.transfer import Transfer
 from ..copies.write_order import Landing
 from ..groups.group import Group
-from ..measure.counters import Counters
 from ..memory import DeviceMemory
 from ..slots.slot import Slot
 from .schedule import Schedule, first_guess
@@ -37,8 +35,6 @@ class LookAhead:
         self,
         config: OffloadConfig,
         memory: DeviceMemory,
-        transfer: Transfer,
-        counters: Counters,
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
         model: str,
@@ -49,11 +45,10 @@ class LookAhead:
             model: Name of the model in messages.
         """
         self.memory = memory
-        self.transfer = transfer
-        self.counters = counters
+        self.transfer, self.counters = memory.transfer, memory.counters
         self.files = files
         self._before_send = before_send
-        self._model = model
+        self.model = model
         self._use_stream = config.use_stream
         """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
@@ -88,7 +83,6 @@ class LookAhead:
         self._blockers = {}
         self.wraps = wraps
         self._is_last = False
-        self.note_tiers(groups)
 
     def note_tiers(self, groups: Sequence[Group]) -> None:
         """Find out how blobs are sent."""
@@ -322,7 +316,7 @@ class LookAhead:
                 "Weights of %s in %s are still referenced after their call, so their device memory can't be reused. Check "
                 "hooks and autograd functions (use save_for_backward).",
                 " and ".join(group.group_id for slot in aliased for group in slot.groups),
-                self._model,
+                self.model,
             )
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:

@@ -93,18 +93,19 @@ class Succession:
         """Whether the pass in progress is the first one of its model in a row."""
         return self._phase.total() == 1
 
-    def protected_from(self, model: Model) -> dict[Any, int]:
+    def protected_from(self, model: Model) -> weakref.WeakKeyDictionary[Any, int]:
         """The memories of other models that `model` does not displace: it should run too few times before their next phase.
 
         Each with the bytes that are left free for it, because it would displace `model`.
         """
         mine = self._numbers[model]
         others = [(number, found()) for number, found in enumerate(self._models) if number != mine]
-        return {
+        protected = {
             other.memory: other.memory.wanted_bytes if self._displaces(number, mine) else 0
             for number, other in others
             if other is not None and not self._displaces(mine, number)
         }
+        return weakref.WeakKeyDictionary(protected)
 
     def _displaces(self, mine: int, other: int) -> bool:
         """Whether a model runs often enough between two phases of the other one."""

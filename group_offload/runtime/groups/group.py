@@ -141,18 +141,11 @@ class Group:
         self.is_bound = False
         self._rest_version = self._version_sum()
 
-    def onload(self, *, is_watched: bool = False) -> None:
-        """Bind the tensors to the slot, which has the blobs from when its ready event is reached, or use them in place.
-
-        Args:
-            is_watched: Whether a graph is recorded, which may keep views of the tensors for a while.
-        """
+    def onload(self) -> None:
+        """Bind the tensors to the slot, which has the blobs from when its ready event is reached, or use them in place."""
         slot = self.slot
-        if slot is None:
-            assert self.is_in_place
-            bound = self._fit(self._rest_views)
-        else:
-            bound = self._views_in(slot.alias_once(self.offset, self.num_bytes)) if is_watched else self._views_of(slot)
+        assert slot is not None or self.is_in_place
+        bound = self._fit(self._rest_views) if slot is None else self._views_of(slot)
         if self._recast:
             self._forget_replaced_recasts()
             bound = [self._recast.get(index, (view,))[0] for index, view in enumerate(bound)]
@@ -377,18 +370,12 @@ class Group:
     def _views_of(self, slot: Slot[Group]) -> list[torch.Tensor]:
         known = slot.views.get(self)
         if known is None or known.offset != self.offset:
-            memory = slot.alias(self.offset, self.num_bytes)
-            views = self._views_in(memory)
-            known = slot.views[self] = Views(self.offset, memory, views)
+            memory, views = slot.alias(self.offset, self.num_bytes), []
+            for part in self.parts:
+                views += part.blob.layout.views(memory[part.offset : part.offset + part.blob.layout.num_bytes])
+            known = slot.views[self] = Views(self.offset, memory, self._fit(views))
         slot.handed[known] = self
         return known.tensors
-
-    def _views_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of flat uint8 memory that has the bytes of the blobs."""
-        views = []
-        for part in self.parts:
-            views += part.blob.layout.views(memory[part.offset : part.offset + part.blob.layout.num_bytes])
-        return self._fit(views)
 
     def _fit(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(self._tracked) == len(self._tensors):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...base.device import Backend, Event, Stream
 from ...errors import StateError
-from .trace import WeightTrace
+from .trace import COMPUTE, STALLS, WeightTrace
 
 
 @dataclass(slots=True)
@@ -42,6 +42,10 @@ class Recorder:
         """All traces since `begin_all`."""
         self._unread: deque[_Measured] = deque()
         """The forwards whose compute is measured, and has not been read."""
+        self._arrived: Event | None = None
+        """Since the trace began: the event at which compute came to wait for a group."""
+        self._open: dict[str, Event] = {}
+        """For each group in use, the event at which its compute began."""
 
     def begin(self, kind: Any, stream: Stream) -> None:
         """A pass begins.
@@ -86,28 +90,27 @@ class Recorder:
     def arrives(self, stream: Stream) -> None:
         """Compute on `stream` is about to wait for a group."""
         if self.trace is not None:
-            self.trace.compute_arrives(stream)
+            self._arrived = self.trace.now(stream)
 
     def begins(self, name: str, stream: Stream) -> None:
         """The bytes of the group of this name are there, and its compute is enqueued next."""
         if self.trace is not None:
-            self.trace.compute_begins(name, stream)
+            now, arrived, self._arrived = self.trace.now(stream), self._arrived, None
+            if arrived is not None:
+                self.trace.add(STALLS, name, arrived, now, 0)
+            self._open.setdefault(name, now)
 
     def ends(self, name: str, num_bytes: int, stream: Stream) -> None:
         """All uses of the group are enqueued, which has `num_bytes`."""
-        if self.trace is not None:
-            self.trace.compute_ends(name, num_bytes, stream)
-
-    def recover(self) -> None:
-        """The pass in progress failed, or the groups are given up."""
-        self._now = None
-        self.forget_measured()
-        if self._all is None:
-            self.trace = None
+        if self.trace is not None and name in self._open:
+            self.trace.add(COMPUTE, name, self._open.pop(name), self.trace.now(stream), num_bytes)
 
     def forget_measured(self) -> None:
-        """Forget the measured passes that were not read: the groups are given up."""
+        """Forget measured passes that were not read, and the one in progress: it failed, or the groups are given up."""
+        self._now = None
         self._unread.clear()
+        if self._all is None:
+            self.trace = None
 
     def begin_all(self) -> None:
         """Record everything until `end_all`.
@@ -129,7 +132,7 @@ class Recorder:
     def _new_trace(self) -> WeightTrace:
         if self._idle is None:
             self._idle = self._backend.new_stream()
-        trace = WeightTrace(self._backend, self._idle)
+        trace, self._arrived, self._open = WeightTrace(self._backend, self._idle), None, {}
         if self._all is not None:
             self._all.append(trace)
         return trace

@@ -65,10 +65,6 @@ class WeightTrace:
         """Lane, name, start, end and bytes."""
         self._reads: list[Slice] = []
         """In values of `time.perf_counter`."""
-        self._arrived: Event | None = None
-        """The event at which compute came to wait for a group."""
-        self._open: dict[str, Event] = {}
-        """For each group in use, the event at which its compute began."""
         self.origin = self.now(idle)
         self.origin_seconds = time.perf_counter()
 
@@ -84,25 +80,11 @@ class WeightTrace:
         """Work of a lane for these groups was enqueued on `stream` behind `begun`, which `now` gave."""
         first, *others = dict.fromkeys(names)
         name = f"{first} and {len(others)} more" if others else first
-        self._on_device.append((lane, name, begun, self.now(stream), num_bytes))
+        self.add(lane, name, begun, self.now(stream), num_bytes)
 
-    def compute_arrives(self, stream: Stream) -> None:
-        """Compute is about to wait for a group."""
-        self._arrived = self.now(stream)
-
-    def compute_begins(self, name: str, stream: Stream) -> None:
-        """Compute has the group of this name, for which it has waited since `compute_arrives`."""
-        now = self.now(stream)
-        if self._arrived is not None:
-            self._on_device.append((STALLS, name, self._arrived, now, 0))
-            self._arrived = None
-        self._open.setdefault(name, now)
-
-    def compute_ends(self, name: str, num_bytes: int, stream: Stream) -> None:
-        """Compute is done with all uses of the group, which has `num_bytes`."""
-        begun = self._open.pop(name, None)
-        if begun is not None:
-            self._on_device.append((COMPUTE, name, begun, self.now(stream), num_bytes))
+    def add(self, lane: str, name: str, begun: Event, ended: Event, num_bytes: int) -> None:
+        """Add a slice to a lane, between two points that `now` gave."""
+        self._on_device.append((lane, name, begun, ended, num_bytes))
 
     def compute_seconds(self, names: Collection[str]) -> tuple[dict[str, float], float]:
         """The seconds of compute of each of these groups, and those that compute waited. The device is past all of it."""

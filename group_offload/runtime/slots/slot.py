@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ...base.device import Event, Stream
@@ -48,8 +47,6 @@ class Slot(Generic[T]):
         self.job: Job | None = None
         """What reads the slot's bytes from files, or gathers them from other GPUs. `ready` is recorded as it ends: the host
         waits for that first."""
-        self.wanted = new_event()
-        """The point at which compute came to wait for `ready`: see `Stalls`."""
         self._last_use = new_event()
         self._is_recorded = True
         self.groups: list[T] = []
@@ -65,8 +62,6 @@ class Slot(Generic[T]):
         self.handed: dict[Views, T] = {}
         """Those views that groups were bound to since nobody was seen to keep them. They are few: `views` may be hundreds, of
         all groups of one size."""
-        self.aliases: list[StorageWeakRef] = []
-        """Where a graph is recorded: the storages that views of the slot were made of, for one call each."""
 
     def note_use(self, stream: Stream) -> None:
         """Remember that work on `stream` uses the slot. `stream` has waited for what other streams did with it before."""
@@ -87,31 +82,18 @@ class Slot(Generic[T]):
     @property
     def is_aliased(self) -> bool:
         """Whether code outside keeps views of the slot beyond the call that they were made for. No group may be bound."""
-        if self.aliases:
-            self._forget_expired()
         are_kept = False
         for views, group in [*self.handed.items()]:
             if views.are_kept:
                 are_kept = True
             elif not group.is_bound:
                 del self.handed[views]
-        return are_kept or bool(self.aliases)
+        return are_kept
 
     def alias(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the slot with a storage of their own, whose count of uses shows whether a view of them is kept."""
         alias: torch.Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
         return alias
-
-    def alias_once(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Like `alias`, for views that the engine itself drops after one call: any that is left is kept by other code."""
-        alias = self.alias(start, num_bytes)
-        if len(self.aliases).bit_count() == 1:  # now and then: nothing may ever ask whether a resident is aliased
-            self._forget_expired()
-        self.aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
-        return alias
-
-    def _forget_expired(self) -> None:
-        self.aliases = [alias for alias in self.aliases if not alias.expired()]  # type: ignore[no-untyped-call]
 
     @property
     def is_held(self) -> bool:
