@@ -40,8 +40,6 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
 )
 """What bits depend on, in the whole process."""
 _TINY, _ONE = 1e-310, 1.0
-_WITHOUT_EFFECT = ("numpy.ufunc.extobj",)
-"""Context variables that say what is warned of."""
 
 
 class Caller:
@@ -61,16 +59,17 @@ class Caller:
         self._kernels = torch.get_num_threads(), _flushes_denormals()
         self._settings = [self._autocast, self._caches_casts, self._modes, self._stream, self._index, self._kernels]
         self._settings += map(_value_of, _FLAGS)
-        self._context = contextvars.copy_context()
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
-        variables = sorted(self._context.items(), key=lambda item: id(item[0]))
-        self._objects = [each for item in variables if item[0].name not in _WITHOUT_EFFECT for each in item]
-        self._objects += [*self._function_modes, None, *self._dispatch_modes]
+        # `with torch.device(...)` may be entered anew for each call.
+        self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
+        self._settings += [None, *self._dispatch_modes]
+        self._context = contextvars.copy_context()
 
     def is_like(self, other: Caller) -> bool:
         """Whether a call from there has the bits of one from here."""
-        are_same = len(self._objects) == len(other._objects) and all(map(_are_alike, self._objects, other._objects))
-        return are_same and self._settings == other._settings
+        mine, theirs = self._context, other._context
+        are_same = self._settings == other._settings and len(mine) == len(theirs)
+        return are_same and all(each in theirs and are_alike(value, theirs[each]) for each, value in mine.items())
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function in this thread, which ends afterwards, as if the caller's thread called it."""
@@ -97,13 +96,6 @@ class Caller:
                 push_mode(dispatch_mode)
                 stack.callback(pop_mode)
             return function()
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two context values or modes do the same. They may be made anew for each call."""
-    if type(one) is type(other) and isinstance(one, DeviceContext):
-        return bool(one.device == other.device)
-    return are_alike(one, other)
 
 
 def _flushes_denormals() -> bool:
