@@ -189,7 +189,6 @@ class Engine:
             if self.sharing is not None:
                 self.sharing.close()
             self._passes.end_work()
-            turns.leave(self._passes)
 
     # ---------------------------------------------------------------- for the handle
 

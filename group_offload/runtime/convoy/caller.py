@@ -1,4 +1,8 @@
-"""The state of torch in a thread that calls a model, for another thread that calls it in the first one's place."""
+"""The state of torch in a thread that calls a model, for another thread that calls it in the first one's place.
+
+What torch has once for the process (the default dtype, kinds of attention, TF32) is left to [Note: The contract of shared
+passes].
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,6 @@ from ...base.torch_internals import (
 )
 from .fingerprint import are_alike
 
-_FLAGS: tuple[Callable[[], Any], ...] = (
-    torch.get_default_dtype,
-    torch.are_deterministic_algorithms_enabled,
-    torch.get_float32_matmul_precision,
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: None),
-    lambda: torch.backends.cuda.matmul.allow_tf32,
-    lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    lambda: torch.backends.cudnn.enabled,
-    lambda: torch.backends.cudnn.benchmark,
-    lambda: torch.backends.cudnn.deterministic,
-    lambda: torch.backends.cudnn.allow_tf32,
-    lambda: torch.backends.mkldnn.enabled,
-)
-"""What bits depend on, in the whole process."""
 _TINY, _ONE = 1e-310, 1.0
 
 
@@ -58,7 +44,6 @@ class Caller:
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._kernels = torch.get_num_threads(), _flushes_denormals()
         self._settings = [self._autocast, self._caches_casts, self._modes, self._stream, self._index, self._kernels]
-        self._settings += map(_value_of, _FLAGS)
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
         # `with torch.device(...)` may be entered anew for each call.
         self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
@@ -101,10 +86,3 @@ class Caller:
 def _flushes_denormals() -> bool:
     """Whether this thread takes tiny numbers for 0. The processor does that, for Python's numbers too."""
     return _TINY * _ONE == 0.0
-
-
-def _value_of(flag: Callable[[], Any]) -> Any:
-    try:
-        return flag()
-    except (AttributeError, RuntimeError):  # a torch without it, or one whose newer names of the same were used
-        return None

@@ -13,8 +13,8 @@ tensor (the latents). If the last step had several, the first call of the next o
 was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
 tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
-were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row the call
-of the last miss is not foreseen again, and neither are those after it.
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
+miss, the calls of steps of that kind are not foreseen again.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Steps:
         self._kinds: Hashable = None
         """The kinds of all calls that are expected."""
         self._misses: Recent[Hashable, int] = Recent()
-        """For calls of such kinds, and a call's place among them, how often in a row it was foreseen wrongly."""
+        """For calls of such kinds, how many steps in a row had one that was foreseen wrongly."""
         self.forget()
 
     def forget(self) -> None:
@@ -135,15 +135,15 @@ class Steps:
     def hit(self, now: Arguments, found: Speculation) -> None:
         """Note that a call was foreseen rightly."""
         now.shared = found.arguments.shared
-        self._misses.pop((self._kinds, len(self.calls)), None)
         self.calls.append(now)
+        if not self.ahead:
+            self._misses.pop(self._kinds, None)
 
     def miss(self) -> bool:
-        """Note that the next call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
+        """Note that the next call was foreseen wrongly. Whether such calls will not be foreseen again."""
         self.ahead, self.foreseen = [], []
-        place = self._kinds, len(self.calls)
-        self._misses[place] = self._misses.get(place, 0) + 1
-        return self._misses[place] == _MOST_MISSES
+        self._misses[self._kinds] = self._misses.get(self._kinds, 0) + 1
+        return self._misses[self._kinds] == _MOST_MISSES
 
     def goes_on_with(self, now: Arguments) -> bool:
         """Whether a call belongs to the step in progress."""
@@ -169,5 +169,4 @@ class Steps:
         foreseen = [each for each in calls if each is not None]
         if 0 < len(foreseen) == len(calls) < MOST_CALLS:
             self._kinds = tuple(call.key for call in foreseen)
-            missed = (at for at in range(len(calls)) if self._misses.get((self._kinds, at + 1), 0) >= _MOST_MISSES)
-            self.foreseen = foreseen[: next(missed, None)]
+            self.foreseen = foreseen if self._misses.get(self._kinds, 0) < _MOST_MISSES else []
