@@ -195,9 +195,10 @@ class SharedPasses(Passes):
             self.counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
         super()._end()
 
-    def leave(self, traveller: Traveller) -> None:
-        """Take a traveller off the convoy whose forward is over. Mostly it has left by itself."""
-        if self.turns.here is not traveller:
+    def leave(self) -> None:
+        """Take this thread's traveller off the convoy, as its forward is over. Mostly it has left by itself."""
+        traveller = self.turns.here
+        if traveller is None:
             return
         try:
             if traveller in traveller.convoy.travellers:

@@ -127,8 +127,7 @@ class SharingPolicy:
         try:
             return self._called(args, kwargs)
         finally:  # an interrupt may have come as it left, or as it took the lock
-            if turns.here is not None:
-                self._passes.leave(turns.here)
+            self._passes.leave()
             turns.let_go()
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -144,7 +143,7 @@ class SharingPolicy:
             return self.alone(*args, **kwargs)
         found = self._result_for(steps, now)
         if found is not None:
-            steps.hit(now, found)
+            steps.hit(found)
             return found.output
         if not steps.goes_on_with(now):
             self._discard(steps)
@@ -359,8 +358,7 @@ class SharingPolicy:
                 ahead.clear()  # Ctrl-C waits for nobody
             raise
         finally:
-            if boarded:
-                self._passes.leave(boarded[0])
+            self._passes.leave()
             for each in ahead:
                 each.join()
         return output

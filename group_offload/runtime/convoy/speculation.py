@@ -62,7 +62,7 @@ class Speculation(threading.Thread):
         except BaseException as error:
             self.error = error.with_traceback(None)  # frames keep activations alive
         finally:
-            self._passes.leave(self._traveller)
+            self._passes.leave()
 
 
 class RandomStates:

@@ -29,21 +29,12 @@ class Branches:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         """Inputs that are kept to compare their values, for as long as the branches are there."""
-        self._by_name: dict[Any, weakref.ref[Any]] = {}
-
-    def add(self, branch: Any, name: Any) -> None:
-        known = self._by_name.get(name)
-        if known is None or known() is None:
-            self._by_name[name] = weakref.ref(branch)
-
-    @property
-    def there(self) -> list[Any]:
-        return [branch for each in [*self._by_name.values()] if (branch := each()) is not None]
+        self.by_name: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     def calls_beside(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
         """The arguments of the calls that follow this one, in order, as far as they can be told."""
         given = {id(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)}
-        branches = self.there
+        branches = [*self.by_name.values()]
         while branches and given.isdisjoint(map(id, tree_flatten([*vars(branches[0]).values()])[0])):
             del branches[0]
         found: list[tuple[Any, Any]] = []
@@ -58,7 +49,8 @@ class Branches:
 
 
 class _Local(threading.local):
-    branches: Branches | None = None
+    def __init__(self) -> None:
+        self.branches = Branches()
 
 
 _local = _Local()
@@ -66,7 +58,7 @@ _local = _Local()
 
 def begin_step() -> None:
     """Forget what this thread has announced."""
-    _local.branches = None
+    _local.branches = Branches()
 
 
 def announce(branch: Any, name: Any) -> None:
@@ -77,15 +69,13 @@ def announce(branch: Any, name: Any) -> None:
         name: What tells the branch from others of the step. The first of a name counts.
     """
     if announced() is None:
-        _local.branches = Branches()
-    assert _local.branches is not None
-    _local.branches.add(branch, name)
+        begin_step()
+    _local.branches.by_name.setdefault(name, branch)
 
 
 def announced() -> Branches | None:
     """What this thread has announced of the step in progress."""
-    branches = _local.branches
-    return branches if branches is not None and branches.there else None
+    return _local.branches if _local.branches.by_name else None
 
 
 def _exchanged(args: Any, kwargs: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -132,10 +122,9 @@ class Steps:
         self._announced: Branches | None = None
         """The branches of the step in progress, if its calls were announced."""
 
-    def hit(self, now: Arguments, found: Speculation) -> None:
+    def hit(self, found: Speculation) -> None:
         """Note that a call was foreseen rightly."""
-        now.shared = found.arguments.shared
-        self.calls.append(now)
+        self.calls.append(found.arguments)
         if not self.ahead:
             self._misses.pop(self._kinds, None)
 
