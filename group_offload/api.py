@@ -15,8 +15,9 @@ from .config import ModelOptions, OffloadConfig, takes_options
 from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
 from .owners import add_owner, shared_handle
+from .runtime.convoy.fingerprint import HANDLE
 from .runtime.engine import Engine
-from .runtime.gates import HANDLE, is_offloaded
+from .runtime.gates import is_offloaded
 
 
 @takes_options(ModelOptions)

@@ -23,8 +23,8 @@ from .plan.report import OffloadPlan, SharedForwards
 from .report.facts import ReportFacts
 from .report.page import value_text, write_page
 from .run_report import Run, facts_of, memory_of, wait_for_work, where_of
+from .runtime.convoy.fingerprint import HANDLE
 from .runtime.engine import Engine, follow_one_another
-from .runtime.gates import HANDLE
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
 from .stores.base import Tier

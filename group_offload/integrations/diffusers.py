@@ -40,7 +40,8 @@ from ..handle import Listener, OffloadHandle, add_listener
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
-from ..runtime.gates import HANDLE, is_offloaded, root_of
+from ..runtime.convoy.fingerprint import HANDLE
+from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
 from .modular import LISTENERS
 from .patching import around, swap

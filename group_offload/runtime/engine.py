@@ -5,7 +5,6 @@ The steps of a forward are in passes.py.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -103,9 +102,7 @@ class Engine:
         self._passes = kind(root, backend, self._lookahead, self.placer, self._changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(
-            root, config, self._passes, self._backward, self.placer, refresh=weakref.WeakMethod(self.refresh)
-        )
+        self._gates = Gates(root, config, self._passes, self._backward, self.placer)
         tell_of_apply(root, self._look_for_meta)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""

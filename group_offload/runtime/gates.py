@@ -52,6 +52,7 @@ from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
 from .convoy.contract import DENOISERS, is_function
+from .convoy.fingerprint import HANDLE
 from .convoy.passes import SharedPasses
 from .convoy.policy import SharingPolicy
 from .groups.group import Group
@@ -62,9 +63,6 @@ from .skips import own_forward, preceded
 from .tables import GatheredRows
 
 logger = logging.getLogger("group_offload")
-
-HANDLE = "_group_offload_handle"
-"""The attribute of an offloaded module that leads to its handle."""
 
 
 class Gate(Around):
@@ -405,13 +403,7 @@ class Gates:
         passes: Passes,
         backward: Backward,
         placer: Placer,
-        *,
-        refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
-        """
-        Args:
-            refresh: Reference to the function that commits edits of weights since the last pass.
-        """
         self._root = root
         self.is_function = is_function(config, root)
         """Whether forwards are known to be functions of their inputs and the weights."""
@@ -426,7 +418,7 @@ class Gates:
         asks_plan = config.share_passes == "auto"
         if isinstance(passes, SharedPasses):
             why_not = weakly(self._why_not_shared)
-            self.sharing = SharingPolicy(root, passes, self.backend, _is_ours, why_not, refresh, asks_plan=asks_plan)
+            self.sharing = SharingPolicy(root, passes, self.backend, _is_ours, why_not, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "

@@ -21,7 +21,9 @@ from ...base.compiled import Around
 from ...base.torch_internals import COMPILED_CALL
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_TO_ENGINE = ("_group_offload_handle", COMPILED_CALL)
+HANDLE = "_group_offload_handle"
+"""The attribute of an offloaded module that leads to its handle."""
+_TO_ENGINE = (HANDLE, COMPILED_CALL)
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 _OWN = frozenset(nn.Module().__dict__) | {"_diffusers_hook", *_TO_ENGINE}
 """Attributes that every module has, or that lead to the engine."""

@@ -37,7 +37,7 @@ from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
 from .arguments import Arguments, are_equal
 from .caller import Caller
-from .fingerprint import Fingerprint, examine
+from .fingerprint import HANDLE, Fingerprint, examine
 from .lock import Traveller, is_on_its_way
 from .passes import Broken, SharedPasses
 from .speculation import Speculation, others_may_draw, random_states
@@ -73,7 +73,6 @@ class SharingPolicy:
         backend: Backend,
         is_ours: Callable[[Any], bool],
         why_not: Callable[[], str | None],
-        refresh: Callable[[], Callable[[], None] | None],
         *,
         asks_plan: bool,
     ) -> None:
@@ -81,7 +80,6 @@ class SharingPolicy:
         Args:
             asks_plan: Whether forwards only share a pass where the plan says that this saves time.
             is_ours: Whether a hook of a module belongs to the engine.
-            refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
@@ -89,7 +87,6 @@ class SharingPolicy:
         self._backend = backend
         self._is_ours = is_ours
         self._why_not = why_not
-        self._refresh = refresh
         self._asks_plan = asks_plan
         self._local = _Local()
         self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
@@ -216,11 +213,9 @@ class SharingPolicy:
     def _is_as_then(self, epoch: int, edits: int, caller: Caller) -> bool:
         """Whether neither weights, modules nor the state of the thread were changed since."""
         with self._turns:
-            if self._passes.were_touched():
+            if self._passes.is_removed or self._passes.were_touched():
                 return False
-            refresh = self._refresh()
-            if refresh is not None:  # else offloading has ended meanwhile
-                refresh()  # it commits edits that the system tells of
+            self._root.__dict__[HANDLE].refresh()  # it commits edits that the system tells of
         return (
             self._examined() is None
             and epoch == self._epoch
