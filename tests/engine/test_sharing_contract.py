@@ -259,7 +259,9 @@ def test_what_was_foreseen_is_not_called_for(change: str, device: SimulatedDevic
         loop.between = lambda step, model: step in (3, 5) and change in BETWEEN and BETWEEN[change](model)
 
     stats = check(prepare, device)
-    assert stats.passes_predicted >= 3 and stats.passes_discarded >= (change not in AFTER)
+    # Calls of which one is of a kind that was not tried yet are tried in step 5.
+    assert stats.passes_predicted >= (6 if change == "a prompt of another size" else 3)
+    assert stats.passes_discarded >= (change not in AFTER)
 
 
 def test_two_misses_in_a_row_end_it(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:

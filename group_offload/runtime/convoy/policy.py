@@ -142,16 +142,20 @@ class SharingPolicy:
         if found is not None:
             steps.hit(found)
             return found.output
+        foreseen = []
         if not steps.goes_on_with(now):
             self._discard(steps)
-            steps.begin(now, args, kwargs)
-        is_first = not steps.calls
+            foreseen = steps.begin(now, args, kwargs)
+        if foreseen and self._backend.has_streams and not (scans_quickly() and self._passes.detects_edits):
+            self._say("edits of weights between two calls of a step can't be detected quickly here")
+            foreseen = []
         if not now.are_counted:
             self._say("its inputs are inference tensors: call it under torch.no_grad()")
             steps.forget()
+            foreseen = []
         elif len(steps.calls) <= MOST_CALLS:  # of a step with more calls none is foreseen
             steps.calls.append(now)
-        return self._made([now, *(self._foreseen(steps) if is_first else [])], steps, args, kwargs)
+        return self._made([now, *foreseen], steps, args, kwargs)
 
     def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
         """Make the first of these calls, and run the others beside it if that is known to be right."""
@@ -169,7 +173,7 @@ class SharingPolicy:
             del calls[1:], may_share[1:]
         if all(may_share):
             return self._travel(steps, calls, args, kwargs)
-        if may_share[0] is None and max(len(calls), num_callers) > 1:
+        if may_share[0] is not False and max(len(calls), num_callers) > 1:
             if self._num_in_vain < _MOST_IN_VAIN:
                 return self._trial(steps, calls, args, kwargs)
             self._say("its inputs or modules differ from step to step")
@@ -229,14 +233,6 @@ class SharingPolicy:
             self._passes.counters.discarded += len(steps.ahead)
             if steps.miss():
                 self._say("the calls of a step were predicted wrongly twice in a row")
-
-    def _foreseen(self, steps: Steps) -> list[Arguments]:
-        """The other calls of the step that begins."""
-        sees_edits = scans_quickly() and self._passes.detects_edits
-        if steps.foreseen and self._backend.has_streams and not sees_edits:
-            self._say("edits of weights between two calls of a step can't be detected quickly here")
-            return []
-        return steps.foreseen
 
     # ---------------------------------------------------------------- together
 
@@ -347,7 +343,8 @@ class SharingPolicy:
         finally:
             self._passes.leave()
             for each in ahead:
-                each.join()
+                if each.ident is not None:  # else it was not started
+                    each.join()
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:

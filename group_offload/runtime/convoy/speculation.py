@@ -46,10 +46,6 @@ class Speculation(threading.Thread):
             self.error = error
             self._passes.turns.disembark(self._traveller)
 
-    def join(self, timeout: float | None = None) -> None:
-        if self.ident is not None:  # else it was not started
-            super().join(timeout)
-
     def run(self) -> None:
         if not self._passes.turns.embark(self._traveller):
             return

@@ -115,8 +115,6 @@ class Steps:
     def forget(self) -> None:
         self.calls: list[Arguments] = []
         """The calls of the step in progress."""
-        self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with, as far as that is foreseen."""
         self.ahead: list[Speculation] = []
         """The forwards of these calls, as far as they were not called for yet."""
         self._announced: Branches | None = None
@@ -130,7 +128,7 @@ class Steps:
 
     def miss(self) -> bool:
         """Note that the next call was foreseen wrongly. Whether such calls will not be foreseen again."""
-        self.ahead, self.foreseen = [], []
+        self.ahead = []
         self._misses[self._kinds] = self._misses.get(self._kinds, 0) + 1
         return self._misses[self._kinds] == _MOST_MISSES
 
@@ -143,8 +141,8 @@ class Steps:
         now.relate(self.calls[0])
         return True
 
-    def begin(self, now: Arguments, args: Any, kwargs: Any) -> None:
-        """A step begins with this call: foresee the others."""
+    def begin(self, now: Arguments, args: Any, kwargs: Any) -> list[Arguments]:
+        """A step begins with this call. What the others should be called with, if that is foreseen."""
         if self._announced is not None:
             self._announced.kept.clear()  # somebody may keep the branches
         others, branches = self.calls[1:], announced()
@@ -156,6 +154,7 @@ class Steps:
             now.keep(branches.kept)
             calls = [Arguments(*call).keep(branches.kept) for call in beside]
         foreseen = [each for each in calls if each is not None]
-        if 0 < len(foreseen) == len(calls) < MOST_CALLS:
-            self._kinds = tuple(call.key for call in foreseen)
-            self.foreseen = foreseen if self._misses.get(self._kinds, 0) < _MOST_MISSES else []
+        if not 0 < len(foreseen) == len(calls) < MOST_CALLS:
+            return []
+        self._kinds = tuple(call.key for call in foreseen)
+        return foreseen if self._misses.get(self._kinds, 0) < _MOST_MISSES else []
