@@ -225,7 +225,8 @@ class SharedPasses(Passes):
         traveller = self.turns.here
         if traveller is not None:
             convoy = traveller.convoy
-            if convoy.travellers and convoy.users.get(group, set()).issuperset(convoy.travellers):
+            used = convoy.users.get(group)
+            if used is not None and used.issuperset(convoy.travellers):
                 del convoy.users[group]
                 group.holds -= 1
         super().release(group, stream)
