@@ -40,7 +40,7 @@ from .caller import Caller
 from .fingerprint import HANDLE, Fingerprint, examine
 from .lock import Traveller, is_on_its_way
 from .passes import Broken, SharedPasses
-from .speculation import Speculation, others_may_draw, random_states
+from .speculation import RandomStates, Speculation, others_may_draw
 from .steps import MOST_CALLS, Steps
 
 logger = logging.getLogger("group_offload")
@@ -240,7 +240,7 @@ class SharingPolicy:
         """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
         self._num_in_vain += 1
         output, finding = self._looked_at(calls[0], args, kwargs)
-        outputs = [_copies(output)]
+        before, outputs = RandomStates(self._backend.device), [_copies(output)]
         with suppress(Exception):  # it is raised again where the call is made
             for call in calls[1:]:
                 given = call.given() if finding is None else None
@@ -250,8 +250,10 @@ class SharingPolicy:
                 outputs.append(_copies(found))
         if finding is None and len(outputs) == len(calls):
             return self._travel(steps, calls, args, kwargs, output, outputs)
+        keys = [call.key for call in calls]
+        self._put_back(keys, len(keys), before)
         if finding is not None:
-            self._note([call.key for call in calls], finding, 1)
+            self._note(keys, finding, 1)
         return output
 
     def _travel(
@@ -267,14 +269,17 @@ class SharingPolicy:
         boarded: list[Traveller] = []
         ahead: list[Speculation] = []
         keys, epoch, caller = [call.key for call in calls], self._epoch, Caller(self._backend)
-        before = self._before()
-        output, is_void = None, False
+        before, changed = RandomStates(self._backend.device), self._passes.counters.changed
+        output, finding = None, None
         try:
             output = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=is_trial)
             size = boarded[0].convoy.size
+            is_void = self._put_back(keys, size, before)
         except Exception as error:
-            size, is_short = boarded[0].convoy.size if boarded else 1, isinstance(error, torch.OutOfMemoryError)
-            if not (is_trial or (size > 1 and (is_short or isinstance(error, Broken)))):
+            size = boarded[0].convoy.size if boarded else 1
+            # What the others have drawn was put back, and so was what this one has: it is made again.
+            is_void, is_short = self._put_back(keys, size, before), isinstance(error, torch.OutOfMemoryError)
+            if not (is_trial or is_void or (size > 1 and (is_short or isinstance(error, Broken)))):
                 raise
             if is_short:
                 self._say(f"the device is out of memory with {size} at once")
@@ -284,8 +289,11 @@ class SharingPolicy:
             is_void = True
         if is_trial and (size == 1 or is_void or any(each.error is not None for each in ahead)):
             return made
-        finding = self._finding(before, calls[0], args, kwargs, sees_draws=size == len(calls) and not others_may_draw())
-        if finding is None and is_trial:
+        if self._passes.counters.changed != changed:
+            finding = "it changes its weights or buffers"
+        elif not calls[0].are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        elif is_trial:
             shared = [tensors_in(output), *(tensors_in(each.output) for each in ahead)]
             if not (any(expected) and all(map(are_equal, shared, expected))):
                 finding = "outputs differ from those of separate forwards, or can't be compared"
@@ -351,7 +359,7 @@ class SharingPolicy:
         """Make a call alone. What it returns, and how it breaks the contract, if that is seen."""
         changes: list[bool] = []
         with self._turns:
-            state, before = self._state, self._before()
+            state, before, changed = self._state, RandomStates(self._backend.device), self._passes.counters.changed
 
             def look() -> None:
                 if not (changes or (state is not None and state.holds())):
@@ -363,24 +371,31 @@ class SharingPolicy:
             finally:
                 self._passes.at_gate = None
             look()
+            finding = None
             if changes:
-                return output, "it changes attributes of its modules"
-            return output, self._finding(before, call, args, kwargs)  # random numbers may be another thread's
+                finding = "it changes attributes of its modules"
+            elif before != RandomStates(self._backend.device):
+                finding = "it draws random numbers"  # or in another thread meanwhile
+            elif self._passes.counters.changed != changed:
+                finding = "it changes its weights or buffers"
+        if finding is None and not call.are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        return output, finding
 
-    def _before(self) -> tuple[int, object]:
-        """What a forward has to leave as it is."""
-        return self._passes.counters.changed, random_states(self._backend)
+    def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
+        """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
 
-    def _finding(
-        self, before: tuple[int, object], call: Arguments, args: Any, kwargs: Any, *, sees_draws: bool = True
-    ) -> str | None:
-        """How the call that was made since `before` breaks the contract, if it can be seen."""
-        num_changed, states = self._before()
-        if num_changed != before[0]:
-            return "it changes its weights or buffers"
-        if not call.are_unchanged(args, kwargs):
-            return "it changes its inputs"
-        return "it draws random numbers" if sees_draws and states != before[1] else None
+        Args:
+            size: How many forwards shared the pass.
+
+        Returns:
+            Whether they do.
+        """
+        if size < 2 or before == RandomStates(self._backend.device) or size != len(keys) or others_may_draw():
+            return False
+        self._note(keys, "it draws random numbers")
+        before.restore()
+        return True
 
     def _judgement(self, key: Hashable) -> bool | None:
         """Whether calls of a kind share passes; None if they were not tried with the modules as they are."""
