@@ -5,7 +5,6 @@ The steps of a forward are in passes.py.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -100,7 +99,7 @@ class Engine:
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(root, config, self._passes, self._backward, weakref.WeakMethod(self.refresh))
+        self._gates = Gates(root, config, self._passes, self._backward)
         tell_of_apply(root, self._look_for_meta)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
@@ -184,7 +183,6 @@ class Engine:
             if self.sharing is not None:
                 self.sharing.close()
             self._passes.end_work()
-            turns.leave(self._passes)
 
     # ---------------------------------------------------------------- for the handle
 

@@ -376,12 +376,7 @@ class Gates:
         config: OffloadConfig,
         passes: Passes,
         backward: Backward,
-        refresh: Callable[[], Callable[[], None] | None],
     ) -> None:
-        """
-        Args:
-            refresh: Reference to the function that commits edits of weights since the last pass.
-        """
         self.root = root
         self.backend = config.backend
         self._non_blocking = config.non_blocking
@@ -393,7 +388,7 @@ class Gates:
         asks_plan = config.share_passes == "auto"
         if isinstance(passes, SharedPasses):
             why_not = weakly(self._why_not_shared)
-            self.sharing = SharingPolicy(root, passes, self.backend, why_not, refresh, asks_plan=asks_plan)
+            self.sharing = SharingPolicy(root, passes, self.backend, why_not, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "

@@ -81,29 +81,37 @@ class Repeater:
         if not has_budget or torch.is_grad_enabled():
             return _seen(call, args, kwargs, compiler, modes)
         passes, refusal = self._passes, self.backend.refusal
-        attempt = _Attempt(self, (args, kwargs), refusal.must_fail)
+        before, around, num_repeats = self._now((args, kwargs)), refusal.must_fail, 0
+
+        def may_repeat() -> bool:
+            return num_repeats < _MOST_REPEATS and self._may_repeat((args, kwargs), before)
+
+        def must_fail() -> bool:
+            """Whether the call, or one around it, could be repeated if it failed now."""
+            return may_repeat() or (around is not None and around())
+
         while True:
             refused: torch.OutOfMemoryError | None = None
             try:
-                refusal.must_fail = attempt.may_repeat
+                refusal.must_fail = must_fail
                 output = _seen(call, args, kwargs, compiler, modes)
             except torch.OutOfMemoryError as error:
-                if not attempt.may_repeat_here():
+                if not may_repeat():
                     raise
                 # The frames of the call hold what it has computed so far.
                 refused = error.with_traceback(None)
                 refused.__context__ = refused.__cause__ = None
             finally:
-                refusal.must_fail = attempt.around
+                refusal.must_fail = around
             if refused is None:
                 if self._arena.has_refused and not passes.is_inside_a_call:
                     self._warn()
                 self._look()
                 return output
-            if passes.give_way(1 << attempt.num_repeats):
-                attempt.num_repeats += 1
+            if passes.give_way(1 << num_repeats):
+                num_repeats += 1
             elif isinstance(refused, Refused):
-                attempt.num_repeats = _MOST_REPEATS  # an operator may do without the memory
+                num_repeats = _MOST_REPEATS  # an operator may do without the memory
             else:
                 try:
                     raise refused
@@ -122,11 +130,16 @@ class Repeater:
                 type(self._module).__name__,
             )
 
-    def may_repeat(self, attempt: _Attempt) -> bool:
+    def _now(self, given: Any) -> tuple[list[Any], object, torch.Tensor]:
+        """What a call is given, and the random states."""
+        return [*_versions(given)], self.backend.generator_state(), torch.default_generator.get_state()
+
+    def _may_repeat(self, given: Any, before: tuple[list[Any], object, torch.Tensor]) -> bool:
         """Whether residents are left, and nothing was changed since the call began."""
-        if self._before is None or not self._arena.resident_bytes:
+        if self._before is None or not self._arena.resident_bytes or self._passes.has_changed_weights:
             return False
-        if self._passes.has_changed_weights or not attempt.is_untouched:
+        now = self._now(given)
+        if _UNKNOWN in now[0] or now[:2] != before[:2] or not torch.equal(now[2], before[2]):
             return False
         if self._before.holds():
             return True
@@ -154,36 +167,6 @@ def _seen(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes
     finally:
         set_eval_frame(None)
         selective.hide()
-
-
-class _Attempt:
-    """A call that may have to be repeated: what it is given, and the random states, as it begins."""
-
-    __slots__ = ("_before", "_given", "_repeater", "around", "num_repeats")
-
-    def __init__(self, repeater: Repeater, given: Any, around: Callable[[], bool] | None) -> None:
-        """
-        Args:
-            around: `may_repeat` of the call around this one.
-        """
-        self._repeater, self._given, self.around = repeater, given, around
-        self.num_repeats = 0
-        self._before = self._now()
-
-    def may_repeat_here(self) -> bool:
-        return self.num_repeats < _MOST_REPEATS and self._repeater.may_repeat(self)
-
-    def may_repeat(self) -> bool:
-        """Whether the call, or one around it, could be repeated if it failed now."""
-        return self.may_repeat_here() or (self.around is not None and self.around())
-
-    @property
-    def is_untouched(self) -> bool:
-        (given, device, host), now = self._before, self._now()
-        return _UNKNOWN not in given and (given, device) == now[:2] and torch.equal(host, now[2])
-
-    def _now(self) -> tuple[list[Any], object, torch.Tensor]:
-        return [*_versions(self._given)], self._repeater.backend.generator_state(), torch.default_generator.get_state()
 
 
 def _versions(value: Any) -> Iterator[Any]:

@@ -39,11 +39,6 @@ def join(passes: Passes) -> None:
         _all.add(passes)
 
 
-def leave(passes: Passes) -> None:
-    with _lock:
-        _all.discard(passes)
-
-
 def check(passes: Passes) -> None:
     """Check that all models that share weights with `passes` have its lock.
 
@@ -64,7 +59,7 @@ def _sharing(passes: Passes) -> dict[Passes, str]:
     mine = {id(tensor): f"{name} of {passes.name}" for name, tensor in _tensors_of(passes.root)}
     found = {}
     for other in _all:
-        root = None if other is passes else Passes.root.of(other)
+        root = None if other is passes or other.is_removed else Passes.root.of(other)
         shared = [] if root is None else [mine[id(each)] for _, each in _tensors_of(root) if id(each) in mine]
         if shared:
             found[other] = shared[0]

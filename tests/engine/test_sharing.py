@@ -86,6 +86,24 @@ def test_random_schedules(seed: int, laziness: str, options: dict[str, Any]) -> 
     travel(seed, laziness, options)
 
 
+def test_other_orders_on_the_cpu() -> None:
+    """Hazard: what waits for a forward of another order was used on no stream there, and can't be released."""
+    model = Travelling([8] * 4)
+    resident, barrier = copy.deepcopy(model), threading.Barrier(2, timeout=240)
+
+    def work(route: tuple[int, ...]) -> None:
+        for _ in range(3):
+            barrier.wait()
+            x = torch.randn(2, DIM)
+            assert torch.equal(run(model, x, route), run(resident, x, route))
+
+    with taken_as_shared():
+        handle = apply_group_offloading(model, "cpu", share_passes=True)
+        in_threads([lambda route=route: work(route) for route in ((0, 1, 2, 3), (3, 1, 0, 2, 2))])
+    assert handle.stats().passes_shared
+    handle.remove()
+
+
 def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
     model, resident = make(Model, 6), make(Model, 6)
     handle = offload(model, share_passes=True)
@@ -301,8 +319,8 @@ def test_what_is_no_function_goes_alone(reason: str, device: SimulatedDevice, sa
     in_threads([work] * 2)
     if hook is not None:
         hook.remove()
-    tried = 2 * (reason == "outputs differ")  # two that share a pass, whose bits are compared with those of two more
-    assert handle.stats().passes_shared <= tried and 10 <= handle.stats().passes <= 10 + tried
+    tried = 2 * (reason == "outputs differ")  # two that share a pass: their bits are others, and they are made again
+    assert handle.stats().passes_shared <= tried and 10 <= handle.stats().passes <= 10 + 2 * tried
     assert len(said()) == 1 and reason in said()[0], said()
     handle.remove()
 

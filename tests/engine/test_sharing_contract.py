@@ -9,7 +9,6 @@ import logging
 import random
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -261,7 +259,9 @@ def test_what_was_foreseen_is_not_called_for(change: str, device: SimulatedDevic
         loop.between = lambda step, model: step in (3, 5) and change in BETWEEN and BETWEEN[change](model)
 
     stats = check(prepare, device)
-    assert stats.passes_predicted >= 3 and stats.passes_discarded >= (change not in AFTER)
+    # Calls of which one is of a kind that was not tried yet are tried in step 5.
+    assert stats.passes_predicted >= (6 if change == "a prompt of another size" else 3)
+    assert stats.passes_discarded >= (change not in AFTER)
 
 
 def test_two_misses_in_a_row_end_it(device: SimulatedDevice, said: Callable[[], list[str]]) -> None:
@@ -397,12 +397,6 @@ def changed(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> It
         put(before)
 
 
-@contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
-        yield
-
-
 MODES = FunctionMode(), DispatchMode()
 """They are told apart by which object they are."""
 AROUND: dict[str, Callable[[], Any]] = {
@@ -412,9 +406,6 @@ AROUND: dict[str, Callable[[], Any]] = {
     "a function mode": lambda: MODES[0],
     "a dispatch mode": lambda: MODES[1],
     "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, 3),
-    "a default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "a kind of attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "without oneDNN": without_onednn,
 }
 
 
@@ -425,8 +416,7 @@ def test_calls_are_made_in_another_state_of_the_thread(what: str, is_same: bool)
     def prepare(loop: Loop) -> None:
         def use(_: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
             assert not torch.is_grad_enabled()
-            sizes = torch.tensor(1.0).element_size() + torch.get_autocast_dtype("cpu").itemsize
-            return x * variable.get() + sizes + torch.get_num_threads() * 0.1
+            return x * variable.get() + torch.get_autocast_dtype("cpu").itemsize + torch.get_num_threads() * 0.1
 
         def around(step: int, call: int) -> Any:
             stack = contextlib.ExitStack()

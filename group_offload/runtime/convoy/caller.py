@@ -1,4 +1,8 @@
-"""The state of torch in a thread that calls a model, for another thread that calls it in the first one's place."""
+"""The state of torch in a thread that calls a model, for another thread that calls it in the first one's place.
+
+What torch has once for the process (the default dtype, kinds of attention, TF32) is left to [Note: The contract of shared
+passes].
+"""
 
 from __future__ import annotations
 
@@ -21,27 +25,7 @@ from ...base.torch_internals import (
 )
 from .fingerprint import are_alike
 
-_FLAGS: tuple[Callable[[], Any], ...] = (
-    torch.get_default_dtype,
-    torch.are_deterministic_algorithms_enabled,
-    torch.get_float32_matmul_precision,
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: None),
-    lambda: torch.backends.cuda.matmul.allow_tf32,
-    lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    lambda: torch.backends.cudnn.enabled,
-    lambda: torch.backends.cudnn.benchmark,
-    lambda: torch.backends.cudnn.deterministic,
-    lambda: torch.backends.cudnn.allow_tf32,
-    lambda: torch.backends.mkldnn.enabled,
-)
-"""What bits depend on, in the whole process."""
 _TINY, _ONE = 1e-310, 1.0
-_WITHOUT_EFFECT = ("numpy.ufunc.extobj",)
-"""Context variables that say what is warned of."""
 
 
 class Caller:
@@ -60,17 +44,17 @@ class Caller:
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._kernels = torch.get_num_threads(), _flushes_denormals()
         self._settings = [self._autocast, self._caches_casts, self._modes, self._stream, self._index, self._kernels]
-        self._settings += map(_value_of, _FLAGS)
-        self._context = contextvars.copy_context()
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
-        variables = sorted(self._context.items(), key=lambda item: id(item[0]))
-        self._objects = [each for item in variables if item[0].name not in _WITHOUT_EFFECT for each in item]
-        self._objects += [*self._function_modes, None, *self._dispatch_modes]
+        # `with torch.device(...)` may be entered anew for each call.
+        self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
+        self._settings += [None, *self._dispatch_modes]
+        self._context = contextvars.copy_context()
 
     def is_like(self, other: Caller) -> bool:
         """Whether a call from there has the bits of one from here."""
-        are_same = len(self._objects) == len(other._objects) and all(map(_are_alike, self._objects, other._objects))
-        return are_same and self._settings == other._settings
+        mine, theirs = self._context, other._context
+        are_same = self._settings == other._settings and len(mine) == len(theirs)
+        return are_same and all(each in theirs and are_alike(value, theirs[each]) for each, value in mine.items())
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function in this thread, which ends afterwards, as if the caller's thread called it."""
@@ -99,20 +83,6 @@ class Caller:
             return function()
 
 
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two context values or modes do the same. They may be made anew for each call."""
-    if type(one) is type(other) and isinstance(one, DeviceContext):
-        return bool(one.device == other.device)
-    return are_alike(one, other)
-
-
 def _flushes_denormals() -> bool:
     """Whether this thread takes tiny numbers for 0. The processor does that, for Python's numbers too."""
     return _TINY * _ONE == 0.0
-
-
-def _value_of(flag: Callable[[], Any]) -> Any:
-    try:
-        return flag()
-    except (AttributeError, RuntimeError):  # a torch without it, or one whose newer names of the same were used
-        return None

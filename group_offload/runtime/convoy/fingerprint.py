@@ -40,10 +40,8 @@ class Fingerprint:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._top, self._modules = (
-            weakref.ref(modules[0]),
-            modules[1:],
-        )  # attributes of the top lead to the engine, and to this
+        # Attributes of the top lead to the engine, and to this.
+        self._top, self._modules = weakref.ref(modules[0]), modules[1:]
         held = [(at, *item) for at, module in enumerate(modules) for item in [*module.__dict__.items()]]
         held = [each for each in held if each[1] not in _OWN and not isinstance(each[2], (*SIMPLE, nn.Module))]
         self._holders = [(at, name) for at, name, value in held if _items(value) is not None]

@@ -68,9 +68,7 @@ class Convoy:
         self.is_torn = False
         """Whether a traveller has left that still held groups."""
         self.users: dict[Any, set[Traveller]] = {}
-        """For each group that is held, the travellers that have used it since it was brought."""
-        self.lingering: dict[Any, None] = {}
-        """The groups that the convoy itself holds, for travellers that have yet to use them."""
+        """For each group that the convoy holds until all have used it, the travellers that have."""
         self.bytes_before = 0
         """The bytes sent before the pass began."""
 

@@ -143,7 +143,7 @@ class SharedPasses(Passes):
             )
 
         assert self.turns._is_owned()
-        has_company = len(convoy.travellers) > 1 or convoy.lingering
+        has_company = len(convoy.travellers) > 1 or convoy.users
         if has_company and not can_go():
             self.turns.give_way(traveller, can_go)
             if not can_go():  # nor can anybody else
@@ -197,9 +197,10 @@ class SharedPasses(Passes):
             self.counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
         super()._end()
 
-    def leave(self, traveller: Traveller) -> None:
-        """Take a traveller off the convoy whose forward is over. Mostly it has left by itself."""
-        if self.turns.here is not traveller:
+    def leave(self) -> None:
+        """Take this thread's traveller off the convoy, as its forward is over. Mostly it has left by itself."""
+        traveller = self.turns.here
+        if traveller is None:
             return
         try:
             if traveller in traveller.convoy.travellers:
@@ -216,35 +217,30 @@ class SharedPasses(Passes):
         super().acquire(group, binds=binds)
         traveller = self.turns.here
         if traveller is not None:
-            traveller.convoy.users.setdefault(group, set()).add(traveller)
+            convoy = traveller.convoy
+            if len(convoy.travellers) > 1 and group not in convoy.users:
+                convoy.users[group] = set()
+                group.holds += 1
+            convoy.users.get(group, set()).add(traveller)
 
     def release(self, group: Group, stream: Stream) -> None:
         traveller = self.turns.here
         if traveller is not None:
             convoy = traveller.convoy
-            used = convoy.users.get(group, set())
-            is_awaited = any(each not in used for each in convoy.travellers)
-            if is_awaited and group not in convoy.lingering:
-                group.holds += 1
-                convoy.lingering[group] = None
-            elif not is_awaited and group in convoy.lingering:
+            used = convoy.users.get(group)
+            if used is not None and used.issuperset(convoy.travellers):
+                del convoy.users[group]
                 group.holds -= 1
-                del convoy.lingering[group]
         super().release(group, stream)
-        if traveller is not None and not group.holds:
-            traveller.convoy.users.pop(group, None)
 
     def _drop_lingering(self, traveller: Traveller) -> None:
-        """Release what the convoy holds for travellers that have not come by."""
+        """Release what nobody but the convoy holds, for travellers that have not come by."""
         convoy = traveller.convoy
         state, self._state = self._state, State.UNKNOWN
         if state is State.UNKNOWN:
             return
-        while convoy.lingering:
-            group, _ = convoy.lingering.popitem()
-            slot = group.slot
-            assert slot is not None and slot.last_stream is not None
-            super().release(group, slot.last_stream)
-            if not group.holds:
-                convoy.users.pop(group, None)
+        for group in [each for each in convoy.users if each.holds == 1]:
+            del convoy.users[group]
+            stream = None if group.slot is None else group.slot.last_stream
+            super().release(group, stream or self.backend.current_stream())
         self._state = state

@@ -13,8 +13,8 @@ tensor (the latents). If the last step had several, the first call of the next o
 was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
 tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
-were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two misses in a row the call
-of the last miss is not foreseen again, and neither are those after it.
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
+miss, the calls of steps of that kind are not foreseen again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.arena import retried
+from ...base.compiled import HANDLE
 from ...base.device import Backend
 from ...base.pagemap import scans_quickly
 from ...base.recent import Recent
 from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
-from .arguments import Arguments, are_equal, is_plain
+from .arguments import Arguments, are_equal
 from .caller import Caller
 from .fingerprint import Fingerprint, examine
 from .lock import Traveller, is_on_its_way
@@ -51,7 +53,6 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 _MIN_GAIN = 0.05
 """With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
-_SAME_MEMORY = "it returns the same memory each time"
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
@@ -72,21 +73,18 @@ class SharingPolicy:
         passes: SharedPasses,
         backend: Backend,
         why_not: Callable[[], str | None],
-        refresh: Callable[[], Callable[[], None] | None],
         *,
         asks_plan: bool,
     ) -> None:
         """
         Args:
             asks_plan: Whether forwards only share a pass where the plan says that this saves time.
-            refresh: Reference to the function that commits edits of weights since the last pass.
             why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
         self._passes, self._turns = passes, passes.turns
         self._backend = backend
         self._why_not = why_not
-        self._refresh = refresh
         self._asks_plan = asks_plan
         self._local = _Local()
         self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
@@ -124,8 +122,7 @@ class SharingPolicy:
         try:
             return self._called(args, kwargs)
         finally:  # an interrupt may have come as it left, or as it took the lock
-            if turns.here is not None:
-                self._passes.leave(turns.here)
+            self._passes.leave()
             turns.let_go()
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -141,18 +138,22 @@ class SharingPolicy:
             return self.alone(*args, **kwargs)
         found = self._result_for(steps, now)
         if found is not None:
-            steps.hit(now, found)
+            steps.hit(found)
             return found.output
+        foreseen = []
         if not steps.goes_on_with(now):
             self._discard(steps)
-            steps.begin(now, args, kwargs)
-        is_first = not steps.calls
+            foreseen = steps.begin(now, args, kwargs)
+        if foreseen and self._backend.has_streams and not (scans_quickly() and self._passes.detects_edits):
+            self._say("edits of weights between two calls of a step can't be detected quickly here")
+            foreseen = []
         if not now.are_counted:
             self._say("its inputs are inference tensors: call it under torch.no_grad()")
             steps.forget()
+            foreseen = []
         elif len(steps.calls) <= MOST_CALLS:  # of a step with more calls none is foreseen
             steps.calls.append(now)
-        return self._made([now, *(self._foreseen(steps) if is_first else [])], steps, args, kwargs)
+        return self._made([now, *foreseen], steps, args, kwargs)
 
     def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
         """Make the first of these calls, and run the others beside it if that is known to be right."""
@@ -170,7 +171,7 @@ class SharingPolicy:
             del calls[1:], may_share[1:]
         if all(may_share):
             return self._travel(steps, calls, args, kwargs)
-        if may_share[0] is None and max(len(calls), num_callers) > 1:
+        if may_share[0] is not False and max(len(calls), num_callers) > 1:
             if self._num_in_vain < _MOST_IN_VAIN:
                 return self._trial(steps, calls, args, kwargs)
             self._say("its inputs or modules differ from step to step")
@@ -214,11 +215,9 @@ class SharingPolicy:
     def _is_as_then(self, epoch: int, edits: int, caller: Caller) -> bool:
         """Whether neither weights, modules nor the state of the thread were changed since."""
         with self._turns:
-            if self._passes.were_touched():
+            if self._passes.is_removed or self._passes.were_touched():
                 return False
-            refresh = self._refresh()
-            if refresh is not None:  # else offloading has ended meanwhile
-                refresh()  # it commits edits that the system tells of
+            self._root.__dict__[HANDLE].refresh()  # it commits edits that the system tells of
         return (
             self._examined() is None
             and epoch == self._epoch
@@ -233,34 +232,23 @@ class SharingPolicy:
             if steps.miss():
                 self._say("the calls of a step were predicted wrongly twice in a row")
 
-    def _foreseen(self, steps: Steps) -> list[Arguments]:
-        """The other calls of the step that begins."""
-        sees_edits = scans_quickly() and self._passes.detects_edits
-        if steps.foreseen and self._backend.has_streams and not sees_edits:
-            self._say("edits of weights between two calls of a step can't be detected quickly here")
-            return []
-        return steps.foreseen
-
     # ---------------------------------------------------------------- together
 
     def _trial(self, steps: Steps, calls: list[Arguments], args: Any, kwargs: Any) -> Any:
         """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
         self._num_in_vain += 1
         output, finding = self._looked_at(calls[0], args, kwargs)
-        before, outputs = RandomStates(self._backend.device), [tensors_in(output)]
+        before, outputs = RandomStates(self._backend.device), [_copies(output)]
         with suppress(Exception):  # it is raised again where the call is made
             for call in calls[1:]:
                 given = call.given() if finding is None else None
                 if given is None:
                     break
                 found, finding = self._looked_at(call, *given)
-                outputs.append(tensors_in(found))
-        keys = [call.key for call in calls]
-        if _overlap(outputs, (args, kwargs)):
-            self._note(keys, _SAME_MEMORY)
-            return self.alone(*args, **kwargs)
+                outputs.append(_copies(found))
         if finding is None and len(outputs) == len(calls):
             return self._travel(steps, calls, args, kwargs, output, outputs)
+        keys = [call.key for call in calls]
         self._put_back(keys, len(keys), before)
         if finding is not None:
             self._note(keys, finding, 1)
@@ -305,14 +293,12 @@ class SharingPolicy:
             finding = "it changes its inputs"
         elif is_trial:
             shared = [tensors_in(output), *(tensors_in(each.output) for each in ahead)]
-            if _overlap([*expected, *shared], (args, kwargs)):
-                finding, is_void = _SAME_MEMORY, True
-            elif not (any(expected) and all(map(are_equal, shared, expected))):
+            if not (any(expected) and all(map(are_equal, shared, expected))):
                 finding = "outputs differ from those of separate forwards, or can't be compared"
         if finding is not None:
             self._note(keys, finding)
         if is_trial and finding is not None:
-            return self.alone(*args, **kwargs) if is_void else made
+            return self.alone(*args, **kwargs)  # another call may have written to what this one had returned
         self._passes.counters.predicted += len(ahead)
         if is_void or finding is not None:
             self._passes.counters.discarded += len(ahead)
@@ -361,10 +347,10 @@ class SharingPolicy:
                 ahead.clear()  # Ctrl-C waits for nobody
             raise
         finally:
-            if boarded:
-                self._passes.leave(boarded[0])
+            self._passes.leave()
             for each in ahead:
-                each.join()
+                if each.ident is not None:  # else it was not started
+                    each.join()
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
@@ -403,13 +389,9 @@ class SharingPolicy:
         Returns:
             Whether they do.
         """
-        if size < 2 or before == RandomStates(self._backend.device):
+        if size < 2 or before == RandomStates(self._backend.device) or size != len(keys) or others_may_draw():
             return False
-        finding = "it draws random numbers"
-        if size != len(keys) or others_may_draw():
-            self._note(keys, finding, 1)
-            return False
-        self._note(keys, finding)
+        self._note(keys, "it draws random numbers")
         before.restore()
         return True
 
@@ -431,13 +413,9 @@ class SharingPolicy:
             logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
 
 
-def _overlap(outputs: Sequence[Any], given: Any) -> bool:
-    """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
-    inputs, *memory = (
-        {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
-        for tensors in (tensors_in(given), *outputs)
-    )
-    return len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
+def _copies(output: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned, as they are now: another call may write to the same memory."""
+    return [retried(each.device, each.clone, each.numel() * each.element_size()) for each in tensors_in(output)]
 
 
 def _state_of_thread() -> str | None:

@@ -45,10 +45,6 @@ class Speculation(threading.Thread):
             self.error = error
             self._passes.turns.disembark(self._traveller)
 
-    def join(self, timeout: float | None = None) -> None:
-        if self.ident is not None:  # else it was not started
-            super().join(timeout)
-
     def run(self) -> None:
         if not self._passes.turns.embark(self._traveller):
             return
@@ -62,7 +58,7 @@ class Speculation(threading.Thread):
         except BaseException as error:
             self.error = error.with_traceback(None)  # frames keep activations alive
         finally:
-            self._passes.leave(self._traveller)
+            self._passes.leave()
 
 
 class RandomStates:
@@ -71,17 +67,15 @@ class RandomStates:
     def __init__(self, device: torch.device) -> None:
         numpy = sys.modules.get("numpy")
         self._host = pickle.dumps((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
-        self._torch = torch.get_rng_state()
         self._device = device
-        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        self._torch = [torch.get_rng_state()]
+        if device.type != "cpu":
+            self._torch.append(torch.get_device_module(device).get_rng_state(device))
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RandomStates)
-            and self._host == other._host
-            and torch.equal(self._torch, other._torch)
-            and (self._on_device is None or torch.equal(self._on_device, other._on_device))  # type: ignore[arg-type]
-        )
+        if not isinstance(other, RandomStates) or self._host != other._host:
+            return False
+        return all(map(torch.equal, self._torch, other._torch))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -89,11 +83,11 @@ class RandomStates:
         """Let the generators go on from here again."""
         of_python, of_numpy = pickle.loads(self._host)
         random.setstate(of_python)
-        torch.set_rng_state(self._torch)
-        if self._on_device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
+        torch.set_rng_state(self._torch[0])
+        for state in self._torch[1:]:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
 
 
 def others_may_draw() -> bool:

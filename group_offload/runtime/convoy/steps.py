@@ -29,21 +29,12 @@ class Branches:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         """Inputs that are kept to compare their values, for as long as the branches are there."""
-        self._by_name: dict[Any, weakref.ref[Any]] = {}
-
-    def add(self, branch: Any, name: Any) -> None:
-        known = self._by_name.get(name)
-        if known is None or known() is None:
-            self._by_name[name] = weakref.ref(branch)
-
-    @property
-    def there(self) -> list[Any]:
-        return [branch for each in [*self._by_name.values()] if (branch := each()) is not None]
+        self.by_name: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     def calls_beside(self, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
         """The arguments of the calls that follow this one, in order, as far as they can be told."""
         given = {id(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)}
-        branches = self.there
+        branches = [*self.by_name.values()]
         while branches and given.isdisjoint(map(id, tree_flatten([*vars(branches[0]).values()])[0])):
             del branches[0]
         found: list[tuple[Any, Any]] = []
@@ -58,7 +49,8 @@ class Branches:
 
 
 class _Local(threading.local):
-    branches: Branches | None = None
+    def __init__(self) -> None:
+        self.branches = Branches()
 
 
 _local = _Local()
@@ -66,7 +58,7 @@ _local = _Local()
 
 def begin_step() -> None:
     """Forget what this thread has announced."""
-    _local.branches = None
+    _local.branches = Branches()
 
 
 def announce(branch: Any, name: Any) -> None:
@@ -77,15 +69,13 @@ def announce(branch: Any, name: Any) -> None:
         name: What tells the branch from others of the step. The first of a name counts.
     """
     if announced() is None:
-        _local.branches = Branches()
-    assert _local.branches is not None
-    _local.branches.add(branch, name)
+        begin_step()
+    _local.branches.by_name.setdefault(name, branch)
 
 
 def announced() -> Branches | None:
     """What this thread has announced of the step in progress."""
-    branches = _local.branches
-    return branches if branches is not None and branches.there else None
+    return _local.branches if _local.branches.by_name else None
 
 
 def _exchanged(args: Any, kwargs: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -119,31 +109,28 @@ class Steps:
         self._kinds: Hashable = None
         """The kinds of all calls that are expected."""
         self._misses: Recent[Hashable, int] = Recent()
-        """For calls of such kinds, and a call's place among them, how often in a row it was foreseen wrongly."""
+        """For calls of such kinds, how many steps in a row had one that was foreseen wrongly."""
         self.forget()
 
     def forget(self) -> None:
         self.calls: list[Arguments] = []
         """The calls of the step in progress."""
-        self.foreseen: list[Arguments] = []
-        """What the rest of this step should be called with, as far as that is foreseen."""
         self.ahead: list[Speculation] = []
         """The forwards of these calls, as far as they were not called for yet."""
         self._announced: Branches | None = None
         """The branches of the step in progress, if its calls were announced."""
 
-    def hit(self, now: Arguments, found: Speculation) -> None:
+    def hit(self, found: Speculation) -> None:
         """Note that a call was foreseen rightly."""
-        now.shared = found.arguments.shared
-        self._misses.pop((self._kinds, len(self.calls)), None)
-        self.calls.append(now)
+        self.calls.append(found.arguments)
+        if not self.ahead:
+            self._misses.pop(self._kinds, None)
 
     def miss(self) -> bool:
-        """Note that the next call was foreseen wrongly. Whether neither it nor those after it will be foreseen again."""
-        self.ahead, self.foreseen = [], []
-        place = self._kinds, len(self.calls)
-        self._misses[place] = self._misses.get(place, 0) + 1
-        return self._misses[place] == _MOST_MISSES
+        """Note that the next call was foreseen wrongly. Whether such calls will not be foreseen again."""
+        self.ahead = []
+        self._misses[self._kinds] = self._misses.get(self._kinds, 0) + 1
+        return self._misses[self._kinds] == _MOST_MISSES
 
     def goes_on_with(self, now: Arguments) -> bool:
         """Whether a call belongs to the step in progress."""
@@ -154,8 +141,8 @@ class Steps:
         now.relate(self.calls[0])
         return True
 
-    def begin(self, now: Arguments, args: Any, kwargs: Any) -> None:
-        """A step begins with this call: foresee the others."""
+    def begin(self, now: Arguments, args: Any, kwargs: Any) -> list[Arguments]:
+        """A step begins with this call. What the others should be called with, if that is foreseen."""
         if self._announced is not None:
             self._announced.kept.clear()  # somebody may keep the branches
         others, branches = self.calls[1:], announced()
@@ -167,7 +154,7 @@ class Steps:
             now.keep(branches.kept)
             calls = [Arguments(*call).keep(branches.kept) for call in beside]
         foreseen = [each for each in calls if each is not None]
-        if 0 < len(foreseen) == len(calls) < MOST_CALLS:
-            self._kinds = tuple(call.key for call in foreseen)
-            missed = (at for at in range(len(calls)) if self._misses.get((self._kinds, at + 1), 0) >= _MOST_MISSES)
-            self.foreseen = foreseen[: next(missed, None)]
+        if not 0 < len(foreseen) == len(calls) < MOST_CALLS:
+            return []
+        self._kinds = tuple(call.key for call in foreseen)
+        return foreseen if self._misses.get(self._kinds, 0) < _MOST_MISSES else []
