@@ -7,7 +7,6 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from ..support.processes import run_python
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.tuning import tune
 
 WIDTHS = [64] * 6
@@ -44,8 +43,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+    use_speeds(monkeypatch, h2d=2, drive=1)  # a simulated second is one thing that ran
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
         yield device
@@ -357,8 +355,7 @@ def test_ram_that_others_need(
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes that change, exceptions, edits (that the system tells of, or not), two streams, two models that take turns."""
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+    use_speeds(monkeypatch, h2d=2, drive=1)
     rng = random.Random(seed)
     options = {
         **rng.choice(MODES),

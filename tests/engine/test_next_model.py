@@ -16,7 +16,7 @@ from group_offload.runtime.foresight.lookahead import LookAhead
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH
-from ..support.on_device import any_mode, forward
+from ..support.on_device import any_mode, forward, raise_interrupt
 from ..support.pretend import IMAGE, PretendPipeline
 from ..support.reads import watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> Non
         gc.collect()
         assert vae() is None
     elif how == "interrupted":
-        handle = pipe.components["vae"].register_forward_hook(_interrupt)
+        handle = pipe.components["vae"].register_forward_hook(raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             pipe.call("vae")
         handle.remove()
@@ -133,10 +133,6 @@ def _hold(lock: Any, held: threading.Event, done: threading.Event) -> None:
     with lock:
         held.set()
         assert done.wait(240)
-
-
-def _interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from group_offload.base.tuning import Tuning
 
 from .allocator import CachingAllocator, Meter
 from .simulated import use_simulated_device
-from .speeds import KNOWN_SPEEDS
+from .speeds import use_speeds
 from .timed import TimedDevice
 from .tuning import tune
 
@@ -224,8 +224,7 @@ def run(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         scaled = {name: getattr(Tuning(), name) // SCALE for name in SCALED}
         tune(patch, **scaled, locked_share=Tuning().locked_share)
-        speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
+        use_speeds(patch, h2d=int(LINK))
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
         pipe = Pipeline(is_unet=is_unet)
         if folder is not None:
