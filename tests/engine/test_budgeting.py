@@ -212,7 +212,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
     (diffusers #14304)."""
     with all_resident(device, **options) as pair:
         before, taken = pair.resident_bytes, device.empty(pair.num_bytes)
-        device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
+        device.card.capacity = device.card.allocated.now + 2 * DIM * 4  # room for the input, and no more
         with monkeypatch.context() as patch:
             for name in ("replan", "make_room"):
                 patch.setattr(engine_of(pair.handle).placer, name, lambda kind, **_: None)
@@ -220,7 +220,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
             assert device.card.num_refused and pair.resident_bytes < before
         pair.run(3)
         device.free(taken)
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run(40)  # what was refused is tried again by halves
         assert pair.resident_bytes == before
 
@@ -228,11 +228,11 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
 def test_residents_give_way_to_an_input(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only to slots (`test_give_way.py` has the rest). Nothing fails for want of memory that a resident has."""
     with all_resident(device) as pair:
-        before, device.capacity = pair.resident_bytes, device.total.now
+        before, device.card.capacity = pair.resident_bytes, device.card.allocated.now
         monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
         engine_of(pair.handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
         assert device.card.num_refused and pair.resident_bytes < before
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run()
 
 
@@ -241,10 +241,10 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
     _, peak = needed(device, resident)
     with Pair(device, resident, vram_budget=peak) as pair:
         pair.run(2)
-        device.capacity = device.total.now + 1
+        device.card.capacity = device.card.allocated.now + 1
         with pytest.raises(torch.OutOfMemoryError, match="No resident weights of RoutedModel left to evict"):
             pair.run()
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run()
 
 
