@@ -485,14 +485,6 @@ def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def check(device: SimulatedDevice, model: Any, resident: RoutedModel) -> None:
-    x = torch.randn(2, DIM)
-    output = forward(device, model, x)
-    model.alive.clear()
-    assert torch.equal(device.get(output), run(resident, x))
-    resident.alive.clear()
-
-
 def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
     monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
@@ -507,7 +499,11 @@ def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest
     pipeline = SimpleNamespace(components=models)
     handles = enable_group_offload(pipeline, "cpu", offload_device="disk", vram_budget=vram, ram_budget="4GiB")
     for name in ("text_encoder", *["transformer"] * 4, *["transformer_2"] * 4, "transformer", "text_encoder"):
-        check(device, models[name], residents[name])
+        x = torch.randn(2, DIM)
+        output = forward(device, models[name], x)
+        models[name].alive.clear()
+        assert torch.equal(device.get(output), run(residents[name], x))
+        residents[name].alive.clear()
         assert device.peak_bytes_in_use() <= vram
         assert sum(handle.stats().pinned_bytes for handle in handles.values()) <= ram
     # What runs most often for an image has RAM first, and both alike.
