@@ -15,6 +15,7 @@ import ast
 import contextlib
 import copy
 import faulthandler
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -259,6 +260,10 @@ SCENARIOS = [
 ]
 
 
+def attributes(module: nn.Module) -> dict[str, set[str]]:
+    return {name: {*part.__dict__} for name, part in module.named_modules()}
+
+
 class Rig:
     """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
 
@@ -287,6 +292,9 @@ class Rig:
         if self._in_checkpoint:
             self.options["offload_to_disk_path"] = self.folder
             lay_in_file(self.model, self.folder / "model.safetensors")
+        for model in (self.resident, self.model):
+            model.blocks[1].up.bias = model.blocks[0].up.bias
+        self._attributes = attributes(self.model)
         self.handle: Any = None
         self.other_resident = Model(3)
         self.other = copy.deepcopy(self.other_resident)
@@ -376,10 +384,22 @@ class Rig:
         for name, module in self.model.named_modules():
             hooks = module._forward_pre_hooks or module._forward_hooks or module.__dict__.get("_compiled_call_impl")
             assert not hooks, f"{name or 'the root'} has hooks of ours"
+        assert attributes(self.model) == self._attributes, "attributes are left behind"
+        for name, parameter in self.model.named_parameters():
+            assert type(parameter) is nn.Parameter, f"{name} is {type(parameter)}"
+            assert not getattr(parameter, "_post_accumulate_grad_hooks", None), f"{name} has hooks of ours"
         self.look_at_rest()
         x = torch.randn(3, WIDTH)
         with torch.no_grad():
             assert same_bits(self.model(x), self.resident(x).detach()), "the module by itself is wrong"
+
+    def look_at_folder(self) -> None:
+        """The next set-up there would wait for this process, which does not know."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Everything is given back."""
@@ -484,6 +504,8 @@ class Result:
         """Do the work until it is struck. Whether it was: it may come to the place less often than before."""
         try:
             contained(work)
+            if error is KeyboardInterrupt and strike.where and not strike.is_lost:
+                self.failures.append(f"{strike.where}: nobody was told of the interrupt")
         except error:
             pass
         except Exception as other:
@@ -591,6 +613,7 @@ def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
             result.strikes(strike, partial(act, rig, strike), KeyboardInterrupt)
             with result.noting(strike.where):
                 if operation == "apply":
+                    rig.look_at_folder()
                     rig.handle = getattr(rig.model, "_group_offload_handle", None)
                     if rig.handle is None:
                         rig.look_unoffloaded()

@@ -1,7 +1,18 @@
-"""Fixtures of the tests of the engine: each level and each tier."""
+"""Fixtures of the tests of the engine: each level, each tier, and what the log says of shared passes."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
 
 from ..support.fixtures import folder, level, offload, offload_either, tier
 
 __all__ = ["folder", "level", "offload", "offload_either", "tier"]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, "group_offload")
+    return lambda: [r.getMessage() for r in caplog.records if "separately (share_passes)" in r.getMessage()]

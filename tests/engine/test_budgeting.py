@@ -7,7 +7,6 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from ..support.processes import run_python
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.tuning import tune
 
 WIDTHS = [64] * 6
@@ -44,8 +43,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+    use_speeds(monkeypatch, h2d=2, drive=1)  # a simulated second is one thing that ran
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
         yield device
@@ -215,7 +213,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
     (diffusers #14304)."""
     with all_resident(device, **options) as pair:
         before, taken = pair.resident_bytes, device.empty(pair.num_bytes)
-        device.capacity = device.total.now + 2 * DIM * 4  # room for the input, and no more
+        device.card.capacity = device.card.allocated.now + 2 * DIM * 4  # room for the input, and no more
         with monkeypatch.context() as patch:
             for name in ("replan", "make_room"):
                 patch.setattr(engine_of(pair.handle).placer, name, lambda kind, **_: None)
@@ -223,7 +221,7 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
             assert device.card.num_refused and pair.resident_bytes < before
         pair.run(3)
         device.free(taken)
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run(40)  # what was refused is tried again by halves
         assert pair.resident_bytes == before
 
@@ -231,11 +229,11 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
 def test_residents_give_way_to_an_input(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only to slots (`test_give_way.py` has the rest). Nothing fails for want of memory that a resident has."""
     with all_resident(device) as pair:
-        before, device.capacity = pair.resident_bytes, device.total.now
+        before, device.card.capacity = pair.resident_bytes, device.card.allocated.now
         monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
         engine_of(pair.handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
         assert device.card.num_refused and pair.resident_bytes < before
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run()
 
 
@@ -244,10 +242,10 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
     _, peak = needed(device, resident)
     with Pair(device, resident, vram_budget=peak) as pair:
         pair.run(2)
-        device.capacity = device.total.now + 1
+        device.card.capacity = device.card.allocated.now + 1
         with pytest.raises(torch.OutOfMemoryError, match="No resident weights of RoutedModel left to evict"):
             pair.run()
-        device.capacity = 1 << 40
+        device.card.capacity = 1 << 40
         pair.run()
 
 
@@ -358,8 +356,7 @@ def test_ram_that_others_need(
 def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes that change, exceptions, edits (that the system tells of, or not), two streams, two models that take turns."""
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+    use_speeds(monkeypatch, h2d=2, drive=1)
     rng = random.Random(seed)
     options = {
         **rng.choice(MODES),
@@ -489,14 +486,6 @@ def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def check(device: SimulatedDevice, model: Any, resident: RoutedModel) -> None:
-    x = torch.randn(2, DIM)
-    output = forward(device, model, x)
-    model.alive.clear()
-    assert torch.equal(device.get(output), run(resident, x))
-    resident.alive.clear()
-
-
 def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
     monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
@@ -511,7 +500,11 @@ def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest
     pipeline = SimpleNamespace(components=models)
     handles = enable_group_offload(pipeline, "cpu", offload_device="disk", vram_budget=vram, ram_budget="4GiB")
     for name in ("text_encoder", *["transformer"] * 4, *["transformer_2"] * 4, "transformer", "text_encoder"):
-        check(device, models[name], residents[name])
+        x = torch.randn(2, DIM)
+        output = forward(device, models[name], x)
+        models[name].alive.clear()
+        assert torch.equal(device.get(output), run(residents[name], x))
+        residents[name].alive.clear()
         assert device.peak_bytes_in_use() <= vram
         assert sum(handle.stats().pinned_bytes for handle in handles.values()) <= ram
     # What runs most often for an image has RAM first, and both alike.

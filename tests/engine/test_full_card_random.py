@@ -11,7 +11,6 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ from ..support.models import DIM, RoutedModel
 from ..support.on_device import packing
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.tuning import tune
 
 SCALE = 16 << 10
@@ -109,8 +108,7 @@ def sizes_and_speeds(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         tune(patch, device_margin_bytes=Tuning().device_margin_bytes // SCALE)
-        slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)  # a simulated second is one thing that ran
-        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+        use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
         if case.pack:
             stack.enter_context(packing())
         yield

@@ -233,12 +233,12 @@ def test_memory_runs_out_in_joined_layers(device: SimulatedDevice) -> None:
         assert joined(twins.handle)
         refused = 0
         for room in range(0, 32 << 10, 512):
-            device.capacity = device.total.now + room
+            device.card.capacity = device.card.allocated.now + room
             try:
                 twins.step()
             except torch.OutOfMemoryError:
                 refused += 1
-            device.capacity = 1 << 40
+            device.card.capacity = 1 << 40
             twins.step()
             twins.check()
             engine = engine_of(twins.handle)

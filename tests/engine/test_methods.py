@@ -114,10 +114,6 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 METHODS = {"encode", "decode", "both", "many", "reset"}
 
 
-def made() -> tuple[Any, Any]:
-    return pair(Autoencoder)
-
-
 def called(model: Any, call: Callable[[Any, Any], Any], x: torch.Tensor) -> Any:
     with torch.no_grad():
         return call(model, x)
@@ -137,7 +133,7 @@ def check(model: Any, reference: Any, passes: int = 2) -> None:
 def test_bits(level: str, tier: str, tmp_path: Path) -> None:
     """No weight is read where it rests, whichever method is called, in whichever order. Hazard: a pipeline reads weights
     outside of any `forward` (diffusers #13666, #14695)."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
     handle = offload_to(tmp_path if tier == "file" else None, model, level)
     check(model, reference)
@@ -150,7 +146,7 @@ def test_bits(level: str, tier: str, tmp_path: Path) -> None:
 def test_stream_order(options: dict[str, Any]) -> None:
     """A call is one pass, and foresees the next one like it: the blocks of a decode come ahead of its compute, beside calls of
     other methods with another order."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     device = SimulatedDevice(3, "lazy")
     with use_simulated_device(device):
         handle = offload(model, **options)
@@ -175,7 +171,7 @@ def test_stream_order(options: dict[str, Any]) -> None:
 
 def test_gradients_with_a_checkpoint() -> None:
     """The method is called again in backward, outside of any pass."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     for each in (model, reference):
         each.requires_grad_(False)
     offload_to(None, model, "leaf_level")
@@ -190,7 +186,7 @@ def test_gradients_with_a_checkpoint() -> None:
 
 def test_callers_see_the_method() -> None:
     """Whoever took it while the model was offloaded has it afterwards."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     handle = offload_to(None, model)
     encode = model.encode
     assert {name for name in vars(model) if name in vars(Autoencoder)} == METHODS
@@ -208,7 +204,7 @@ def test_callers_see_the_method() -> None:
 @pytest.mark.parametrize("what", ["method", "blocks"])
 def test_compiled(what: str, is_late: bool, level: str) -> None:
     """As users of diffusers do it, before and after offloading: the graphs contain no weight that moves, and no gate."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
     handle = offload_to(None, model, level) if is_late else None
     if what == "method":
@@ -237,7 +233,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
     """What is called without a tensor changes weights at rest."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     handle = offload_to(None, model, "leaf_level")
     for each in (model, reference):
         each.reset(2.0)
@@ -256,7 +252,7 @@ def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 def test_methods_of_an_instance(is_late: bool) -> None:
     """A library may replace a method of one module, before it is offloaded or after."""
-    model, reference = made()
+    model, reference = pair(Autoencoder)
     handle = apply_group_offloading(model, "cpu") if is_late else None
     for each in (model, reference):
         before = each.decode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..support.packed_models import (
 )
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.tuning import tune
 
 
@@ -77,8 +76,7 @@ def test_packed_bytes_come_from_the_drive(
 def from_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, int]:
     """A resident model, the same one from a file, and its bytes."""
     tune(monkeypatch, device_margin_bytes=0)
-    slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+    use_speeds(monkeypatch, h2d=2, drive=1)
     resident = routed([2400] * 8)
     model = from_file(resident, tmp_path / "model.safetensors")
     return resident, model, sum(parameter.nbytes for parameter in model.parameters())

@@ -304,12 +304,8 @@ def test_a_child_that_is_forked_while_another_thread_is_in_a_forward(tier: str, 
         tier,
         tmp_path,
         f"""
-import os, signal, sys, threading
-import torch
-from pathlib import Path
-from tests.support.models import Model, inputs, make
-from tests.support.rigs import offload_to, run
-tier, root = sys.argv[1], Path(sys.argv[2])
+import signal, threading
+tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
 model, reference = make(Model), make(Model)
 handle = offload_to(root / "groups" if tier == "groups" else None, model, "block_level", share_passes={shares})
 run(model, inputs())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -45,12 +44,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, convoy_wait_seconds=5.0)  # however busy the machine is, threads that call together meet
     with use_simulated_device(SimulatedDevice(0, "random")) as device:
         yield device
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.INFO, "group_offload")
-    return lambda: [r.getMessage() for r in caplog.records if "separately (share_passes)" in r.getMessage()]
 
 
 def calls(

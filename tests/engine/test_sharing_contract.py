@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
-import logging
 import random
 import threading
 import time
@@ -173,12 +172,6 @@ def device() -> Iterator[SimulatedDevice]:
     gc.collect()
     with use_simulated_device(SimulatedDevice(0, "random")) as device:
         yield device
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.INFO, "group_offload")
-    return lambda: [r.getMessage() for r in caplog.records if "separately (share_passes)" in r.getMessage()]
 
 
 # ---------------------------------------------------------------- guidance

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -61,7 +60,7 @@ from ..support.on_device import (
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.travellers import interrupt_where_it_waits, travel
 from ..support.tuning import tune
 from ..support.waits import waits_of
@@ -598,8 +597,7 @@ def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]
     budget = int(share * sum(parameter.nbytes for parameter in models[0].parameters()))
     with packing(), drive() as (device, _, _, patch):
         tune(patch, device_margin_bytes=0, strip_bytes=40 << 10)  # two strips: more would not fit the budget packed
-        slow = replace(KNOWN_SPEEDS, h2d=2, drive=1)
-        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: slow)
+        use_speeds(patch, h2d=2, drive=1)
         options = {"pack": True, "vram_budget": budget, **options}
         places = set()
         with several(device, *(Twins(device, model, **options) for model in models)) as both:

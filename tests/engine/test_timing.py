@@ -11,7 +11,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from group_offload.base.tuning import tuning
 from group_offload.plan.placement import Placement
 
 from ..support.simulated import use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
+from ..support.speeds import use_speeds
 from ..support.timed import TimedDevice
 from ..support.tuning import tune
 
@@ -51,6 +50,12 @@ class Timed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.device.compute(self.seconds)
         return x
+
+
+def put_on(device: Any, model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Timed):
+            module.device = device
 
 
 class Flux(nn.Module):
@@ -80,12 +85,9 @@ def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
     tune(monkeypatch, min_packed_bytes=tuning().min_packed_bytes // SCALE)
     device = TimedDevice(LINK)
-    speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
+    use_speeds(monkeypatch, h2d=int(LINK))
     model = Flux()
-    for module in model.modules():
-        if isinstance(module, Timed):
-            module.device = device
+    put_on(device, model)
     with use_simulated_device(device):  # type: ignore[arg-type]
         handle = apply_group_offloading(model, "cpu", **options)
         yield device, model, handle
@@ -240,15 +242,12 @@ def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
     device = TimedDevice(LINK)
-    speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
+    use_speeds(monkeypatch, h2d=int(LINK))
     budget = TOTAL * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]
         models = [Flux(), Flux()]
         for model in models:
-            for module in model.modules():
-                if isinstance(module, Timed):
-                    module.device = device
+            put_on(device, model)
         handles = [apply_group_offloading(model, "cpu", vram_budget=budget) for model in models]
         for model in models * 2:
             steady = steps(device, model, 8)[-1]
@@ -293,9 +292,7 @@ def guided_pipeline(
         handle.remove()
         device.scale = scale
         model.eval()
-        for module in model.modules():
-            if isinstance(module, Timed):
-                module.device = Clock(device)
+        put_on(Clock(device), model)
 
         def run(num_steps: int) -> float:
             begun = device.now

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 import group_offload
@@ -20,6 +18,7 @@ from group_offload import ModuleError, OffloadHandle, StateError, apply_group_of
 from group_offload.base.device import AcceleratorBackend
 
 from ..support.inside import engine_of, slow_down
+from ..support.on_device import lay_in_file
 from ..support.rigs import run
 from ..support.traces import assert_no_overlap, lanes_of
 from ..support.tuning import tune
@@ -156,8 +155,7 @@ def test_an_embedding_table_stays_where_it_rests(
     expected = [run(resident, each) for each in indices]
     del resident
     if tier == "checkpoint":
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-        model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+        lay_in_file(model, tmp_path / "model.safetensors")
     path = tmp_path if tier == "folder" else None
     handle = apply_group_offloading(
         model, offload_type=level, offload_to_disk_path=path, offload_device="disk" if tier == "checkpoint" else "cpu"
@@ -177,11 +175,8 @@ def test_an_embedding_table_stays_where_it_rests(
 
 
 def peak_of(model: nn.Module, x: torch.Tensor, device: torch.device) -> int:
-    gc.collect()
-    torch.accelerator.synchronize()
-    torch.cuda.empty_cache()
+    forget_peak(device)
     before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     run(model, x)
     torch.accelerator.synchronize()
     return torch.cuda.max_memory_allocated(device) - before
@@ -469,8 +464,7 @@ def test_budgets(
     if tier == "folder":
         options = {**options, "offload_to_disk_path": tmp_path, "ram_budget": "auto"}
     elif tier == "checkpoint":
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-        model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+        lay_in_file(model, tmp_path / "model.safetensors")
         options = {**options, "offload_device": "disk", "ram_budget": "auto"}
     forget_peak(device)
     others = torch.cuda.memory_allocated(device)
@@ -489,20 +483,13 @@ def test_budgets(
     assert torch.equal(run(model.to(device), x).cpu(), expected)
 
 
-def group_offload_load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors as a loader leaves them that copies nothing."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 def test_a_checkpoint_is_page_locked_in_pieces(
     level: str, model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces end inside of weights. The driver copies from one piece at a time."""
     expected = run(copy.deepcopy(model).to(device), x)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    model.load_state_dict(group_offload_load(tmp_path / "model.safetensors"), assign=True)
+    lay_in_file(model, tmp_path / "model.safetensors")
     pin, pieces = AcceleratorBackend.pin, []
 
     def counted(self: Any, memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:

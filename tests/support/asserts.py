@@ -73,3 +73,24 @@ def assert_own_memory(module: nn.Module) -> None:
     """No tensor's storage is larger than the tensor, so that whoever saves it saves no more."""
     for name, tensor in plain_tensors(module):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
+
+
+_HOOK_TABLES = [name for name in vars(nn.Module()) if "hooks" in name or "_with_kwargs" in name or "always" in name]
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """What offloading leaves as it was: modules, their classes and attributes, hooks, and which tensors are where."""
+    return {
+        name: (
+            module,
+            type(module),
+            list(module.__dict__),
+            module.__dict__.get("forward"),
+            {table: dict(module.__dict__[table]) for table in _HOOK_TABLES},
+            [
+                (key, value is None or (id(value), value.device))
+                for key, value in (*module._parameters.items(), *module._buffers.items())
+            ],
+        )
+        for name, module in model.named_modules()
+    }

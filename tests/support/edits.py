@@ -26,10 +26,6 @@ def edit_one_element_through_data(model: Any) -> None:
     model.blocks[-1].down.bias.data[2] = 3.5
 
 
-def edit_through_numpy(model: Any) -> None:
-    model.blocks[0].down.weight.detach().numpy()[0, 0] = 5
-
-
 def replace_data(model: Any) -> None:
     model.blocks[1].up.weight.data = model.blocks[1].up.weight.data * 2
 
@@ -142,10 +138,6 @@ def bfloat16(model: Any) -> None:
 
 def load_state_dict(model: Any) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
-def load_state_dict_by_assignment(model: Any) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
 
 
 def share_memory(model: Any) -> None:

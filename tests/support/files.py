@@ -37,9 +37,9 @@ def failing(code: int) -> Callable[..., Any]:
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
 
 
-def loaded(path: Path, seed: int = 0, num_files: int = 1, num_blocks: int = 4) -> tuple[Any, Any]:
+def loaded(path: Path, num_files: int = 1, num_blocks: int = 4) -> tuple[Any, Any]:
     """A model whose weights are views of checkpoints in `path`, and its resident twin."""
-    reference = make(Model, num_blocks, seed=seed)
+    reference = make(Model, num_blocks)
     names = [*reference.state_dict()]
     path.mkdir(parents=True, exist_ok=True)
     model, state = copy.deepcopy(reference), {}

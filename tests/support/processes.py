@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,19 +98,14 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     return run_code(prelude + textwrap.dedent(code), args)
 
 
-def in_new_process(
-    function: Callable[..., None], *args: object, under: Sequence[str] = (), timeout: float = 280, **options: Any
-) -> str:
+def in_new_process(function: Callable[..., None], *args: object, preexec_fn: Callable[[], None] | None = None) -> str:
     """Run a function in a new process, which may fork because it has no threads. Returns all that it printed."""
     code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
-    if under or options:
-        command = [*under, sys.executable, "-c", code, *map(str, args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment, **options
-        )
+    if preexec_fn is None:
+        done = run_code(code, args)
     else:
-        done = run_code(code, args, timeout)
+        command = [sys.executable, "-c", code, *map(str, args)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, preexec_fn=preexec_fn)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 

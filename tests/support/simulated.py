@@ -315,19 +315,6 @@ class SimulatedDevice(OnCard):
         self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
 
-    @property
-    def total(self) -> Meter:
-        return self.card.allocated
-
-    @property
-    def capacity(self) -> int:
-        """More than that is out of memory."""
-        return self.card.capacity
-
-    @capacity.setter
-    def capacity(self, num_bytes: int) -> None:
-        self.card.capacity = num_bytes
-
     def release_unused(self) -> None:
         with self._host_call():
             self.card.release_cached()

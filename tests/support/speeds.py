@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from group_offload.plan import speeds
@@ -10,6 +12,12 @@ from group_offload.plan.placement import Speeds
 MIB = 1 << 20
 KNOWN_SPEEDS = Speeds(h2d=50 * 10**9, drive=2 * 10**9)
 """What every test takes for the speeds of this machine."""
+
+
+def use_speeds(patch: pytest.MonkeyPatch, *, h2d: int = KNOWN_SPEEDS.h2d, drive: int = KNOWN_SPEEDS.drive) -> None:
+    """Let plans take these for the speeds of the link and the drive, in bytes a second."""
+    speeds = replace(KNOWN_SPEEDS, h2d=h2d, drive=drive)
+    patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: speeds)
 
 
 def measure_little(patch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,11 @@ class TimedDevice(OnCard):
     def __init__(
         self,
         bytes_per_second: float,
-        capacity: int = 1 << 50,
         *,
         card: Memory | None = None,
         launch_seconds: float | None = None,
     ) -> None:
-        super().__init__(card or Memory(capacity))
+        super().__init__(card or Memory(1 << 50))
         self.bytes_per_second = bytes_per_second
         self.host = 0.0 if launch_seconds else -math.inf
         """The host's clock. Without one the host is ahead of the device, always."""
@@ -73,7 +72,6 @@ class TimedDevice(OnCard):
         self._streams.append(self._compute)
         self._blocks: dict[int, tuple[Block, TimedStream, set[TimedStream]]] = {}  # by address: owner and other users
         self.copied_bytes = 0
-        self.copy_seconds = 0.0
         self.locked_bytes = self.unlocked_bytes = 0
         self.lock_bytes_per_second = math.inf
         """What page-locking, and its end, take the host if the thread that launches does it."""
@@ -155,7 +153,6 @@ class TimedDevice(OnCard):
         seconds = target.numel() / self.bytes_per_second
         self._link = stream.now = begun + seconds
         self.copied_bytes += target.numel()
-        self.copy_seconds += seconds
         if blocking:
             self.wait_until(stream.now)
 

@@ -6,7 +6,6 @@ import gc
 import io
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from group_offload import StateError, remove_group_offloading
 from group_offload.runtime import engine
 
-from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits
+from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits, snapshot
 from ...support.edits import edit_in_place
 from ...support.faults import raise_at
 from ...support.inside import engine_of
@@ -77,23 +76,6 @@ def test_a_default_device(folder: Path | None) -> None:
 # ---------------------------------------------------------------- removed
 
 
-_HOOK_TABLES = [name for name in vars(nn.Module()) if "hooks" in name or "_with_kwargs" in name or "always" in name]
-
-
-def _snapshot(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: (
-            module,
-            type(module),
-            list(module.__dict__),
-            module.__dict__.get("forward"),
-            {table: dict(module.__dict__[table]) for table in _HOOK_TABLES},
-            {key: id(value) for key, value in {**module._parameters, **module._buffers}.items()},
-        )
-        for name, module in model.named_modules()
-    }
-
-
 def test_remove_gives_the_module_back(offload: Offload) -> None:
     model, reference = pair()
     calls: list[str] = []
@@ -101,7 +83,7 @@ def test_remove_gives_the_module_back(offload: Offload) -> None:
     model.register_forward_hook(lambda *args, **kwargs: calls.append("root"), with_kwargs=True, always_call=True)
     original = model.blocks[0].forward
     model.blocks[0].forward = lambda x: original(x)
-    before = _snapshot(model)
+    before = snapshot(model)
     handle = offload(model)
     run(model, inputs())
     edit_in_place(model)
@@ -111,7 +93,7 @@ def test_remove_gives_the_module_back(offload: Offload) -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
     assert calls == ["pre", "root", "late", "pre", "root"]
     late.remove()
-    assert _snapshot(model) == before
+    assert snapshot(model) == before
     assert_at_rest(model, reference)
     assert_own_memory(model)
     assert not handle.is_active
