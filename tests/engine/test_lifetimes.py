@@ -9,7 +9,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -
 
 
 @pytest.mark.parametrize(
-    ("what", "first", "last", "most"), [("shapes", 2_000, 10_000, 100_000), ("threads", 60, 180, 10_000)]
+    ("what", "first", "last", "most"), [("shapes", 2_000, 10_000, 25_000), ("threads", 60, 180, 5_000)]
 )
 def test_memory_of_the_host_does_not_grow(
     what: str, first: int, last: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -279,11 +279,12 @@ def test_memory_of_the_host_does_not_grow(
     try:
         for number in range(1, last + 1):
             step(number)
-            if number in (first, last):
+            if number % first == 0:
                 gc.collect()
                 traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert traced[1] < traced[0] + most, traced
+    # What leaks grows all the time; a table that is made larger grows once.
+    assert min(after - before for before, after in pairwise(traced)) < most, traced
     assert timed[0] < 1_500  # to measure costs the host time
     handle.remove()
