@@ -25,8 +25,8 @@ from .report.page import value_text
 from .runtime.engine import Engine
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
-from .stores.base import Tier
 from .stores.files import FileBlob
+from .stores.moves import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from ..report.facts import GroupFacts, MemoryFacts, ModelFacts, Place, ReportFac
 from ..report.page import write_page
 from ..runtime.engine import Engine
 from ..runtime.groups.group import Group
-from ..stores.base import Tier
 from ..stores.files import FileBlob
+from ..stores.moves import Tier
 from .diffusers import models_of
 
 _COLORS = ("locked", "device", "packed", "pass", "file", "ram")

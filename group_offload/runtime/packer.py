@@ -19,10 +19,10 @@ from ..config import OffloadConfig
 from ..errors import GroupFileError
 from ..packing.codec import pack
 from ..plan.budgets import describe_bytes
-from ..stores.base import Blob, Tier
+from ..stores.base import Blob
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
-from ..stores.moves import Copy, Read
+from ..stores.moves import Copy, Read, Tier
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
 from ..stores.packed_files import PackedFiles, Wanted, packed_from
 from ..stores.pinned import RamBlob

@@ -24,8 +24,8 @@ from ..plan.budgets import Budget, describe_bytes
 from ..plan.placement import Placement, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.ram_shares import promised, ram_for_weights
-from ..stores.base import Tier
 from ..stores.files import FileBlob
+from ..stores.moves import Tier
 from .budget.budgeter import Budgeter
 from .budget.need import Kind, Needs
 from .foresight.lookahead import LookAhead

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
 from .checkpoint import Origin
-from .moves import Move, PageableMemory, Read
+from .moves import Move, PageableMemory, Read, Tier
 from .packed import PackedImage
-
-
-class Tier(Enum):
-    """Where a blob rests."""
-
-    RAM = "ram"
-    """Pinned RAM: one asynchronous copy to the device."""
-    PAGEABLE = "pageable ram"
-    """RAM that is not pinned: through staging buffers to the device."""
-    FILE = "file"
-    """A file, read for each onload."""
 
 
 class Store(Protocol):
@@ -132,7 +120,7 @@ class Blob(ABC):
             return self._moves(at, label)
         values = [(spec.offset, as_bytes(tensor)) for spec, tensor in zip(self.layout.specs, self.rest, strict=True)]
         return [
-            Read(at + offset, value.numel(), PageableMemory(value), 0, False, label)
+            Read(at + offset, value.numel(), PageableMemory(value), 0, False, label, self.tier)
             for offset, value in values
             if value.numel()
         ]
@@ -167,19 +155,6 @@ class PlacedBlob(NamedTuple):
             return self.blob.moves(self.at, self.label)
         return self.packed.moves(self.at, self.label, self.on_device)
 
-    @property
-    def tier(self) -> Tier:
-        """Where its bytes are sent from."""
-        if self.packed is None:
-            return self.blob.tier
-        return Tier.FILE if self.packed.is_read else Tier.RAM
-
-    @property
-    def sent_bytes(self) -> int:
-        if self.packed is None:
-            return self.blob.layout.num_bytes
-        return self.packed.num_bytes if self.on_device is None else 0
-
 
 class PlacedImage(NamedTuple):
     """Packed bytes that go to a slot as they are, to stay on the device."""
@@ -189,13 +164,5 @@ class PlacedImage(NamedTuple):
     label: str
     image: PackedImage
 
-    @property
-    def tier(self) -> Tier:
-        return Tier.RAM
-
     def moves(self) -> list[Move]:
         return [self.image.copy(self.at)]
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.image.num_bytes

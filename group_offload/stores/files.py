@@ -25,10 +25,10 @@ from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from .base import Blob, Tier
+from .base import Blob
 from .checkpoint import FileSpan
 from .folder import Folder
-from .moves import Copy, Move, Read
+from .moves import Copy, Move, Read, Tier
 from .source import Contents, Piece, Proof, SourceFile, merged
 
 _KEPT_ALIGNMENT = 64
@@ -228,13 +228,13 @@ class FileBlob(Contents, Blob):
         source = self.source
         if self.is_locked:
             return [
-                Copy(at + offset, num_bytes, memory, start)
+                Copy(at + offset, num_bytes, memory, start, self.tier)
                 for piece in self.pieces
                 for offset, num_bytes, memory, start in source.locked_parts(piece)
             ]
         proof = Proof(self) if self.is_verified else None
         return [
-            Read(at + piece.offset, piece.num_bytes, source, piece.position, self.is_direct, label, proof)
+            Read(at + piece.offset, piece.num_bytes, source, piece.position, self.is_direct, label, self.tier, proof)
             for piece in self.pieces
         ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 
@@ -15,6 +16,17 @@ from ..base.reading import BLOCK
 from ..packing.codec import unpack_strip
 from ..packing.layout import Runs, Strip
 from .source import Proof, SourceFile
+
+
+class Tier(Enum):
+    """Where a blob rests, or is sent from."""
+
+    RAM = "ram"
+    """Pinned RAM: one asynchronous copy to the device."""
+    PAGEABLE = "pageable ram"
+    """RAM that is not pinned: through staging buffers to the device."""
+    FILE = "file"
+    """A file, read for each onload."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +40,7 @@ class Copy:
     """Flat uint8."""
     start: int
     """The first byte of `memory` that is copied."""
+    tier: Tier = Tier.RAM
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +76,7 @@ class Read:
     """Whether bytes that are not in the page cache are read past it."""
     label: str
     """The name of the group that needs the bytes, for errors and traces."""
+    tier: Tier
     proof: Proof | None = None
     """A check of the bytes. It is shown what was read, in the order of the moves."""
     unpack: Unpack | None = None
@@ -83,6 +97,7 @@ class Unpack:
     """The name of the group that needs the bytes, for traces."""
     needed_for: Callable[[int, int], Runs]
     """The packed bytes that a part of the strip is unpacked from: see `Strip.needed`."""
+    tier: Tier = Tier.RAM
     is_on_device: bool = False
     """Whether the packed bytes are on the device already."""
     start: int = 0

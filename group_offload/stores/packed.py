@@ -35,7 +35,7 @@ from ..base.tuning import tuning
 from ..errors import GroupFileError
 from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
-from .moves import Copy, Move, Read, Unpack
+from .moves import Copy, Move, Read, Tier, Unpack
 from .packed_files import PackedFile
 from .source import Contents, Piece, Proof, SourceFile
 
@@ -159,7 +159,7 @@ class PackedImage:
                 mine,
                 label,
                 partial(self._needed_for, number),
-                on_device is not None,
+                is_on_device=on_device is not None,
             )
             for number, ((strip, start, _), mine) in enumerate(zip(self.layout.placed, packed, strict=True))
         ]
@@ -170,7 +170,9 @@ class PackedImage:
         proof = Proof(contents) if self._is_verified or not contents.is_proven else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
         return [
-            Read(0, strip.packed_bytes, contents.source, contents.position + place, True, label, proof, unpack)
+            Read(
+                0, strip.packed_bytes, contents.source, contents.position + place, True, label, Tier.FILE, proof, unpack
+            )
             for (strip, _, place), unpack in zip(self.layout.placed, unpacks, strict=True)
         ]
 

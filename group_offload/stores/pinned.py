@@ -37,8 +37,8 @@ from ..base.system import on_fork
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import StateError
-from .base import Blob, Tier
-from .moves import Copy, Move, PageableMemory, Read
+from .base import Blob
+from .moves import Copy, Move, PageableMemory, Read, Tier
 
 logger = logging.getLogger("group_offload")
 
@@ -374,7 +374,7 @@ class RamBlob(Blob):
         if self.tier is Tier.RAM:
             return [Copy(at, self.layout.num_bytes, self.store.bytes, self.start)]
         assert self.store.pageable is not None
-        return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label)]
+        return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label, self.tier)]
 
     @property
     def sent_bytes(self) -> torch.Tensor:

@@ -24,8 +24,7 @@ from group_offload import OffloadHandle, StateError, free_slots
 from group_offload.base import mapping, pagemap
 from group_offload.base.pagemap import PAGE, written_pages
 from group_offload.base.text import describe_bytes
-from group_offload.stores.base import Tier
-from group_offload.stores.moves import PageableMemory
+from group_offload.stores.moves import PageableMemory, Tier
 from group_offload.stores.pinned import RamBlob, Segment
 
 from ..support.inside import engine_of

@@ -12,8 +12,8 @@ from torch.profiler import record_function
 from ...base.device import Event, Stream
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
-from ...stores.base import PlacedBlob, PlacedImage, Tier
-from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Unpack, joined, sent_bytes
+from ...stores.base import PlacedBlob, PlacedImage
+from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Tier, Unpack, joined, sent_bytes
 from ..measure.recorder import Recorder
 from ..measure.trace import COPIES
 from ..sharing.jobs import ShareJob
@@ -120,16 +120,17 @@ class Transfer:
         Returns:
             A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
-        names = " ".join(dict.fromkeys(placed.label for placed in blobs)) if is_profiler_enabled() else ""
-        with record_function(f"group_offload.onload {names}") if names else _UNPROFILED:
+        labels = [*dict.fromkeys(placed.label for placed in blobs)]
+        with record_function(f"group_offload.onload {' '.join(labels)}") if is_profiler_enabled() else _UNPROFILED:
             if self.sharing is not None and self.sharing.crew is not None:
-                return self._send_share(self.sharing, blobs, landing, job, alone=alone)
-            return self._send(blobs, _moves_of(blobs), landing, job)
+                return self._send_share(self.sharing, blobs, labels, landing, job, alone=alone)
+            return self._send(labels, _moves_of(blobs), landing, job)
 
     def _send_share(
         self,
         sharing: Sharing,
         blobs: Sequence[PlacedBlob | PlacedImage],
+        labels: Sequence[str],
         landing: Landing,
         job: ReadJob | None,
         *,
@@ -144,13 +145,10 @@ class Transfer:
         memory, berths = landing.memory, landing.berths
         shared = sharing.job_for(parts, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths))
         if shared is None:
-            return self._send(blobs, moves, landing, job)
+            return self._send(labels, moves, landing, job)
         landing.ready = shared.sent
         with shared.cancelled_on_error():
-            shared.reads = self._send(blobs, moves, landing, job, shared)
-            for part in parts:
-                for placed in part.blobs:
-                    self.bytes_sent[placed.tier] += sharing.sent_bytes(part, placed)
+            shared.reads = self._send(labels, moves, landing, job, shared)
             sharing.submit(shared)
             if self._copy_stream is not None:
                 return shared
@@ -160,16 +158,13 @@ class Transfer:
     def _bring_rest(self, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
         assert self.sharing is not None
-        moves = self.sharing.rest_of(parts, shared)
-        reads = self._send([], moves, Landing(memory, (), shared.rest, berths), None)
+        reads = self._send([], self.sharing.rest_of(parts, shared), Landing(memory, (), shared.rest, berths), None)
         if reads is not None:
             reads.wait()
-        for move in moves:
-            self.bytes_sent[Tier.FILE if isinstance(move, Read) else Tier.RAM] += sent_bytes(move)
 
     def _send(
         self,
-        blobs: Sequence[PlacedBlob | PlacedImage],
+        labels: Sequence[str],
         moves: Sequence[Move],
         landing: Landing,
         job: ReadJob | None,
@@ -178,7 +173,8 @@ class Transfer:
         """Enqueue `moves`, and leave what has to be read to the reader.
 
         Args:
-            shared: What several GPUs bring: the caller counts what was sent.
+            labels: The names of the groups, for the trace. None are traced without names.
+            shared: What several GPUs bring.
         """
         landing.stream = landing.copy_stream = self.stream
         if self._unpack_stream is not None and any(map(_is_packed, moves)):
@@ -219,17 +215,15 @@ class Transfer:
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads or is_host:
-                if begun is not None and blobs:
-                    num_bytes = sum(placed.sent_bytes for placed in blobs)
-                    self._recorder.enqueued(COPIES, (placed.label for placed in blobs), begun, stream, num_bytes)
+                if begun is not None and labels:
+                    self._recorder.enqueued(COPIES, labels, begun, stream, sum(map(sent_bytes, moves)))
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
-        for placed in blobs:
-            tier = placed.tier
-            self.bytes_sent[tier] += placed.sent_bytes if shared is None else 0
-            if tier is Tier.FILE and isinstance(placed, PlacedBlob) and placed.packed is None:
-                self._bytes_locked += placed.blob.pinned_bytes
+        for move in moves:
+            if not isinstance(move, Gather):
+                self.bytes_sent[move.tier] += sent_bytes(move)
+                self._bytes_locked += move.num_bytes if isinstance(move, Copy) and move.tier is Tier.FILE else 0
         if not reads or is_host:
             return None
         self._reads_memory |= _has_memory(reads)

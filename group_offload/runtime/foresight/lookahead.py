@@ -10,7 +10,8 @@ from itertools import accumulate
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import EXPECTED
-from ...stores.base import PlacedBlob, Tier
+from ...stores.base import PlacedBlob
+from ...stores.moves import Tier
 from ..copies.cached import CachedFiles
 from ..copies.jobs import ReadJob
 from ..copies.write_order import Landing

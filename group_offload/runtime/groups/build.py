@@ -26,10 +26,11 @@ from ...config import OffloadConfig
 from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
-from ...stores.base import Blob, Tier
+from ...stores.base import Blob
 from ...stores.checkpoint import FileMap, FileSpan, Origin, Place
 from ...stores.files import Checkpoint, FileBlob, write_blob
 from ...stores.folder import Folder
+from ...stores.moves import Tier
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
 from ...weights import TensorRef

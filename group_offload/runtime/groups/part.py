@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...stores.base import Blob, Tier
+from ...stores.base import Blob
+from ...stores.moves import Tier
 from ...weights import TensorRef
 from .tensors import same_memory, version_of
 

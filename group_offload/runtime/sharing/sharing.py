@@ -32,7 +32,7 @@ from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
-from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within, sent_bytes
+from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
 from ..measure.trace import GATHERS
 from .board import key_of
@@ -366,13 +366,6 @@ class Sharing:
                 found += moves_within(part.moves, first, last)
             found.append(Gather(part.at, part.part_bytes, part.key))
         return joined(found)
-
-    def sent_bytes(self, part: Part, placed: PlacedBlob | PlacedImage) -> int:
-        """The bytes of a blob that this rank sends."""
-        if not part.part_bytes or self.crew is None:
-            return placed.sent_bytes
-        moves, own = placed.moves(), part.own(self.crew.rank, self.crew.num_ranks)
-        return sum(sent_bytes(move) for first, last in own for move in moves_within(moves, first, last))
 
     def rest_of(self, parts: Sequence[Part], job: ShareJob) -> list[Move]:
         """What the other ranks did not bring."""
