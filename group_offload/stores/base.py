@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
-from .checkpoint import Origin
 from .moves import Move, PageableMemory, Read, Tier
 from .packed import PackedImage
 
@@ -64,8 +63,6 @@ class Blob(ABC):
     """Whether `rest` has edits that the blob cannot take, or belongs elsewhere: the blob has to be made again."""
     packed: PackedImage | None = None
     """The packed bytes of the blob, which may be out of date: see `good_image`."""
-    origin: Origin | None = None
-    """The bytes of checkpoints that tensors of the blob came from."""
     _is_open = True
 
     @property

@@ -151,7 +151,7 @@ class Segment:
 
     @property
     def commits_late(self) -> bool:
-        return self.detects_edits and not any(blob.origin is not None for blob in self._blobs)
+        return self.detects_edits
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later.
@@ -307,8 +307,6 @@ class Segment:
             forget_writes(private.data_ptr() + start, end - start)
         for blob in blobs:
             blob.generation += 1
-            # What has the bytes of its checkpoint again returns there when the blob is made again.
-            blob.is_outdated |= blob.origin is not None and blob.origin.views(blob.layout, blob.rest) is not None
         return bool(edited)
 
     def _fall_back(self, limit: LockLimit) -> bool:

@@ -16,7 +16,6 @@ from group_offload.config import ModelOptions, OffloadConfig
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.stores import packed_files
-from group_offload.stores.files import FileBlob
 from group_offload.stores.folder import Folder
 
 from ..support.folders import headers_in
@@ -278,12 +277,6 @@ def test_edits_do_not_fill_the_folder(
         check(device, model, resident, 2)
         counts.append(len(packed_names(tmp_path)))
     assert len({*counts}) == 1 and counts[0] <= len(first) + 1
-    for twin in (model, resident):  # what is in the file again rests there again
-        with torch.no_grad():
-            twin.blocks[1].up.weight.copy_(routed([2400] * 2).blocks[1].up.weight)
-    check(device, model, resident, 3)
-    assert all(isinstance(part.blob, FileBlob) for group in groups_of(handle) for part in group.parts)
-    assert len(packed_names(tmp_path)) <= counts[0] + 1 and {*first} <= {*packed_names(tmp_path)}
     end(device, model, resident, handle)
     headers_in(tmp_path / "groups")
 

@@ -140,3 +140,18 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, tmp_p
     handle.remove()
     assert_at_rest(model, resident)
     assert path.read_bytes() == content
+
+
+def test_what_is_loaded_again_rests_in_the_checkpoint(tmp_path: Path) -> None:
+    """Its RAM is freed. Hazard: weights that were edited once take RAM for good."""
+    resident = RoutedModel([16] * 3).eval()
+    path = tmp_path / "model.safetensors"
+    model = from_file(resident, path)
+    handle = offload(model)
+    x = torch.randn(2, DIM)
+    edit_in_place(model)
+    run(model, x)
+    assert handle.stats().host_bytes > 0
+    model.load_state_dict(load_file(path), assign=True)
+    assert torch.equal(run(model, x), run(resident, x))
+    assert handle.stats().host_bytes == 0 and {group.tier for group in handle.groups} == {"file"}

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import files
 from group_offload.stores.checkpoint import FileMap
 from group_offload.stores.folder import file_name
@@ -100,15 +99,14 @@ def test_foreign_file_is_neither_used_nor_touched(place: Callable[[Path], None],
 
 @every_level
 def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they have the bytes of the file again. Nothing is written, so a full drive stops no edit; no file is
-    deleted. Hazard: in-place edits of weights in files are lost."""
+    """Nothing is written, so a full drive stops no edit; no file is deleted. Hazard: in-place edits of weights in files are
+    lost."""
     offload_to(tmp_path, make(Model), level).remove()
     before = contents(tmp_path)
     model, reference = pair()
     handle = offload_to(tmp_path, model, level)
     assert handle.stats().host_bytes == 0
     fail_in_the_middle(monkeypatch, errno.ENOSPC, 0)
-    original = {name: value.clone() for name, value in reference.state_dict().items()}
     for number in range(3):
         for twin in (model, reference):
             twin.gain.data[0] += 1
@@ -119,35 +117,10 @@ def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pyt
         edited = model.gain.nbytes + (model.blocks[1].up.weight.nbytes if number else 0)
         in_ram = sum(group.num_bytes for group in handle.groups if "RAM" in group.where)
         assert edited <= handle.stats().host_bytes <= in_ram
-    for twin in (model, reference):
-        for name, parameter in twin.named_parameters():
-            parameter.data.copy_(original[name])
-        twin.extra = nn.Identity()  # on the CPU edits in RAM cannot be told
-    check(model, reference, inputs(), passes=2)
-    assert contents(tmp_path) == before
-    assert handle.stats().host_bytes == 0 or not can_detect_writes()
     handle.remove()
     shutil.rmtree(tmp_path)
     assert_own_memory(model)
     assert_at_rest(model, reference)
-
-
-def test_a_file_that_took_the_name_meanwhile(tmp_path: Path) -> None:
-    """Weights do not return to it, though it holds the same: another program may change it. Hazard: another program's file
-    that took a group's name is used or deleted."""
-    model, reference = pair()
-    handle = offload_to(tmp_path, model)
-    path = tmp_path / file_name("blocks_0_0")
-    data = path.read_bytes()
-    for factor in (2, 0.5):
-        if factor < 1:
-            (tmp_path / "foreign").write_bytes(data)
-            (tmp_path / "foreign").rename(path)
-        for twin in (model, reference):
-            twin.blocks[0].up.weight.data.mul_(factor)
-        check(model, reference, inputs())
-        assert "RAM" in next(group.where for group in handle.groups if group.group_id == "blocks_0_0")
-    assert path.read_bytes() == data
 
 
 # ---------------------------------------------------------------- folders that cannot be written

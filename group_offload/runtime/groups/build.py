@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob
-from ...stores.checkpoint import FileMap, FileSpan, Origin, Place
+from ...stores.checkpoint import FileMap, FileSpan
 from ...stores.files import Checkpoint, FileBlob, write_blob
 from ...stores.folder import Folder
 from ...stores.moves import Tier
@@ -101,8 +101,6 @@ class Builder:
         self._homes = {
             id(ref.holder): home for part in known.values() for ref, home in zip(part.refs, part.devices, strict=True)
         }
-        origins = _origins_of(known.values())
-        _return_to_checkpoints(known.values())
         plans = []
         for spec in self.specs:
             kept, fresh = _reusable(spec, known)
@@ -124,12 +122,6 @@ class Builder:
                 if self.folder is not None and not before:  # what changes later stays in RAM
                     self._rest_in_files(plans, self.folder)
                 self._rest_in_ram(plans)
-            for part in self._made:
-                if not isinstance(part.blob, FileBlob):
-                    places = {
-                        i: origins[id(ref.tensor)] for i, ref in enumerate(part.refs) if id(ref.tensor) in origins
-                    }
-                    part.blob.origin = Origin(places) if places else None
             # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
             in_place = not config.backend.has_streams and config.share is not True
             return tuple(Group(plan.spec, plan.parts, may_compute_at_rest=in_place) for plan in plans)
@@ -279,34 +271,6 @@ class Builder:
             if id(ref.tensor) in self._groups_before:
                 self._groups_before[id(ref.tensor)].forget_rest(ref.tensor)
         return part
-
-
-def _origins_of(parts: Iterable[Part]) -> dict[int, Place]:
-    """By id, the tensors that are, or once were, views of checkpoints, and where."""
-    found: dict[int, Place] = {}
-    for part in parts:
-        blob = part.blob
-        if isinstance(blob, FileBlob):
-            places = {
-                i: Place(blob.source.path, blob.source.content, *place)
-                for i, (_, *place) in enumerate(blob.mapped)
-                if place[1]
-            }
-        else:
-            places = dict(blob.origin.places) if blob.origin is not None else {}
-        found |= {id(part.refs[index].tensor): place for index, place in places.items()}
-    return found
-
-
-def _return_to_checkpoints(parts: Iterable[Part]) -> None:
-    """Make tensors that were edited, and have the bytes of their checkpoints again, views of these: they are found there."""
-    for part in dict.fromkeys(parts):
-        blob = part.blob
-        may_return = blob.is_outdated or not blob.detects_edits
-        if blob.origin is not None and may_return and all(part.as_left()):
-            views = blob.origin.views(blob.layout, blob.rest)
-            for index, view in (views or {}).items():
-                part.refs[index].tensor.data = fit_for(part.refs[index].tensor, view)
 
 
 def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
