@@ -567,9 +567,9 @@ _patches: ExitStack | None = None
 
 def _apply_trampoline(*args, **kwargs):  # type: ignore[no-untyped-def]
     """The code for `diffusers.hooks.apply_group_offloading`. It runs with diffusers' globals."""
-    import group_offload
+    from group_offload.api import apply_group_offloading
 
-    return group_offload.apply_group_offloading(*args, **kwargs)
+    return apply_group_offloading(*args, **kwargs)
 
 
 @takes_options(LeastOptions)
