@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..api import handle_of
 from ..base.progress import progress_bar
@@ -19,6 +20,7 @@ from ..integrations.opening import errors_of_loading, from_pretrained
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
 from ..runtime.packer import wanted_of
+from ..stores.base import Blob
 from ..stores.folder import Folder
 from ..stores.packed import is_packable
 from ..stores.packed_files import PackedFiles
@@ -66,7 +68,15 @@ def _pack(arguments: argparse.Namespace) -> int:
         device = torch.device("cpu")
     folder: Path = arguments.folder
     models, left_out = find_models(find_checkpoint(arguments.model))
-    packed = {name: _packed(name, model, folder, arguments.dtype, device) for name, model in models.items()}
+    opened = {name: _open(model, folder, arguments.dtype) for name, model in models.items()}
+    blobs = {name: _blobs_of(model) for name, model in opened.items()}
+    total = sum(each.layout.num_bytes for mine in blobs.values() for each in mine.values() if is_packable(each.layout))
+    if not arguments.json:
+        say(f"Packed files take less than {describe_bytes(total)} in {folder}.")
+    packed = {
+        name: _packed(f"Packing {name}".rstrip(), blobs[name], Folder(folder, type(model).__name__), total, device)
+        for name, model in opened.items()
+    }
     if arguments.json:
         print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
         return 0
@@ -86,33 +96,42 @@ def _pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _packed(
-    name: str, model: FoundModel, folder: Path, dtype: torch.dtype | None, device: torch.device
-) -> _PackedModel:
-    """Write the packed group files of a model, opened offloaded, into a folder. Those that are there are found again."""
+def _open(model: FoundModel, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     options: dict[str, Any] = {} if model.variant is None else {"variant": model.variant}
     options |= {"dtype": dtype or usual_dtype(model), "onload_device": "cpu", "offload_to_disk_path": folder}
     with errors_of_loading(model.model_class, model.folder):
-        opened = from_pretrained(model.model_class, model.folder, **options)
+        opened: nn.Module = from_pretrained(model.model_class, model.folder, **options)
+        return opened
+
+
+def _blobs_of(opened: nn.Module) -> dict[str, Blob]:
+    """The weights of an offloaded model, by the names of their files."""
     handle = handle_of(opened)
     assert handle is not None and handle._engine is not None
-    parts = [
-        (group.group_id if not index else f"{group.group_id}+{index}", part.blob)
+    return {
+        group.group_id if not index else f"{group.group_id}+{index}": part.blob
         for group in handle._engine.groups
         if not group.is_table
         for index, part in enumerate(group.parts)
         if part.blob.layout.num_bytes
-    ]
-    packable = {group_id: blob for group_id, blob in parts if is_packable(blob.layout)}  # runs pack no others
-    total = sum(blob.layout.num_bytes for blob in packable.values())
-    files = Folder(folder, type(opened).__name__)
-    packed_files, groups = PackedFiles(files), list[_PackedPart]()
-    with files.locked(total), progress_bar(total, f"Packing {name}".rstrip()) as on_done:
+    }
+
+
+def _packed(title: str, blobs: dict[str, Blob], folder: Folder, total_bytes: int, device: torch.device) -> _PackedModel:
+    """Write the packed group files of a model into a folder. Those that are there are found again.
+
+    Args:
+        total_bytes: Room for the files of all models.
+    """
+    packable = {group_id: blob for group_id, blob in blobs.items() if is_packable(blob.layout)}  # runs pack no others
+    packed_files, groups = PackedFiles(folder), list[_PackedPart]()
+    num_bytes = sum(blob.layout.num_bytes for blob in packable.values())
+    with folder.locked(total_bytes), progress_bar(num_bytes, title) as on_done:
         found_or_packed = packed_files.find_or_pack(
             (wanted_of(group_id, blob) for group_id, blob in packable.items()), device
         )
         try:
-            for group_id, blob in parts:
+            for group_id, blob in blobs.items():
                 one, size = None, blob.layout.num_bytes
                 if group_id in packable:
                     one = next(found_or_packed)

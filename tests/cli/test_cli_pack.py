@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from group_offload.packing.codec import unpack
+from group_offload.plan.budgets import describe_bytes
 
 from ..support.folders import headers_in
 from ..support.terminal import Terminal
@@ -70,6 +73,7 @@ def test_pack(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in original.items())
     text = run("pack", checkpoint, folder)
     assert "FluxTransformer2DModel" in text and "0.7" in text
+    assert f"less than {describe_bytes(sum(each.nbytes for each in original.values()))} in {folder}" in text
     assert packed_files(folder) == before
 
 
@@ -97,6 +101,18 @@ def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> Non
     assert "transformer" in said and "Not packed: vae. It is not there" in said
     assert packed_files(folder)
     assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
+
+
+def test_a_disk_with_room_for_one_of_two_models(run: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: `pack` finds out after hours that the disk is too small."""
+    path, folder = tmp_path / "pipe", tmp_path / "groups"
+    index = {name: ["diffusers", "FluxTransformer2DModel"] for name in ("transformer", "transformer_2")}
+    sizes = [sum(each.nbytes for each in save(path / name).parameters()) for name in index]
+    (path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **index}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=sizes[0] * 3 // 2))
+    said = run("pack", path, folder, status=2)
+    assert f"{describe_bytes(sizes[0] * 3 // 2)} free, " in said
+    assert not packed_files(folder)
 
 
 def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
