@@ -300,7 +300,7 @@ def _plan_of(handle: Any) -> dict[str, Any]:
         return {"missed": 0, "plan": ""}
     details = handle.plan.details
     predicted = None if details is None else details.prediction.step_seconds
-    return {"missed": handle.stats().gathers_missed, "plan": handle.plan.gpus, "predicted_s": predicted}
+    return {"missed": handle.stats().gathers_missed, "plan": " ".join(handle.plan.notes), "predicted_s": predicted}
 
 
 def train(

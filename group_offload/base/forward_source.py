@@ -46,6 +46,8 @@ _LOOKS_ONLY = frozenset(["hasattr", "id", "isinstance", "type"])
 _EDIT_WEIGHTS = frozenset(["peft", "torch"])
 """Packages whose modules have other methods than `forward` to change weights, or to load them."""
 
+_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 _MOST_KNOWN = 4096
 """The number of functions that are remembered."""
 
@@ -120,12 +122,17 @@ def _methods_of(cls: type) -> tuple[str, ...]:
         for name, function in vars(base).items()
     }
     return tuple(
-        name
-        for name, function in found.items()
-        if name[0] != "_"
-        and name != "forward"
-        and inspect.isfunction(function)
-        and len(inspect.signature(function).parameters) > 1
+        name for name, function in found.items() if name[0] != "_" and name != "forward" and _computes(function)
+    )
+
+
+def _computes(function: Any) -> bool:
+    """Whether this may be a method that computes: not one that goes on after it has returned, and none without arguments."""
+    if not inspect.isfunction(function):
+        return False
+    code = inspect.unwrap(function).__code__
+    return not code.co_flags & _GOES_ON and bool(
+        code.co_argcount > 1 or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     )
 
 

@@ -617,6 +617,7 @@ class Passes:
         self.begin_work()
         self._thread = threading.get_ident()
         kind = Kind(_BACKWARD, (), with_grad=True)
+        self.memory.protected = {}  # what the forward left to models that run after it
         self._start(kind, set(self._groups), forward[::-1])
         self._state = State.OPEN
 

@@ -455,12 +455,12 @@ class Placer:
 
     def _share_out_files(self) -> None:
         """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
-        while True:
+        for _ in range(len(self._groups) + 2):
             in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
             if self._packer.is_on and self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
             # Packed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
-            # puts others there: so this comes to an end.
+            # puts others there.
             if not self._pack():
                 break
         self._lookahead.note_tiers(self._groups)

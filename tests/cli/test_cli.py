@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
         ("plan -", "MODEL is empty"),
         ("bench nothing", "nothing is not a folder"),
         ("bench --device abacus", "--device abacus"),
-        ("bench --device cpu:3", "one CPU"),
+        ("bench --device cpu:3", "torch sees 1 cpu device"),
         ("pack nowhere groups", "There is no nowhere"),
         ("pack . groups --dtype int8", "floating point"),
         ("pack . groups --device meta", "--device 'meta' isn't supported. Use 'cuda'"),

@@ -423,7 +423,7 @@ def budget_for(num_bytes: int) -> int:
 
 
 def locked_bytes(pair: Pair) -> int:
-    return sum(blob.layout.num_bytes for blob in engine_of(pair.handle)._files.blobs if blob.is_locked)
+    return sum(blob.layout.num_bytes for blob in engine_of(pair.handle).placer._files.blobs if blob.is_locked)
 
 
 def test_a_module_that_is_cut_again_keeps_its_ram(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:

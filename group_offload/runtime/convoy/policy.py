@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.arena import retried
 from ...base.compiled import HANDLE
 from ...base.device import Backend
 from ...base.pagemap import scans_quickly
@@ -36,7 +35,7 @@ from ...base.recent import Recent
 from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
-from .arguments import Arguments, are_equal
+from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
 from .fingerprint import Fingerprint, examine
 from .lock import Traveller, is_on_its_way
@@ -53,6 +52,7 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 _MIN_GAIN = 0.05
 """With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
+_SAME_MEMORY = "it returns the same memory each time"
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
@@ -238,17 +238,20 @@ class SharingPolicy:
         """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
         self._num_in_vain += 1
         output, finding = self._looked_at(calls[0], args, kwargs)
-        before, outputs = RandomStates(self._backend.device), [_copies(output)]
+        before, outputs = RandomStates(self._backend.device), [tensors_in(output)]
         with suppress(Exception):  # it is raised again where the call is made
             for call in calls[1:]:
                 given = call.given() if finding is None else None
                 if given is None:
                     break
                 found, finding = self._looked_at(call, *given)
-                outputs.append(_copies(found))
+                outputs.append(tensors_in(found))
+        keys = [call.key for call in calls]
+        if _overlap(outputs, (args, kwargs)):
+            self._note(keys, _SAME_MEMORY)
+            return self.alone(*args, **kwargs)
         if finding is None and len(outputs) == len(calls):
             return self._travel(steps, calls, args, kwargs, output, outputs)
-        keys = [call.key for call in calls]
         self._put_back(keys, len(keys), before)
         if finding is not None:
             self._note(keys, finding, 1)
@@ -293,12 +296,14 @@ class SharingPolicy:
             finding = "it changes its inputs"
         elif is_trial:
             shared = [tensors_in(output), *(tensors_in(each.output) for each in ahead)]
-            if not (any(expected) and all(map(are_equal, shared, expected))):
+            if _overlap([*expected, *shared], (args, kwargs)):
+                finding, is_void = _SAME_MEMORY, True
+            elif not (any(expected) and all(map(are_equal, shared, expected))):
                 finding = "outputs differ from those of separate forwards, or can't be compared"
         if finding is not None:
             self._note(keys, finding)
         if is_trial and finding is not None:
-            return self.alone(*args, **kwargs)  # another call may have written to what this one had returned
+            return self.alone(*args, **kwargs) if is_void else made
         self._passes.counters.predicted += len(ahead)
         if is_void or finding is not None:
             self._passes.counters.discarded += len(ahead)
@@ -389,9 +394,13 @@ class SharingPolicy:
         Returns:
             Whether they do.
         """
-        if size < 2 or before == RandomStates(self._backend.device) or size != len(keys) or others_may_draw():
+        if size < 2 or before == RandomStates(self._backend.device):
             return False
-        self._note(keys, "it draws random numbers")
+        finding = "it draws random numbers"
+        if size != len(keys) or others_may_draw():
+            self._note(keys, finding, 1)
+            return False
+        self._note(keys, finding)
         before.restore()
         return True
 
@@ -413,9 +422,13 @@ class SharingPolicy:
             logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
 
 
-def _copies(output: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned, as they are now: another call may write to the same memory."""
-    return [retried(each.device, each.clone, each.numel() * each.element_size()) for each in tensors_in(output)]
+def _overlap(outputs: Sequence[Any], given: Any) -> bool:
+    """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
+    inputs, *memory = (
+        {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
+        for tensors in (tensors_in(given), *outputs)
+    )
+    return len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
 
 
 def _state_of_thread() -> str | None:
