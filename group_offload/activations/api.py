@@ -21,7 +21,10 @@ HANDLE = "_group_offload_activation_handle"
 
 
 class ActivationOffloadHandle(NotCopied):
-    """A module whose activations are offloaded: its groups, its statistics, and `remove()`, which ends a `with` block too."""
+    """A module whose activations are offloaded: its groups, its statistics, and `remove()`.
+
+    The end of a `with` block removes it too, even if it was applied before.
+    """
 
     def __init__(self, module: nn.Module, config: ActivationConfig, groups: dict[str, nn.Module]) -> None:
         self.module = module

@@ -94,7 +94,9 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
         for fqn, module in found.items():
             named.update(_elements(module, fqn) if isinstance(module, _LISTS) else [(fqn, module)])
     if not named:
-        raise ConfigError("groups is empty: nothing would be offloaded. Drop it, or name modules.")
+        raise ConfigError(
+            "groups is empty, or names empty lists: nothing would be offloaded. Drop it, or name modules."
+        )
     return {fqn: named[fqn] for fqn in modules if fqn in named}
 
 

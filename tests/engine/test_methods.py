@@ -184,6 +184,21 @@ def test_gradients_with_a_checkpoint() -> None:
         assert_same(*grads)
 
 
+def test_methods_that_go_on_after_they_returned() -> None:
+    """They have no gate: programs ask what they are, and their calls are over before they need a weight."""
+
+    class Streams(Autoencoder):
+        def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            yield self.decode(x)
+
+    model, reference = pair(Streams)
+    handle = offload_to(None, model)
+    assert inspect.isgeneratorfunction(model.stream)
+    with torch.no_grad():
+        assert torch.equal(*(next(each.stream(torch.ones(2, DIM))) for each in (model, reference)))
+    assert handle.stats().passes == 1
+
+
 def test_callers_see_the_method() -> None:
     """Whoever took it while the model was offloaded has it afterwards."""
     model, reference = pair(Autoencoder)
