@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -12,6 +14,16 @@ from ..support.tuning import tune
 def _little_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests are small beside what is left free for others."""
     tune(monkeypatch, device_margin_bytes=16 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _earlier_tests_leave_no_memory() -> None:
+    """A budget counts all memory of the process: what torch's compiler and cuBLAS keep of earlier tests is let go."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
