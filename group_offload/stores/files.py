@@ -8,7 +8,6 @@ was edited leaves the file for RAM.
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,14 +60,10 @@ class Checkpoint(SourceFile):
         path = Path(spans[0].path.replace("\\012", "\n"))
         if not path.exists():
             path = Path(spans[0].path)
-        fd = open_to_read(path)
-        try:
-            start = min(span.position for span in spans)
-            end = max(span.position + span.num_bytes for span in spans)
-            found = cls(path, fd, start, end)
-            found.is_ours = folder is not None and folder.has(path)
-        finally:
-            os.close(fd)
+        start = min(span.position for span in spans)
+        end = max(span.position + span.num_bytes for span in spans)
+        found = cls(path, open_to_read(path), start, end)
+        found.is_ours = folder is not None and folder.has(path)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = FileMappings().at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != spans[0].identity:
@@ -166,9 +161,6 @@ class FileBlob(Contents, Blob):
             for tensor, position in zip(tensors, positions, strict=True)
         ]
         """For each weight at rest: its address, its position in the file, and its bytes."""
-        ranges = [(start, start + num_bytes) for start, _, num_bytes in self.mapped if num_bytes]
-        self._first = min((start for start, _ in ranges), default=0)
-        self._last = max((end for _, end in ranges), default=0)
         self.is_verified = False
         """Whether each read is compared, by its hash, with what was written, or with what was read the first time."""
         self.tier = Tier.FILE
@@ -244,8 +236,8 @@ class FileBlob(Contents, Blob):
         Raises:
             GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
         """
-        if self.is_outdated or not (start < self._last and self._first < end):
-            return self.is_outdated
+        if self.is_outdated:
+            return True
         for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True):
             low, high = max(start - first, 0), min(end - first, num_bytes)
             if low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high]):
@@ -299,15 +291,13 @@ def write_blob(
     size = found.stamp.st_size
     start = size - layout.num_bytes
     try:
-        source = Checkpoint(found.path, found.fd, start, size, found.stamp)
-        rest = layout.views_by_extent(_mapper(found.fd, start, layout))
+        source = Checkpoint(found.path, found.file, start, size, found.stamp)
+        rest = layout.views_by_extent(_mapper(found.file.fileno(), start, layout))
     except OSError as error:
         raise GroupFileError(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
             f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
-    finally:
-        os.close(found.fd)
     source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
     blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)

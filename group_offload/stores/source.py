@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 import weakref
@@ -38,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -48,7 +48,7 @@ from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
-from ..base.system import advise, duplicate, forked_free
+from ..base.system import advise, expect_open, forked_free
 from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -103,10 +103,10 @@ class SourceFile:
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
 
-    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
+    def __init__(self, path: Path, file: Any, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
-            fd: A descriptor of the file. The caller closes it.
+            file: What `open_to_read` returned. It is kept for as long as this object is there.
             start, end: The bytes of the file that blobs lie in.
             stamp: The result of `fstat` from before the bytes were first read.
 
@@ -116,15 +116,16 @@ class SourceFile:
         """
         self.path = path
         """The file's name, as far as it is known."""
-        self._stamp = os.fstat(fd) if stamp is None else stamp
-        if not stat.S_ISREG(self._stamp.st_mode):
-            raise OSError(f"{path} is not a regular file")
+        self._file = file
+        self.fd: int = file.fileno()
+        expect_open(self.fd)
+        self._stamp = os.fstat(self.fd) if stamp is None else stamp
         if end > self._stamp.st_size:
             raise self.lost(self._stamp.st_size, "it ends there: it was cut off")
         self.start = start // PAGE * PAGE
         """The byte of the file that `bytes` begins at."""
         size = end - self.start if start < end else 0
-        self.bytes = page_cache_of(fd, self.start, size)
+        self.bytes = page_cache_of(self.fd, self.start, size)
         """The pages of the page cache, as flat uint8. They may be touched only while they are locked. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
@@ -132,9 +133,6 @@ class SourceFile:
         """The blobs whose bytes lie in this file."""
         self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
-        self._file = duplicate(fd)
-        """Keeps the file open for as long as this object is there."""
-        self._fd: int = self._file.fileno()
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
@@ -242,7 +240,7 @@ class SourceFile:
 
     def _advise(self, start: int, num_bytes: int, advice: str) -> None:
         with suppress(OSError):
-            advise(self._fd, start, num_bytes, advice)
+            advise(self.fd, start, num_bytes, advice)
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
@@ -338,7 +336,7 @@ class SourceFile:
             GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
         try:
-            now = os.fstat(self._fd)
+            now = os.fstat(self.fd)
         except OSError as error:  # a network file system whose server has gone
             raise self.lost(self.start, str(error.strerror)) from error
         was = self._stamp
@@ -371,27 +369,25 @@ class SourceFile:
     def _pread(self, target: memoryview, position: int) -> int:
         try:
             self.bytes_cached += len(target)
-            return read_part(self._fd, target, position)
+            return read_part(self.fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
 
     def _read_direct(self, area: memoryview, position: int, num_needed: int) -> int | None:
         """How many bytes of `area` were filled; None if the file cannot be read directly."""
-        direct_fd = None if self._has_no_direct else open_direct(self._fd)
-        if direct_fd is None:
+        direct = None if self._has_no_direct else open_direct(self.fd)
+        if direct is None:
             self._has_no_direct = True
             return None
         try:
             blocks = area[: -(-num_needed // BLOCK) * BLOCK]
-            return read_part(direct_fd, blocks, position // BLOCK * BLOCK, BLOCK)
+            return read_part(direct.fileno(), blocks, position // BLOCK * BLOCK, BLOCK)
         except OSError as error:
             if refuses_direct(error):
                 warn_no_direct_io(error.errno or 0)
                 self._has_no_direct = True
                 return None
             raise self.lost(position, str(error.strerror)) from error
-        finally:
-            os.close(direct_fd)
 
     def _fill(self, target: memoryview, position: int) -> None:
         if (done := self._pread(target, position)) < len(target):

@@ -76,16 +76,15 @@ def test_packed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatc
     another user's packed file claims to be packed from your checkpoint."""
     groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
     theirs = packed(groups, [B], checkpoint(tmp_path / "b.safetensors", B))
-    claim_that_it_is(theirs.path, A, origin)
+    claim_that_it_is(theirs.source.path, A, origin)
     if not is_ours:
-        give_away(monkeypatch, theirs.path)
+        give_away(monkeypatch, theirs.source.path)
     found = PackedFiles(Folder(groups, "Model")).find(Wanted("blocks_0", LAYOUT, [A], origin))
     assert (found is not None) == is_ours
     if found is not None:
-        os.close(found.fd)
         return
     assert torch.equal(image_in(packed(groups, [A], origin)), image_of([A])[0])
-    assert theirs.path.exists()
+    assert theirs.source.path.exists()
 
 
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])

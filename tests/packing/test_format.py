@@ -18,8 +18,9 @@ def test_a_reader_in_plain_python(tmp_path: Path) -> None:
     """A packed file that only the version that wrote it can read."""
     given = [torch.randn(50_001, dtype=torch.bfloat16), torch.randn(99), torch.randn(30_000).exp().pow(4).bfloat16()]
     layout = lay_out(["a", "b", "c"], given)
-    [file] = PackedFiles(Folder(tmp_path / "packed", "Model")).find_or_pack([Wanted("block", layout, given)])
-    image = torch.frombuffer(bytearray(unpacked(file.path)), dtype=torch.uint8)
+    file = PackedFiles(Folder(tmp_path / "packed", "Model")).find_or_pack(Wanted("block", layout, given))
+    assert file is not None
+    image = torch.frombuffer(bytearray(unpacked(file.source.path)), dtype=torch.uint8)
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image), given, strict=True))
 
 
