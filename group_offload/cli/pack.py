@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..integrations.opening import errors_of_loading, from_pretrained
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
-from ..runtime.packer import wanted_of
+from ..runtime.packer import ids_of, wanted_of
 from ..stores.base import Blob
 from ..stores.folder import Folder
 from ..stores.packed import is_packable
@@ -94,13 +94,8 @@ def _blobs_of(opened: nn.Module) -> dict[str, Blob]:
     """The weights of an offloaded model, by the names of their files."""
     handle = handle_of(opened)
     assert handle is not None and handle._engine is not None
-    return {
-        group.group_id if not index else f"{group.group_id}+{index}": part.blob
-        for group in handle._engine.groups
-        if not group.is_table
-        for index, part in enumerate(group.parts)
-        if part.blob.layout.num_bytes
-    }
+    groups = (group for group in handle._engine.groups if not group.is_table)
+    return {group_id: part.blob for part, group_id in ids_of(groups).items() if part.blob.layout.num_bytes}
 
 
 def _packed(

@@ -13,7 +13,7 @@ import xxhash
 
 from ..base.arena import retried
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import Task, on_pool
+from ..base.pool import on_pool
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from . import operators
@@ -41,7 +41,7 @@ def pack(
     layout: BlobLayout,
     device: torch.device | None = None,
     memory: Callable[[int], Callable[[], torch.Tensor]] = _new_memory,
-    hashed: Task[str] | None = None,
+    plain: str | None = None,
 ) -> Packed | None:
     """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
 
@@ -51,18 +51,18 @@ def pack(
         device: packs, or the CPU where its memory is full. None: the device of the image.
         memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
             waits for it. It is asked for a little more than is used.
-        hashed: The work of the pool that hashes the image, if it has begun.
+        plain: The hash of the image, if it is known.
 
     Returns:
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
     try:
-        return retried(device, partial(_pack, image, layout, device, memory, hashed), layout.num_bytes)
+        return retried(device, partial(_pack, image, layout, device, memory, plain), layout.num_bytes)
     except torch.OutOfMemoryError:
         if device.type == "cpu":
             raise
-    return _pack(image, layout, torch.device("cpu"), memory, hashed)
+    return _pack(image, layout, torch.device("cpu"), memory, plain)
 
 
 def _pack(
@@ -70,10 +70,9 @@ def _pack(
     layout: BlobLayout,
     device: torch.device,
     memory: Callable[[int], Callable[[], torch.Tensor]],
-    hashed: Task[str] | None,
+    plain: str | None,
 ) -> Packed | None:
-    if hashed is None:
-        hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
+    hashing = on_pool(hash_of, image.cpu()) if plain is None else None  # the CPU has little to do while a device packs
     there = image.to(device)
     num_bytes, drafts = layout.num_bytes, list[tuple[torch.Tensor, tuple[Span, ...], int]]()
     for first, last in _strips_of(num_bytes):
@@ -85,9 +84,12 @@ def _pack(
         return None
     allocated = memory(largest)  # page-locking takes time too
     packed = [_pack_strip(*draft) for draft in drafts]
-    hashed.wait()
+    if hashing is not None:
+        hashing.wait()
+        plain = hashing.result()
+    assert plain is not None
     size = sum(data.numel() for _, data in packed)
-    found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), hashed.result())
+    found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), plain)
     target = allocated()[:size]
     for part, (_, data) in zip(found.cut(target), packed, strict=True):
         part.copy_(data)

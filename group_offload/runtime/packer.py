@@ -77,11 +77,7 @@ class Packer:
     def begin(self, groups: Sequence[Group]) -> None:
         """The module was partitioned into these groups. All of them are to be packed."""
         self._groups = tuple(groups)
-        self._ids = {
-            part: f"{group.group_id}+{index}" if index else group.group_id
-            for group in groups
-            for index, part in enumerate(group.parts)
-        }
+        self._ids = ids_of(groups)
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
@@ -348,6 +344,15 @@ class Packer:
         if image is None and limit.was_refused:
             self._missing += self._size_of(part)
         return image
+
+
+def ids_of(groups: Iterable[Group]) -> dict[Part, str]:
+    """What the parts of groups are called in packed files."""
+    return {
+        part: f"{group.group_id}+{index}" if index else group.group_id
+        for group in groups
+        for index, part in enumerate(group.parts)
+    }
 
 
 def wanted_of(group_id: str, blob: Blob) -> Wanted:

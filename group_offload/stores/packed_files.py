@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import done
 from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, hash_of, pack
@@ -179,7 +178,7 @@ class PackedFiles:
 
         found = self._search(wanted, is_right)
         if found is None:
-            packed = pack(image, wanted.layout, device, hashed=done(plain))
+            packed = pack(image, wanted.layout, device, plain=plain)
             return None if packed is None else self._write(wanted, packed)
         if wanted.origin in (None, found.origin):
             return found

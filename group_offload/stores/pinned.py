@@ -374,16 +374,11 @@ class RamBlob(Blob):
         assert self.store.pageable is not None
         return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label, self.tier)]
 
-    @property
-    def sent_bytes(self) -> torch.Tensor:
-        """The bytes of the blob as they are sent. Edits that were not committed yet are not among them."""
-        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
-
     def locked_bytes(self) -> torch.Tensor | None:
         """The bytes of the blob in pinned memory; None if weights at rest may have other bytes."""
         if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
             return None
-        return self.sent_bytes
+        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
 
 
 def _no_room(num_bytes: int, error: OSError) -> Exception:

@@ -58,9 +58,6 @@ logger = logging.getLogger("group_offload")
 _CHUNK_BYTES = 4 << 20
 """How much is read at once to compare or to hash it."""
 
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-"""How many places of a file are looked at to tell whether it is in the page cache, and how large each is."""
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -245,18 +242,6 @@ class SourceFile:
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
         return position - self.start
-
-    def seems_cached(self, pieces: Sequence[Piece]) -> bool:
-        """Whether all of `pieces` is in the page cache, as far as a few samples tell."""
-        step = max(_SAMPLE_BYTES, sum(piece.num_bytes for piece in pieces) // _NUM_SAMPLES)
-        ahead = 0
-        for piece in pieces:
-            while ahead < piece.num_bytes:
-                if not self.is_cached(piece.position + ahead, min(_SAMPLE_BYTES, piece.num_bytes - ahead)):
-                    return False
-                ahead += step
-            ahead -= piece.num_bytes
-        return True
 
     def is_cached(self, position: int, num_bytes: int) -> bool:
         """Whether all of these bytes are in the page cache."""

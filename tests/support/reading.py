@@ -211,7 +211,6 @@ def num_mappings(folder: Path) -> int:
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def num_threads(kind: str) -> int:
-    """Of the pool that there is now, or by their name."""
-    names = [each.name for each in threading.enumerate() if getattr(each, "_pool", pool._pool) is pool._pool]
-    return sum(name.startswith(f"group_offload-{kind}") for name in names)
+def num_threads() -> int:
+    """Of the pool that there is now."""
+    return sum(getattr(each, "_pool", None) is pool._pool for each in threading.enumerate())
