@@ -13,7 +13,7 @@ import xxhash
 
 from ..base.arena import retried
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import on_pool
+from ..base.pool import Task, on_pool
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from . import operators
@@ -32,15 +32,15 @@ class Packed(NamedTuple):
     """uint8 [layout.packed_bytes], on the CPU."""
 
 
-def _new_memory(num_bytes: int) -> Callable[[], torch.Tensor]:
-    return partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
+def _new_memory(num_bytes: int) -> Task[torch.Tensor]:
+    return on_pool(partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu"))
 
 
 def pack(
     image: torch.Tensor,
     layout: BlobLayout,
     device: torch.device | None = None,
-    memory: Callable[[int], Callable[[], torch.Tensor]] = _new_memory,
+    memory: Callable[[int], Task[torch.Tensor]] = _new_memory,
     plain: str | None = None,
 ) -> Packed | None:
     """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
@@ -49,8 +49,8 @@ def pack(
         image: uint8 [layout.num_bytes], on the CPU or on a device.
         layout: says where bf16 weights are.
         device: packs, or the CPU where its memory is full. None: the device of the image.
-        memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
-            waits for it. It is asked for a little more than is used.
+        memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory. It is asked for a little
+            more than is used.
         plain: The hash of the image, if it is known.
 
     Returns:
@@ -69,7 +69,7 @@ def _pack(
     image: torch.Tensor,
     layout: BlobLayout,
     device: torch.device,
-    memory: Callable[[int], Callable[[], torch.Tensor]],
+    memory: Callable[[int], Task[torch.Tensor]],
     plain: str | None,
 ) -> Packed | None:
     hashing = on_pool(hash_of, image.cpu()) if plain is None else None  # the CPU has little to do while a device packs
@@ -90,7 +90,8 @@ def _pack(
     assert plain is not None
     size = sum(data.numel() for _, data in packed)
     found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), plain)
-    target = allocated()[:size]
+    allocated.wait()
+    target = allocated.result()[:size]
     for part, (_, data) in zip(found.cut(target), packed, strict=True):
         part.copy_(data)
     return Packed(found, target)

@@ -179,27 +179,19 @@ class LockedMemory:
         self._limit, self._wait = limit, wait
         self._found: tuple[torch.Tensor, PageLock | None] | None = None
 
-    def begin(self, num_bytes: int) -> Callable[[], torch.Tensor]:
-        """Begin to make memory that is pinned, if the system allows it. Returns a function that waits for it."""
+    def begin(self, num_bytes: int) -> Task[torch.Tensor]:
+        """Begin to make memory that is pinned, if the system allows it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        touched = touch_all(memory)
-        locked = on_pool(self._lock, memory, touched)  # all of `touched` were begun before: none waits for a thread
+        return on_pool(self._lock, memory, touch_all(memory))  # those were begun before: none waits for a thread
 
-        def finish() -> torch.Tensor:
-            locked.wait()
-            self._found = locked.result()
-            return memory if self._found is None else self._found[0]
-
-        return finish
-
-    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> tuple[torch.Tensor, PageLock | None] | None:
+    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> torch.Tensor:
         for task in touched:
             task.wait()
         lock = self._limit.lock(memory, self._wait)
-        if lock is not None:
-            return memory, lock
-        by_driver = self._limit.allocate(memory.numel())
-        return None if by_driver is None else (by_driver, None)
+        by_driver = self._limit.allocate(memory.numel()) if lock is None else None
+        memory = memory if by_driver is None else by_driver
+        self._found = None if lock is None and by_driver is None else (memory, lock)
+        return memory
 
     def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not pinned."""
@@ -243,7 +235,9 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
     Raises:
         GroupFileError: the file cannot be read, or is damaged.
     """
-    file.read(memory.begin(file.packed.packed_bytes)())
+    made = memory.begin(file.packed.packed_bytes)
+    made.wait()
+    file.read(made.result())
     return memory.image(file.packed, generation)
 
 
