@@ -22,7 +22,7 @@ from ..runtime.packer import ids_of, wanted_of
 from ..stores.base import Blob
 from ..stores.folder import Folder
 from ..stores.packed import is_packable
-from ..stores.packed_files import PackedFiles
+from ..stores.packed_files import find_or_pack
 from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
 from .outline import FoundModel, find_models, usual_dtype
 from .output import say
@@ -106,12 +106,12 @@ def _packed(
     Args:
         total_bytes: Room for the files of all models.
     """
-    packed_files, parts = PackedFiles(folder), list[_PackedPart]()
+    parts = list[_PackedPart]()
     with folder.locked(total_bytes), progress_bar(sum(map(_packable_bytes, blobs.values())), title) as on_done:
         for group_id, blob in blobs.items():
             one, size = None, blob.layout.num_bytes
             if _packable_bytes(blob):
-                one = packed_files.find_or_pack(wanted_of(group_id, blob), device)
+                one = find_or_pack(folder, wanted_of(group_id, blob), device)
                 blob.check()
                 on_done(size)
             parts.append(_PackedPart(group_id, size, size if one is None else one.packed.packed_bytes))

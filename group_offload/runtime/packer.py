@@ -22,7 +22,7 @@ from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.moves import Copy, Read, Tier
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
-from ..stores.packed_files import PackedFiles, Wanted, packed_from
+from ..stores.packed_files import Wanted, find_or_pack, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
@@ -211,15 +211,14 @@ class Packer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
             stack.enter_context(torch.no_grad())
-            files: PackedFiles | None = None
             if self._folder is not None:
                 try:
                     stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
-                files = PackedFiles(self._folder)
-            plain = [part.blob.layout.num_bytes for part in parts if files is None or isinstance(part.blob, RamBlob)]
-            buffer = flat_view(map_anonymous(max(plain, default=0)), 0, max(plain, default=0))
+            in_ram = [part.blob for part in parts if self._folder is None or isinstance(part.blob, RamBlob)]
+            plain_bytes = max((blob.layout.num_bytes for blob in in_ram), default=0)
+            buffer = flat_view(map_anonymous(plain_bytes), 0, plain_bytes)
             lock = PageLock.take(self._backend, buffer, self._transfer.last_copies.synchronize)
             stack.callback(lambda: None if lock is None else lock.release())
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
@@ -227,9 +226,9 @@ class Packer:
             for number, part in enumerate(parts):
                 part.blob.drop_packed()
                 try:
-                    image = self._pack(part, buffer, files, limit)
+                    image = self._pack(part, buffer, limit)
                 except GroupFileError as error:
-                    if files is None:
+                    if self._folder is None:
                         raise
                     for each in parts[number:]:
                         each.blob.check()  # else it is the folder that fails
@@ -297,9 +296,7 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
-    def _pack(
-        self, part: Part, buffer: torch.Tensor, files: PackedFiles | None, limit: LockLimit
-    ) -> PackedImage | None:
+    def _pack(self, part: Part, buffer: torch.Tensor, limit: LockLimit) -> PackedImage | None:
         """
         Args:
             buffer: Memory for the plain bytes.
@@ -307,14 +304,14 @@ class Packer:
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
-        if files is None or isinstance(blob, RamBlob):
+        if self._folder is None or isinstance(blob, RamBlob):
             generation = blob.generation
             plain = self._bring(blob, buffer[: blob.layout.num_bytes])
             packed = pack(plain, blob.layout, device, memory.begin)
             image = None if packed is None else memory.image(packed.layout, generation)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
-        found = files.find_or_pack(wanted_of(self._ids[part], blob), device)
+        found = find_or_pack(self._folder, wanted_of(self._ids[part], blob), device)
         if found is None:
             return None
         if part in self._to_read:

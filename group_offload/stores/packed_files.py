@@ -142,75 +142,70 @@ class Wanted(NamedTuple):
     """The bytes of a file that the tensors are views of, so that the packed file is found by facts the next time."""
 
 
-class PackedFiles:
-    """The packed files of a folder, as one model uses them. Order of calls: as those of `Folder`."""
+def find(folder: Folder, wanted: Wanted) -> PackedFile | None:
+    """The file that is proven by facts to hold the weights of `wanted.origin`."""
+    origin = wanted.origin
+    return None if origin is None else _search(folder, wanted, lambda header, fd: header.packed_from == origin)
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
 
-    def find(self, wanted: Wanted) -> PackedFile | None:
-        """The file that is proven by facts to hold the weights of `wanted.origin`."""
-        origin = wanted.origin
-        return None if origin is None else self._search(wanted, lambda header, fd: header.packed_from == origin)
+def find_or_pack(folder: Folder, wanted: Wanted, device: torch.device | None = None) -> PackedFile | None:
+    """The file that holds a blob packed. It is written if there is none. Hold `Folder.locked` meanwhile.
 
-    def find_or_pack(self, wanted: Wanted, device: torch.device | None = None) -> PackedFile | None:
-        """The file that holds a blob packed. It is written if there is none.
+    Args:
+        device: packs. None: the CPU.
 
-        Args:
-            device: packs. None: the CPU.
+    Returns:
+        None if packing the blob would not save enough.
 
-        Returns:
-            None if packing the blob would not save enough.
+    Raises:
+        GroupFileError: the file cannot be written.
+    """
+    found = find(folder, wanted)
+    if found is not None:
+        return found
+    with torch.no_grad():
+        image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
+    plain = hash_of(image)
 
-        Raises:
-            GroupFileError: the file cannot be written.
-        """
-        found = self.find(wanted)
-        if found is not None:
-            return found
-        with torch.no_grad():
-            image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
-        plain = hash_of(image)
+    def is_right(header: PackedHeader, fd: int) -> bool:
+        start = os.fstat(fd).st_size - header.packed.packed_bytes
+        return header.packed.hash == plain and content_of_file(fd, start) == header.content
 
-        def is_right(header: PackedHeader, fd: int) -> bool:
-            start = os.fstat(fd).st_size - header.packed.packed_bytes
-            return header.packed.hash == plain and content_of_file(fd, start) == header.content
+    found = _search(folder, wanted, is_right)
+    if found is None:
+        packed = pack(image, wanted.layout, device, plain=plain)
+        return None if packed is None else _write(folder, wanted, packed)
+    if wanted.origin in (None, found.origin):
+        return found
+    try:  # the same packed bytes with the facts of now
+        memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
+        found.read(memory)
+        return _write(folder, wanted, Packed(found.packed, memory), found.source.path)
+    except GroupFileError as error:  # the folder may be full
+        logger.info("%s is used as it is: %s", found.source.path, error)
+        return found
 
-        found = self._search(wanted, is_right)
-        if found is None:
-            packed = pack(image, wanted.layout, device, plain=plain)
-            return None if packed is None else self._write(wanted, packed)
-        if wanted.origin in (None, found.origin):
-            return found
-        try:  # the same packed bytes with the facts of now
-            memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
-            found.read(memory)
-            return self._write(wanted, Packed(found.packed, memory), found.source.path)
-        except GroupFileError as error:  # the folder may be full
-            logger.info("%s is used as it is: %s", found.source.path, error)
-            return found
 
-    def _write(self, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
-        group_id, layout, _, origin = wanted
-        content = content_of([packed.data])
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin)
-        written = self._folder.obtain(
-            _id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced
-        )
-        return PackedFile(written, group_id, packed.layout, origin)
+def _write(folder: Folder, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
+    group_id, layout, _, origin = wanted
+    content = content_of([packed.data])
+    header = encode_header(layout, group_id, folder.model_class, content, packed.layout, origin)
+    written = folder.obtain(_id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced)
+    return PackedFile(written, group_id, packed.layout, origin)
 
-    def _search(self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
-        """See `Folder.search`."""
 
-        def header_of(fd: int) -> PackedHeader | None:
-            header = read_packed_header(fd, wanted.layout, wanted.group_id, self._folder.model_class)
-            return header if header is not None and is_right(header, fd) else None
+def _search(folder: Folder, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
+    """See `Folder.search`."""
 
-        path, found = self._folder.search(_id_of(wanted.group_id), header_of)
-        if found is None:
-            return None
-        file, stamp, (content, packed, origin) = found
-        return PackedFile(ProvenFile(path, file, stamp, content), wanted.group_id, packed, origin)
+    def header_of(fd: int) -> PackedHeader | None:
+        header = read_packed_header(fd, wanted.layout, wanted.group_id, folder.model_class)
+        return header if header is not None and is_right(header, fd) else None
+
+    path, found = folder.search(_id_of(wanted.group_id), header_of)
+    if found is None:
+        return None
+    file, stamp, (content, packed, origin) = found
+    return PackedFile(ProvenFile(path, file, stamp, content), wanted.group_id, packed, origin)
 
 
 def _id_of(group_id: str) -> str:

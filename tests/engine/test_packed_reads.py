@@ -212,7 +212,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
     handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     taken: list[Any] = []
-    write = packed_files.PackedFiles._write
+    write = packed_files._write
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if fault == "no room" or taken:
@@ -220,7 +220,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
         taken.append(write(*args, **kwargs))
         return taken[0]
 
-    monkeypatch.setattr(packed_files.PackedFiles, "_write", refuse)
+    monkeypatch.setattr(packed_files, "_write", refuse)
     if pack == "auto":
         pack_now(monkeypatch)
         if fault == "no room":

@@ -21,7 +21,7 @@ from group_offload.base.ownership import ForeignFileError, Owners
 from group_offload.packing.codec import hash_of
 from group_offload.packing.layout import PackedLayout
 from group_offload.stores.folder import Folder, file_name
-from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.packed_files import Wanted, find
 from group_offload.stores.safetensors_file import PackedFrom
 
 from ..support.asserts import assert_at_rest
@@ -79,7 +79,7 @@ def test_packed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatc
     claim_that_it_is(theirs.source.path, A, origin)
     if not is_ours:
         give_away(monkeypatch, theirs.source.path)
-    found = PackedFiles(Folder(groups, "Model")).find(Wanted("blocks_0", LAYOUT, [A], origin))
+    found = find(Folder(groups, "Model"), Wanted("blocks_0", LAYOUT, [A], origin))
     assert (found is not None) == is_ours
     if found is not None:
         return

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from group_offload import GroupFileError
 from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.packed_files import Wanted, find, find_or_pack
 from group_offload.stores.safetensors_file import read_packed_header
 
 from ..support.faults import raise_at
@@ -53,8 +53,8 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     assert second.source.path != first.source.path
     assert torch.equal(image_in(first), IMAGE) and torch.equal(image_in(second), image_of(edited)[0])
     renamed = replace(LAYOUT, specs=tuple(replace(spec, fqn=f"{spec.fqn}_2") for spec in LAYOUT.specs))
-    third = PackedFiles(Folder(tmp_path, "Model")).find_or_pack(Wanted("blocks_0", renamed, TENSORS))
-    other_class = PackedFiles(Folder(tmp_path, "Other")).find_or_pack(Wanted("blocks_0", LAYOUT, TENSORS))
+    third = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", renamed, TENSORS))
+    other_class = find_or_pack(Folder(tmp_path, "Other"), Wanted("blocks_0", LAYOUT, TENSORS))
     assert third is not None and other_class is not None
     assert len({each.source.path for each in (first, second, third, other_class)}) == 4
 
@@ -71,15 +71,15 @@ MANY = [
 def test_packing_that_ends_early(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk or Ctrl-C
     leaves descriptors or half a file."""
-    before, files = descriptors(), PackedFiles(Folder(tmp_path, "Model"))
+    before, folder = descriptors(), Folder(tmp_path, "Model")
     raise_at(monkeypatch, os, "fsync", 2 * 4 + 1, error)  # of the fifth file: each is synced, and the folder after it
     with pytest.raises(GroupFileError if error is OSError else error):
-        [files.find_or_pack(wanted) for wanted in MANY]
+        [find_or_pack(folder, wanted) for wanted in MANY]
     assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
     assert len(groups_in(tmp_path)) == 4
     monkeypatch.undo()
     for wanted in MANY:
-        found = files.find_or_pack(wanted)
+        found = find_or_pack(folder, wanted)
         assert found is not None and torch.equal(image_in(found), image_of(wanted.tensors)[0])
     assert len(groups_in(tmp_path)) == NUM_BLOBS
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_the_same_under_new_facts(
     if is_full:
         monkeypatch.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     assert packed(tmp_path, TENSORS[:1], now.origin).source.path == first.source.path
-    found = PackedFiles(Folder(tmp_path, "Model")).find(now)
+    found = find(Folder(tmp_path, "Model"), now)
     assert (None if found is None else found.source.path) == (None if is_full else first.source.path)
     assert len(headers_in(tmp_path)) == 1
     assert torch.equal(image_in(first), image_of(TENSORS[:1])[0])

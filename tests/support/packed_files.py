@@ -11,7 +11,7 @@ import torch
 from group_offload.base.system import open_to_read
 from group_offload.packing.codec import unpack
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
+from group_offload.stores.packed_files import PackedFile, Wanted, find_or_pack, packed_from
 from group_offload.stores.safetensors_file import PackedFrom
 from group_offload.stores.source import Piece, SourceFile
 
@@ -31,7 +31,7 @@ def packed(path: Path, tensors: Sequence[torch.Tensor], origin: PackedFrom | Non
     """The packed file of a blob, found or written."""
     folder = Folder(path, "Model")
     with folder.locked(1000):
-        found = PackedFiles(folder).find_or_pack(Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
+        found = find_or_pack(folder, Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
     assert found is not None
     return found
 
