@@ -26,9 +26,9 @@ from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Blob
 from .checkpoint import FileSpan
-from .folder import Folder
+from .folder import Folder, is_group_file
 from .moves import Copy, Move, Read, Tier
-from .source import Contents, Piece, Proof, SourceFile, merged
+from .source import Contents, Piece, Proof, SourceFile, merged, state_of
 
 _KEPT_ALIGNMENT = 64
 """Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
@@ -41,17 +41,17 @@ _MAX_MAPPINGS = 128
 class Checkpoint(SourceFile):
     """A file that weights are views of."""
 
-    is_ours = False
-    """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
     _pages: _Pages | None = None
     """The memory of all blobs; None until it is needed."""
 
-    @classmethod
-    def of(cls, spans: Sequence[FileSpan], folder: Folder | None = None) -> Checkpoint:
-        """The file that tensors are views of.
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
+        return is_group_file(self.path)
 
-        Args:
-            folder: The folder of the model's group files.
+    @classmethod
+    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+        """The file that tensors are views of.
 
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
@@ -63,7 +63,6 @@ class Checkpoint(SourceFile):
         start = min(span.position for span in spans)
         end = max(span.position + span.num_bytes for span in spans)
         found = cls(path, open_to_read(path), start, end)
-        found.is_ours = folder is not None and folder.has(path)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = FileMappings().at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != spans[0].identity:
@@ -211,7 +210,7 @@ class FileBlob(Contents, Blob):
 
     @property
     def same_as(self) -> str:
-        return "" if self.is_outdated else self.content or f"{self.source.content} {self.pieces}"
+        return "" if self.is_outdated else self.content or f"{state_of(self.source.stamp)} {self.pieces}"
 
     def check(self) -> None:
         self.source.check()
@@ -298,7 +297,6 @@ def write_blob(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
             f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
-    source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
     blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
     blob.content = found.content

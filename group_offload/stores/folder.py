@@ -30,6 +30,7 @@ from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds
+from .source import state_of
 
 _MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -44,6 +45,11 @@ T = TypeVar("T")
 def file_name(group_id: str) -> str:
     """The name of the file of a group. It is the name that diffusers gives it."""
     return f"group_{hashlib.sha256(group_id.encode(errors='backslashreplace')).hexdigest()[:16]}.safetensors"
+
+
+def is_group_file(path: Path) -> bool:
+    """Whether a file is a group file, by its name."""
+    return _GROUP_FILE.fullmatch(path.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +82,6 @@ class Folder:
         """Whose files are used. See [Note: Files of others]."""
         self._of_others: set[Path] = set()
         """The files of other users that were in the way."""
-
-    def has(self, path: Path) -> bool:
-        """Whether a file is a group file of the folder, by its name."""
-        with suppress(OSError):
-            return _GROUP_FILE.fullmatch(path.name) is not None and path.parent.samefile(self.path)
-        return False
 
     @contextmanager
     def locked(self, num_bytes: int) -> Iterator[None]:
@@ -286,13 +286,9 @@ def _opened_as_written(path: Path, written: os.stat_result) -> tuple[Any, os.sta
         # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
         # stamp of another content would make a change by another program count as what was written here.
         stamp = os.fstat(file.fileno())
-        if os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written):
+        if state_of(stamp) == state_of(written):
             return file, stamp
     return None
-
-
-def _content_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
 
 
 def _size_of(file: Path) -> int:

@@ -116,9 +116,9 @@ class SourceFile:
         self._file = file
         self.fd: int = file.fileno()
         expect_open(self.fd)
-        self._stamp = os.fstat(self.fd) if stamp is None else stamp
-        if end > self._stamp.st_size:
-            raise self.lost(self._stamp.st_size, "it ends there: it was cut off")
+        self.stamp = os.fstat(self.fd) if stamp is None else stamp
+        if end > self.stamp.st_size:
+            raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
         self.start = start // PAGE * PAGE
         """The byte of the file that `bytes` begins at."""
         size = end - self.start if start < end else 0
@@ -324,24 +324,19 @@ class SourceFile:
             now = os.fstat(self.fd)
         except OSError as error:  # a network file system whose server has gone
             raise self.lost(self.start, str(error.strerror)) from error
-        was = self._stamp
+        was = self.stamp
         if now.st_size < was.st_size:
             raise self.lost(now.st_size, "it ends there: it was cut off")
-        if _content_of(now) != _content_of(was):
+        if state_of(now) != state_of(was):
             raise self.lost(self.start, "another program changed it after it was opened")
         if now.st_ctime_ns != was.st_ctime_ns:
             self._look_again(now)
-
-    @property
-    def content(self) -> tuple[int, int, int, int]:
-        """What differs if the content does, from file to file of this host: see `_content_of`."""
-        return _content_of(self._stamp)
 
     def named_stat(self) -> os.stat_result | None:
         """The status of the file, if its name still leads to it, unchanged."""
         with suppress(OSError):
             now = os.lstat(self.path)
-            if _content_of(now) == _content_of(self._stamp):
+            if state_of(now) == state_of(self.stamp):
                 return now
         return None
 
@@ -381,23 +376,23 @@ class SourceFile:
     def _look_again(self, now: os.stat_result) -> None:
         """`st_ctime_ns` changed: find out whether any byte did."""
         with self._looking:
-            if now.st_ctime_ns == self._stamp.st_ctime_ns:
+            if now.st_ctime_ns == self.stamp.st_ctime_ns:
                 return
             blobs = [*self.blobs]
             if blobs and all(blob.content for blob in blobs):
                 for blob in blobs:
                     blob.prove()
-            elif _status_of(now) == _status_of(self._stamp) and self.named_stat() is not None:
+            elif _status_of(now) == _status_of(self.stamp) and self.named_stat() is not None:
                 raise self.lost(
                     self.start,
                     "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
                     "its content is compared instead)",
                 )
-            self._stamp = now
+            self.stamp = now
 
 
-def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
-    """What differs if the content does: the file itself, its size, and the time of its last change."""
+def state_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What differs if the content does, from file to file of a host: the file, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -168,7 +168,7 @@ class Builder:
         """
         for users in views.values():
             try:
-                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
             except GroupFileError:
                 raise
             except OSError as error:
