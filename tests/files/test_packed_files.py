@@ -9,7 +9,6 @@ import shutil
 import struct
 import tempfile
 import tracemalloc
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from ..support.faults import raise_at
 from ..support.folders import headers_in
 from ..support.packed_files import image_in, origin_of, packed
 from ..support.packing import image_of, packable, weights
+from ..support.reading import num_fds
 
 TENSORS = [packable(), torch.randn(33), weights("wide", 30_000)]
 IMAGE, LAYOUT = image_of(TENSORS)
@@ -71,27 +71,18 @@ MANY = [
 def test_packing_that_ends_early(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk or Ctrl-C
     leaves descriptors or half a file."""
-    before, folder = descriptors(), Folder(tmp_path, "Model")
+    before, folder = num_fds(), Folder(tmp_path, "Model")
     raise_at(monkeypatch, os, "fsync", 2 * 4 + 1, error)  # of the fifth file: each is synced, and the folder after it
     with pytest.raises(GroupFileError if error is OSError else error):
         [find_or_pack(folder, wanted) for wanted in MANY]
-    assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    gc.collect()
+    assert num_fds() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
     assert len(groups_in(tmp_path)) == 4
     monkeypatch.undo()
     for wanted in MANY:
         found = find_or_pack(folder, wanted)
         assert found is not None and torch.equal(image_in(found), image_of(wanted.tensors)[0])
     assert len(groups_in(tmp_path)) == NUM_BLOBS
-
-
-def descriptors() -> list[str]:
-    """What is open in this process."""
-    gc.collect()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the list itself
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sorted(found)
 
 
 # ------------------------------------------------------------------------------------------------ by facts
