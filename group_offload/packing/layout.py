@@ -39,7 +39,7 @@ from itertools import accumulate
 
 import torch
 
-from ..base.layout import ALIGNMENT
+from ..base.layout import aligned
 
 VERSION = 2
 TILE_WEIGHTS = 2048
@@ -264,7 +264,3 @@ def _places(spans: Sequence[Span]) -> list[int]:
     for span in spans:
         found.append(aligned(found[-1] + span.packed_bytes))
     return found
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, span_bytes
+from ..base.layout import BlobLayout, Extent, aligned, as_bytes, lay_out_at, span_bytes
 from ..base.mapping import FileMappings, flat_view, forget_writes, map_file
-from ..base.pagemap import PAGE, written_pages
+from ..base.pagemap import PAGE, merged, written_pages
 from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
@@ -28,7 +28,7 @@ from .base import Blob
 from .checkpoint import FileSpan
 from .folder import Folder, is_group_file
 from .moves import Copy, Move, Read, Tier
-from .source import Contents, Piece, Proof, SourceFile, merged, state_of
+from .source import Contents, Piece, Proof, SourceFile, state_of
 
 _KEPT_ALIGNMENT = 64
 """Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
@@ -265,13 +265,13 @@ def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
             or span.position - last.position - last.num_bytes > _MAX_GAP
             or (span.position - last.position) % _KEPT_ALIGNMENT
         ):
-            last = Piece(-(-end // ALIGNMENT) * ALIGNMENT, span.position, 0)
+            last = Piece(aligned(end), span.position, 0)
             pieces.append(last)
         offsets[index] = last.offset + span.position - last.position
         size = max(last.num_bytes, span.position + span.num_bytes - last.position)
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
-    return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
+    return offsets, pieces, aligned(end)
 
 
 def write_blob(

@@ -45,7 +45,7 @@ import xxhash
 from ..base.device import Backend
 from ..base.mapping import cached_bytes, page_cache_of, populate
 from ..base.page_lock import PageLock
-from ..base.pagemap import PAGE
+from ..base.pagemap import PAGE, merged
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, expect_open, forked_free
@@ -399,17 +399,6 @@ def state_of(found: os.stat_result) -> tuple[int, int, int, int]:
 def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
     """What explains another `st_ctime_ns`, beside another name, and leaves the bytes alone."""
     return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
-
-
-def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of `ranges`, as ranges that neither overlap nor touch."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 class Proof:
