@@ -27,8 +27,7 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob
-from ...stores.checkpoint import FileMap, FileSpan
-from ...stores.files import Checkpoint, FileBlob, write_blob
+from ...stores.files import Checkpoint, FileBlob, FileMap, FileSpan, write_blob
 from ...stores.folder import Folder
 from ...stores.moves import Tier
 from ...stores.packed import is_packable
