@@ -158,7 +158,7 @@ def find_or_pack(folder: Folder, wanted: Wanted, device: torch.device | None = N
         None if packing the blob would not save enough.
 
     Raises:
-        GroupFileError: the file cannot be written.
+        GroupFileError: the file cannot be written, or mapped.
     """
     found = find(folder, wanted)
     if found is not None:

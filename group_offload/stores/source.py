@@ -117,6 +117,7 @@ class SourceFile:
         self.fd: int = file.fileno()
         expect_open(self.fd)
         self.stamp = os.fstat(self.fd) if stamp is None else stamp
+        """What `fstat` said when the bytes were known to be right last."""
         if end > self.stamp.st_size:
             raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
         self.start = start // PAGE * PAGE
