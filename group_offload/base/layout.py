@@ -92,12 +92,12 @@ def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:
     """Lay `tensors` (plain, strided) out in one blob, in the order given."""
     offsets, end = [0] * len(tensors), 0
     for members in overlapping(tensors):
-        start = _align(end)
+        start = aligned(end)
         low, high = _address_range(tensors, members)
         for index in members:
             offsets[index] = start + (tensors[index].data_ptr() - low if tensors[index].numel() else 0)
         end = start + high - low
-    return lay_out_at(fqns, tensors, offsets, _align(end))
+    return lay_out_at(fqns, tensors, offsets, aligned(end))
 
 
 def lay_out_at(
@@ -180,8 +180,9 @@ def span_of(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> i
     return (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * itemsize
 
 
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

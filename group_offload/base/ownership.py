@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from .system import IS_WINDOWS, open_to_read, user
 
@@ -91,18 +92,14 @@ class Owners:
         if found.st_mode & self._others:
             raise ForeignFileError(f"others can write to it (its mode is {stat.S_IMODE(found.st_mode):o})")
 
-    def open(self, path: Path) -> int:
-        """A descriptor of a file that may be believed. The caller closes it.
+    def open(self, path: Path) -> Any:
+        """Open a file that may be believed: see `open_to_read`.
 
         Raises:
             ForeignFileError: another user could have written it.
             OSError: it cannot be opened, or is not a regular file.
         """
-        fd = open_to_read(path)
-        try:
-            self.check_folder(path.parent)
-            self.check(os.fstat(fd))
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        opened = open_to_read(path)
+        self.check_folder(path.parent)
+        self.check(os.fstat(opened.fileno()))
+        return opened

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -174,7 +175,7 @@ _NOTHING = bytes(64 << 10)
 
 def _read_entries(fd: int, address: int, length: int) -> Ranges:
     raw, num_entries = bytearray(_NOTHING), length // PAGE
-    found: Ranges = []
+    pages: list[int] = []
     for first in range(0, num_entries, len(raw) // 8):
         size = min(len(raw), (num_entries - first) * 8)
         if read_at(fd, memoryview(raw)[:size], (address // PAGE + first) * 8) < size:
@@ -184,12 +185,18 @@ def _read_entries(fd: int, address: int, length: int) -> Ranges:
         with torch.inference_mode(False):
             entries = torch.frombuffer(raw, dtype=torch.int64, count=size // 8)
             is_written = ((entries & _ENTRY_THERE) != 0) & ((entries & _ENTRY_FILE) == 0)
-            pages = (torch.nonzero(is_written).flatten() + first).tolist()
-        for page in pages:
-            if found and found[-1][1] == page * PAGE:
-                found[-1] = (found[-1][0], (page + 1) * PAGE)
-            else:
-                found.append((page * PAGE, (page + 1) * PAGE))
+            pages += (torch.nonzero(is_written).flatten() + first).tolist()
+    return merged([(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """The union of `ranges`, as ranges that neither overlap nor touch."""
+    found: Ranges = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
     return found
 
 

@@ -171,13 +171,6 @@ def signal() -> Task[None]:
     return Task(lambda: None)
 
 
-def done(result: T) -> Task[T]:
-    """A task that is done."""
-    task = Task(lambda: result)
-    task.do(object())
-    return task
-
-
 def run_all(works: Iterable[Callable[[], T]]) -> list[T]:
     """Do all works, and return the results. If one raises, the first error is raised once no thread is at any of them.
 

@@ -87,7 +87,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
         keeps it for too long.
     """
     try:
-        opened = system.own_descriptor(system.open_folder(folder))
+        opened = system.open_folder(folder)
     except (OSError, NotImplementedError):
         yield False
         return
@@ -127,7 +127,7 @@ def temporary_name(name: str) -> str:
 def _sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
     with suppress(OSError, NotImplementedError):
-        opened = system.own_descriptor(system.open_folder(folder))
+        opened = system.open_folder(folder)
         os.fsync(opened.fileno())
 
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from functools import partial
+from typing import Any
 
 from .pool import num_threads, run_all
 from .system import open_past_cache, read_at
@@ -65,8 +66,8 @@ def blocks_around(position: int, num_bytes: int) -> int:
     return -(-(position + num_bytes) // BLOCK) * BLOCK - position // BLOCK * BLOCK
 
 
-def open_direct(fd: int) -> int | None:
-    """The same file, opened for direct reads; None if its file system has no direct reads."""
+def open_direct(fd: int) -> Any:
+    """The same file, opened for direct reads: see `own_descriptor`. None if its file system has no direct reads."""
     try:
         return open_past_cache(fd)
     except OSError as error:

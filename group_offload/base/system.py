@@ -39,7 +39,7 @@ NEW_FILE = _PLAIN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL
 """The flags that make a file which did not exist."""
 
 _turn = threading.Lock()
-"""Guards the positions of open files, where a read cannot say its position. Descriptors that were duplicated share one."""
+"""Guards the positions of open files, where a read cannot say its position."""
 
 
 class _OwnedFile(io.FileIO):
@@ -100,19 +100,13 @@ def ram_of_machine(what: str) -> int:
         return os.sysconf({"total": "SC_PHYS_PAGES", "available": "SC_AVPHYS_PAGES"}[what]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def duplicate(fd: int) -> Any:
-    """Another descriptor of the same file: see `own_descriptor`. If few are left, the limit of the process is raised.
-
-    Raises:
-        OSError: it has no descriptor left.
-    """
-    found = own_descriptor(os.dup(fd))
+def expect_open(fd: int) -> None:
+    """The descriptor stays open for long. If few are left, the limit of the process is raised."""
     if resource is not None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if found.fileno() > soft // 2 and soft != hard:
+        if fd > soft // 2 and soft != hard:
             with suppress(OSError, ValueError):  # a system with a limit of its own
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return found
 
 
 def max_locked_bytes() -> int | None:
@@ -169,19 +163,19 @@ def advise(fd: int, start: int, num_bytes: int, advice: str) -> None:
         os.posix_fadvise(fd, start, num_bytes, getattr(os, f"POSIX_FADV_{advice}"))
 
 
-def open_past_cache(fd: int) -> int:
-    """The same file, opened for reads past the page cache.
+def open_past_cache(fd: int) -> Any:
+    """The same file, opened for reads past the page cache: see `own_descriptor`.
 
     Raises:
         OSError: the system, or the file system, has no such reads.
     """
     if not hasattr(os, "O_DIRECT"):
         raise missing()
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
+    return own_descriptor(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT))
 
 
-def open_to_read(path: Path) -> int:
-    """Open a regular file and nothing else: no link is followed, and a FIFO is not waited for.
+def open_to_read(path: Path) -> Any:
+    """Open a regular file and nothing else: no link is followed, and a FIFO is not waited for. See `own_descriptor`.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -191,21 +185,17 @@ def open_to_read(path: Path) -> int:
         expected = os.lstat(path)
         if not stat.S_ISREG(expected.st_mode):
             raise OSError("not a regular file")
-    fd = os.open(path, _TO_READ)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("not a regular file")
-        if expected is not None and not os.path.samestat(expected, found):
-            raise OSError("another file has just taken its place")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    opened = own_descriptor(os.open(path, _TO_READ))
+    found = os.fstat(opened.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("not a regular file")
+    if expected is not None and not os.path.samestat(expected, found):
+        raise OSError("another file has just taken its place")
+    return opened
 
 
-def open_folder(path: Path) -> int:
-    """A descriptor of a folder.
+def open_folder(path: Path) -> Any:
+    """Open a folder: see `own_descriptor`.
 
     Raises:
         NotImplementedError: this system has none (an `OSError` would be about this folder).
@@ -213,7 +203,7 @@ def open_folder(path: Path) -> int:
     """
     if not hasattr(os, "O_DIRECTORY"):
         raise NotImplementedError
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    return own_descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def lock(fd: int) -> None:

@@ -32,7 +32,7 @@ from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import advise, max_locked_bytes, ram_of_machine
+from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -204,8 +204,7 @@ def _page_locking(machine: Machine) -> Row:
 def _mapped_files(machine: Machine) -> Row:
     if not machine.backend.has_streams:
         return Row(_CPU)
-    with machine.file.open("rb") as file:
-        source = SourceFile(machine.file, file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    source = SourceFile(machine.file, open_to_read(machine.file), 0, machine.file.stat().st_size)
     try:
         is_locked = source.lock(None, machine.backend, lambda: None)
     finally:
@@ -223,13 +222,11 @@ def _direct_reads(machine: Machine) -> Row:
         direct = open_direct(file.fileno())
     if direct is not None:
         try:
-            read_part(direct, area, 0)
+            read_part(direct.fileno(), area, 0)
             return Row("O_DIRECT works: if RAM is short, files are read without the page cache")
         except OSError as error:
             if not refuses_direct(error):
                 raise
-        finally:
-            os.close(direct)
     remedy = "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
     return Row("the file system has no O_DIRECT: files are read through the page cache", SLOWER, remedy)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,14 @@ from ..errors import ConfigError
 from ..integrations.opening import errors_of_loading, from_pretrained
 from ..packing.codec import can_unpack
 from ..plan.budgets import describe_bytes
-from ..runtime.packer import wanted_of
+from ..runtime.packer import ids_of, wanted_of
 from ..stores.base import Blob
 from ..stores.folder import Folder
 from ..stores.packed import is_packable
-from ..stores.packed_files import PackedFiles
+from ..stores.packed_files import find_or_pack
 from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
 from .outline import FoundModel, find_models, usual_dtype
 from .output import say
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedModel:
-    groups: list[_PackedPart]
-    num_changed: int
-    """The groups that had been packed before their checkpoint changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     models, left_out = find_models(find_checkpoint(arguments.model))
     opened = {name: _open(model, folder, arguments.dtype) for name, model in models.items()}
     blobs = {name: _blobs_of(model) for name, model in opened.items()}
-    total = sum(each.layout.num_bytes for mine in blobs.values() for each in mine.values() if is_packable(each.layout))
+    total = sum(_packable_bytes(blob) for mine in blobs.values() for blob in mine.values())
     if not arguments.json:
         say(f"Packed files take less than {describe_bytes(total)} in {folder}.")
     packed = {
@@ -78,21 +70,15 @@ def _pack(arguments: argparse.Namespace) -> int:
         for name, model in opened.items()
     }
     if arguments.json:
-        print(json.dumps({name: asdict(each) for name, each in packed.items()}, indent=2))
+        print(json.dumps({name: {"groups": [*map(asdict, groups)]} for name, groups in packed.items()}, indent=2))
         return 0
     rows = [("model", "original", "packed", "ratio")]
-    for name, model in packed.items():
-        groups = model.groups
+    for name, groups in packed.items():
         plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
         title = f"{name} {models[name].model_class.__name__}, {len(groups)} groups".strip()
         rows.append((title, describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""))
     say(*table(rows))
     say(*(f"Not packed: {name}. {reason}" for name, reason in left_out.items()))
-    if num_changed := sum(each.num_changed for each in packed.values()):
-        say(
-            f"Packed {num_changed} groups again: the checkpoint changed. The old files are still in {folder}. To free them, "
-            f"delete its group files while no program uses them, and pack again."
-        )
     return 0
 
 
@@ -108,38 +94,30 @@ def _blobs_of(opened: nn.Module) -> dict[str, Blob]:
     """The weights of an offloaded model, by the names of their files."""
     handle = handle_of(opened)
     assert handle is not None and handle._engine is not None
-    return {
-        group.group_id if not index else f"{group.group_id}+{index}": part.blob
-        for group in handle._engine.groups
-        if not group.is_table
-        for index, part in enumerate(group.parts)
-        if part.blob.layout.num_bytes
-    }
+    groups = (group for group in handle._engine.groups if not group.is_table)
+    return {group_id: part.blob for part, group_id in ids_of(groups).items() if part.blob.layout.num_bytes}
 
 
-def _packed(title: str, blobs: dict[str, Blob], folder: Folder, total_bytes: int, device: torch.device) -> _PackedModel:
+def _packed(
+    title: str, blobs: dict[str, Blob], folder: Folder, total_bytes: int, device: torch.device
+) -> list[_PackedPart]:
     """Write the packed group files of a model into a folder. Those that are there are found again.
 
     Args:
         total_bytes: Room for the files of all models.
     """
-    packable = {group_id: blob for group_id, blob in blobs.items() if is_packable(blob.layout)}  # runs pack no others
-    packed_files, groups = PackedFiles(folder), list[_PackedPart]()
-    num_bytes = sum(blob.layout.num_bytes for blob in packable.values())
-    with folder.locked(total_bytes), progress_bar(num_bytes, title) as on_done:
-        found_or_packed = packed_files.find_or_pack(
-            (wanted_of(group_id, blob) for group_id, blob in packable.items()), device
-        )
-        try:
-            for group_id, blob in blobs.items():
-                one, size = None, blob.layout.num_bytes
-                if group_id in packable:
-                    one = next(found_or_packed)
-                    if one is not None:
-                        os.close(one.fd)
-                    blob.check()
-                    on_done(size)
-                groups.append(_PackedPart(group_id, size, size if one is None else one.packed.packed_bytes))
-        finally:
-            found_or_packed.close()
-    return _PackedModel(groups, packed_files.num_changed)
+    parts = list[_PackedPart]()
+    with folder.locked(total_bytes), progress_bar(sum(map(_packable_bytes, blobs.values())), title) as on_done:
+        for group_id, blob in blobs.items():
+            one, size = None, blob.layout.num_bytes
+            if _packable_bytes(blob):
+                one = find_or_pack(folder, wanted_of(group_id, blob), device)
+                blob.check()
+                on_done(size)
+            parts.append(_PackedPart(group_id, size, size if one is None else one.packed.packed_bytes))
+    return parts
+
+
+def _packable_bytes(blob: Blob) -> int:
+    """The bytes of a blob, if runs pack it."""
+    return blob.layout.num_bytes if is_packable(blob.layout) else 0

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.arena import moved, retried
 from ..base.torch_internals import has_compatible_shallow_copy_type, parse_to
-from ..stores.checkpoint import FileMap
+from ..stores.files import FileMap
 
 _T = torch.Tensor
 _CASTS: Mapping[Any, torch.dtype] = {

@@ -15,7 +15,7 @@ from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.ram_shares import ComponentLoad, ram_for_weights, share_ram
 from ..runtime.convoy.contract import DENOISERS
 from ..runtime.engine import follow_one_another
-from ..stores.checkpoint import FileMap
+from ..stores.files import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 
 NUM_STEPS = 28

@@ -32,16 +32,16 @@ class Packed(NamedTuple):
     """uint8 [layout.packed_bytes], on the CPU."""
 
 
-def _new_memory(num_bytes: int) -> Callable[[], torch.Tensor]:
-    return partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu")
+def _new_memory(num_bytes: int) -> Task[torch.Tensor]:
+    return on_pool(partial(torch.empty, num_bytes, dtype=torch.uint8, device="cpu"))
 
 
 def pack(
     image: torch.Tensor,
     layout: BlobLayout,
     device: torch.device | None = None,
-    memory: Callable[[int], Callable[[], torch.Tensor]] = _new_memory,
-    hashed: Task[str] | None = None,
+    memory: Callable[[int], Task[torch.Tensor]] = _new_memory,
+    plain: str | None = None,
 ) -> Packed | None:
     """Pack the image of a blob without loss. What was packed is unpacked again there, and compared.
 
@@ -49,31 +49,30 @@ def pack(
         image: uint8 [layout.num_bytes], on the CPU or on a device.
         layout: says where bf16 weights are.
         device: packs, or the CPU where its memory is full. None: the device of the image.
-        memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory, and returns a function that
-            waits for it. It is asked for a little more than is used.
-        hashed: The work of the pool that hashes the image, if it has begun.
+        memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory. It is asked for a little
+            more than is used.
+        plain: The hash of the image, if it is known.
 
     Returns:
         None if packing saves less than `MIN_SAVING`.
     """
     device = image.device if device is None else device
     try:
-        return retried(device, partial(_pack, image, layout, device, memory, hashed), layout.num_bytes)
+        return retried(device, partial(_pack, image, layout, device, memory, plain), layout.num_bytes)
     except torch.OutOfMemoryError:
         if device.type == "cpu":
             raise
-    return _pack(image, layout, torch.device("cpu"), memory, hashed)
+    return _pack(image, layout, torch.device("cpu"), memory, plain)
 
 
 def _pack(
     image: torch.Tensor,
     layout: BlobLayout,
     device: torch.device,
-    memory: Callable[[int], Callable[[], torch.Tensor]],
-    hashed: Task[str] | None,
+    memory: Callable[[int], Task[torch.Tensor]],
+    plain: str | None,
 ) -> Packed | None:
-    if hashed is None:
-        hashed = on_pool(hash_of, image.cpu())  # the CPU has nothing else to do while a device packs
+    hashing = on_pool(hash_of, image.cpu()) if plain is None else None  # the CPU has little to do while a device packs
     there = image.to(device)
     num_bytes, drafts = layout.num_bytes, list[tuple[torch.Tensor, tuple[Span, ...], int]]()
     for first, last in _strips_of(num_bytes):
@@ -85,10 +84,14 @@ def _pack(
         return None
     allocated = memory(largest)  # page-locking takes time too
     packed = [_pack_strip(*draft) for draft in drafts]
-    hashed.wait()
+    if hashing is not None:
+        hashing.wait()
+        plain = hashing.result()
+    assert plain is not None
     size = sum(data.numel() for _, data in packed)
-    found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), hashed.result())
-    target = allocated()[:size]
+    found = PackedLayout(num_bytes, size, tuple(strip for strip, _ in packed), plain)
+    allocated.wait()
+    target = allocated.result()[:size]
     for part, (_, data) in zip(found.cut(target), packed, strict=True):
         part.copy_(data)
     return Packed(found, target)

@@ -39,7 +39,7 @@ from itertools import accumulate
 
 import torch
 
-from ..base.layout import ALIGNMENT
+from ..base.layout import aligned
 
 VERSION = 2
 TILE_WEIGHTS = 2048
@@ -182,13 +182,9 @@ class Strip:
         Args:
             starts, halves: for each tile, how many escapes come before it, and how many its first half has (int64).
         """
-        return starts | self.spans_of_tiles(starts.device) << 32 | halves << 52
-
-    def spans_of_tiles(self, device: torch.device) -> torch.Tensor:
-        """The number of each tile's span: int64 [tiles]."""
-        counts = torch.tensor([span.num_tiles for span in self.spans], device=device)
-        numbers = torch.arange(len(self.spans), device=device)
-        return torch.repeat_interleave(numbers, counts, output_size=self.num_tiles)
+        counts = torch.tensor([span.num_tiles for span in self.spans], device=starts.device)
+        spans = torch.repeat_interleave(counts, output_size=self.num_tiles)
+        return starts | spans << 32 | halves << 52
 
 
 @dataclass(frozen=True)
@@ -268,7 +264,3 @@ def _places(spans: Sequence[Span]) -> list[int]:
     for span in spans:
         found.append(aligned(found[-1] + span.packed_bytes))
     return found
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

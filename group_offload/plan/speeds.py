@@ -281,12 +281,10 @@ def _measure_file(fd: int) -> int | None:
     direct = open_direct(fd)
     if direct is not None:
         try:
-            return _read_all(direct, pieces)
+            return _read_all(direct.fileno(), pieces)
         except OSError as error:
             if not refuses_direct(error):
                 raise
-        finally:
-            os.close(direct)
     cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
     return _read_all(fd, cold) if cold else None
 

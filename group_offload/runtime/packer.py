@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -11,7 +10,6 @@ import torch
 
 from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, PageLock
-from ..base.pool import Task
 from ..base.progress import progress_bar
 from ..base.ram import available_ram, fits
 from ..base.tuning import tuning
@@ -24,7 +22,7 @@ from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.moves import Copy, Read, Tier
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
-from ..stores.packed_files import PackedFiles, Wanted, packed_from
+from ..stores.packed_files import Wanted, find_or_pack, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
 from .groups.group import Group
@@ -79,11 +77,7 @@ class Packer:
     def begin(self, groups: Sequence[Group]) -> None:
         """The module was partitioned into these groups. All of them are to be packed."""
         self._groups = tuple(groups)
-        self._ids = {
-            part: f"{group.group_id}+{index}" if index else group.group_id
-            for group in groups
-            for index, part in enumerate(group.parts)
-        }
+        self._ids = ids_of(groups)
         for part in _parts_of(groups):
             part.may_pack = part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
@@ -217,26 +211,24 @@ class Packer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))  # a forward in that mode may begin with this
             stack.enter_context(torch.no_grad())
-            files: PackedFiles | None = None
             if self._folder is not None:
                 try:
                     stack.enter_context(self._folder.locked(int(total * _USUAL_RATIO)))
                 except GroupFileError as error:
                     parts = self._left_plain(parts, error)
-                files = PackedFiles(self._folder)
-            plain = [part.blob.layout.num_bytes for part in parts if files is None or isinstance(part.blob, RamBlob)]
-            buffer = flat_view(map_anonymous(max(plain, default=0)), 0, max(plain, default=0))
+            in_ram = [part.blob for part in parts if self._folder is None or isinstance(part.blob, RamBlob)]
+            plain_bytes = max((blob.layout.num_bytes for blob in in_ram), default=0)
+            buffer = flat_view(map_anonymous(plain_bytes), 0, plain_bytes)
             lock = PageLock.take(self._backend, buffer, self._transfer.last_copies.synchronize)
             stack.callback(lambda: None if lock is None else lock.release())
             advance = stack.enter_context(progress_bar(total, "Packing weights"))
-            proofs: dict[Part, Task[str]] = {}
-            stack.callback(self._settle, proofs)
+            stack.callback(_drop_unproven, parts)
             for number, part in enumerate(parts):
                 part.blob.drop_packed()
                 try:
-                    image = self._pack(part, buffer, files, limit, proofs)
+                    image = self._pack(part, buffer, limit)
                 except GroupFileError as error:
-                    if files is None:
+                    if self._folder is None:
                         raise
                     for each in parts[number:]:
                         each.blob.check()  # else it is the folder that fails
@@ -246,25 +238,17 @@ class Packer:
                     self._sizes[part] = image.num_bytes
                 part.blob.packed, part.may_pack = image, image is not None  # else packing saves too little
                 advance(part.blob.layout.num_bytes)
-            for part, proof in proofs.items():
-                proof.wait()
-                problem = proof.result()
-                if problem:
-                    part.blob.drop_packed()
-                    self._left_plain([part], GroupFileError(problem))
+            for part in parts:
+                proof = None if part.blob.packed is None else part.blob.packed.proof
+                if proof is not None:
+                    proof.wait()
+                    if problem := proof.result():
+                        part.blob.drop_packed()
+                        self._left_plain([part], GroupFileError(problem))
         for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
             if part.blob.packed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock(limit)
         limit.report()
-
-    def _settle(self, proofs: dict[Part, Task[str]]) -> None:
-        """Give up what was not proven: an interrupt, or an error, has come before."""
-        for part, proof in proofs.items():
-            proof.withdraw()
-            proof.wait()
-            packed = part.blob.packed
-            if packed is not None and packed.contents is not None and not packed.contents.is_proven:
-                part.blob.drop_packed()
 
     def _left_plain(self, parts: Sequence[Part], error: GroupFileError) -> list[Part]:
         """Leave parts plain that the folder takes no packed files of. Returns what is to be packed: nothing."""
@@ -312,43 +296,31 @@ class Packer:
             )
         return [part for part in parts if part.may_pack]
 
-    def _pack(
-        self,
-        part: Part,
-        buffer: torch.Tensor,
-        files: PackedFiles | None,
-        limit: LockLimit,
-        proofs: dict[Part, Task[str]],
-    ) -> PackedImage | None:
+    def _pack(self, part: Part, buffer: torch.Tensor, limit: LockLimit) -> PackedImage | None:
         """
         Args:
             buffer: Memory for the plain bytes.
-            proofs: Gets the work of the pool that proves what was not read yet.
         """
         blob, wait = part.blob, self._transfer.last_copies.synchronize
         device = None if self._backend.device.type == "cpu" else self._backend.device
         memory = LockedMemory(limit, wait)
-        if files is None or isinstance(blob, RamBlob):
+        if self._folder is None or isinstance(blob, RamBlob):
             generation = blob.generation
             plain = self._bring(blob, buffer[: blob.layout.num_bytes])
             packed = pack(plain, blob.layout, device, memory.begin)
             image = None if packed is None else memory.image(packed.layout, generation)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
-        found = next(files.find_or_pack([wanted_of(self._ids[part], blob)], device))
+        found = find_or_pack(self._folder, wanted_of(self._ids[part], blob), device)
         if found is None:
             return None
-        try:
-            if part in self._to_read:
-                return open_image(found, blob.generation, is_verified=self._is_verified)
-            locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
-            self._may_lock = locked is not None  # the device is asked no more
-            if locked is not None:
-                in_place, proofs[part] = locked
-                return in_place
-            return self._noted(read_image(found, blob.generation, memory), part, limit)
-        finally:
-            os.close(found.fd)
+        if part in self._to_read:
+            return open_image(found, blob.generation, is_verified=self._is_verified)
+        locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
+        self._may_lock = locked is not None  # the device is asked no more
+        if locked is not None:
+            return locked
+        return self._noted(read_image(found, blob.generation, memory), part, limit)
 
     def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
         """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.
@@ -371,6 +343,15 @@ class Packer:
         return image
 
 
+def ids_of(groups: Iterable[Group]) -> dict[Part, str]:
+    """What the parts of groups are called in packed files."""
+    return {
+        part: f"{group.group_id}+{index}" if index else group.group_id
+        for group in groups
+        for index, part in enumerate(group.parts)
+    }
+
+
 def wanted_of(group_id: str, blob: Blob) -> Wanted:
     """
     Raises:
@@ -379,6 +360,17 @@ def wanted_of(group_id: str, blob: Blob) -> Wanted:
     blob.check()
     origin = packed_from(blob.source, blob.pieces, blob.layout) if isinstance(blob, FileBlob) else None
     return Wanted(group_id, blob.layout, blob.rest, origin)
+
+
+def _drop_unproven(parts: Iterable[Part]) -> None:
+    """An interrupt, or an error, may have come before files were compared with their hashes."""
+    for part in parts:
+        packed = part.blob.packed
+        if packed is not None and packed.proof is not None and packed.file is not None:
+            packed.proof.withdraw()
+            packed.proof.wait()
+            if not packed.file.is_proven:
+                part.blob.drop_packed()
 
 
 def _parts_of(groups: Iterable[Group]) -> Iterator[Part]:

@@ -8,28 +8,27 @@ was edited leaves the file for RAM.
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..base.layout import ALIGNMENT, BlobLayout, Extent, as_bytes, lay_out_at, span_bytes
-from ..base.mapping import FileMappings, flat_view, forget_writes, map_file
-from ..base.pagemap import PAGE, written_pages
+from ..base.layout import BlobLayout, Extent, aligned, as_bytes, lay_out_at, span_bytes
+from ..base.mapping import FileMapping, FileMappings, flat_view, forget_writes, is_cut_off, map_file
+from ..base.pagemap import PAGE, can_detect_writes, merged, written_pages
 from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Blob
-from .checkpoint import FileSpan
-from .folder import Folder
+from .folder import Folder, is_group_file
 from .moves import Copy, Move, Read, Tier
-from .source import Contents, Piece, Proof, SourceFile, merged
+from .source import Contents, Piece, Proof, SourceFile, state_of
 
 _KEPT_ALIGNMENT = 64
 """Tensors are copied together if their distance in the file is a multiple of this. No kernel asks for more alignment."""
@@ -39,20 +38,71 @@ _MAX_MAPPINGS = 128
 """Extents of a group file that are smaller than this part of it share one mapping: a process has 65530 of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """The bytes of a file that a tensor is a view of."""
+
+    path: str
+    identity: tuple[str, int]
+    """The file, as the kernel shows it: see `FileMapping`."""
+    position: int
+    num_bytes: int
+
+
+class FileMap:
+    """Finds tensors that are unchanged views of files, by the mappings that there were when it was made."""
+
+    def __init__(self) -> None:
+        self._can_detect_writes = can_detect_writes()
+        self._mappings: FileMappings | None = None
+        with suppress(OSError):  # this system does not tell
+            self._mappings = FileMappings()
+
+    def find(self, tensor: torch.Tensor) -> FileSpan | None:
+        """The bytes that `tensor` is an unchanged view of; None for a tensor that is no view of a file, or was edited."""
+        mapping = self._mapping_of(tensor)
+        if mapping is None or not mapping.is_private or not self._can_detect_writes:
+            return None
+        address, num_bytes = tensor.data_ptr(), span_bytes(tensor)
+        first = address // PAGE * PAGE
+        if written_pages(first, address + num_bytes - first) != []:
+            return None
+        return FileSpan(mapping.path, mapping.identity, mapping.file_offset + address - mapping.start, num_bytes)
+
+    def check(self, fqn: str, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            GroupFileError: `tensor` is a view of a file that was cut off: reading it would end the process (SIGBUS).
+        """
+        mapping = self._mapping_of(tensor)
+        if mapping is not None and is_cut_off(tensor.data_ptr() + span_bytes(tensor) - 1):
+            raise GroupFileError(
+                f"{mapping.path} was cut off after {fqn!r} was loaded from it: that weight cannot be read any more. Load the "
+                f"model again, and keep other programs from changing the file."
+            )
+
+    def _mapping_of(self, tensor: torch.Tensor) -> FileMapping | None:
+        num_bytes = span_bytes(tensor)
+        if not num_bytes or tensor.device.type != "cpu" or self._mappings is None:
+            return None
+        mapping = self._mappings.at(tensor.data_ptr())
+        return mapping if mapping is not None and tensor.data_ptr() + num_bytes <= mapping.end else None
+
+
 class Checkpoint(SourceFile):
     """A file that weights are views of."""
 
-    is_ours = False
-    """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
     _pages: _Pages | None = None
     """The memory of all blobs; None until it is needed."""
 
-    @classmethod
-    def of(cls, spans: Sequence[FileSpan], folder: Folder | None = None) -> Checkpoint:
-        """The file that tensors are views of.
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
+        return is_group_file(self.path)
 
-        Args:
-            folder: The folder of the model's group files.
+    @classmethod
+    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+        """The file that tensors are views of.
 
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
@@ -61,14 +111,9 @@ class Checkpoint(SourceFile):
         path = Path(spans[0].path.replace("\\012", "\n"))
         if not path.exists():
             path = Path(spans[0].path)
-        fd = open_to_read(path)
-        try:
-            start = min(span.position for span in spans)
-            end = max(span.position + span.num_bytes for span in spans)
-            found = cls(path, fd, start, end)
-            found.is_ours = folder is not None and folder.has(path)
-        finally:
-            os.close(fd)
+        start = min(span.position for span in spans)
+        end = max(span.position + span.num_bytes for span in spans)
+        found = cls(path, open_to_read(path), start, end)
         # `fstat` may give another device than the kernel shows for mappings. So a mapping is compared with a mapping.
         mapping = FileMappings().at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != spans[0].identity:
@@ -166,9 +211,6 @@ class FileBlob(Contents, Blob):
             for tensor, position in zip(tensors, positions, strict=True)
         ]
         """For each weight at rest: its address, its position in the file, and its bytes."""
-        ranges = [(start, start + num_bytes) for start, _, num_bytes in self.mapped if num_bytes]
-        self._first = min((start for start, _ in ranges), default=0)
-        self._last = max((end for _, end in ranges), default=0)
         self.is_verified = False
         """Whether each read is compared, by its hash, with what was written, or with what was read the first time."""
         self.tier = Tier.FILE
@@ -219,7 +261,7 @@ class FileBlob(Contents, Blob):
 
     @property
     def same_as(self) -> str:
-        return "" if self.is_outdated else self.content or f"{self.source.content} {self.pieces}"
+        return "" if self.is_outdated else self.content or f"{state_of(self.source.stamp)} {self.pieces}"
 
     def check(self) -> None:
         self.source.check()
@@ -244,8 +286,8 @@ class FileBlob(Contents, Blob):
         Raises:
             GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
         """
-        if self.is_outdated or not (start < self._last and self._first < end):
-            return self.is_outdated
+        if self.is_outdated:
+            return True
         for tensor, (first, position, num_bytes) in zip(self.rest, self.mapped, strict=True):
             low, high = max(start - first, 0), min(end - first, num_bytes)
             if low < high and not self.source.holds(position + low, as_bytes(tensor)[low:high]):
@@ -274,13 +316,13 @@ def _arrange(spans: Sequence[FileSpan]) -> tuple[list[int], list[Piece], int]:
             or span.position - last.position - last.num_bytes > _MAX_GAP
             or (span.position - last.position) % _KEPT_ALIGNMENT
         ):
-            last = Piece(-(-end // ALIGNMENT) * ALIGNMENT, span.position, 0)
+            last = Piece(aligned(end), span.position, 0)
             pieces.append(last)
         offsets[index] = last.offset + span.position - last.position
         size = max(last.num_bytes, span.position + span.num_bytes - last.position)
         pieces[-1] = replace(last, num_bytes=size)
         end = last.offset + size
-    return offsets, pieces, -(-end // ALIGNMENT) * ALIGNMENT
+    return offsets, pieces, aligned(end)
 
 
 def write_blob(
@@ -299,16 +341,13 @@ def write_blob(
     size = found.stamp.st_size
     start = size - layout.num_bytes
     try:
-        source = Checkpoint(found.path, found.fd, start, size, found.stamp)
-        rest = layout.views_by_extent(_mapper(found.fd, start, layout))
+        source = Checkpoint(found.path, found.file, start, size, found.stamp)
+        rest = layout.views_by_extent(_mapper(found.file.fileno(), start, layout))
     except OSError as error:
         raise GroupFileError(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
             f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
-    finally:
-        os.close(found.fd)
-    source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
     blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
     blob.content = found.content

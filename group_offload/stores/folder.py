@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
 from .safetensors_file import content_of, data_pieces, encode_header, file_holds
+from .source import state_of
 
 _MOST_NAMES = 1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -46,13 +47,18 @@ def file_name(group_id: str) -> str:
     return f"group_{hashlib.sha256(group_id.encode(errors='backslashreplace')).hexdigest()[:16]}.safetensors"
 
 
+def is_group_file(path: Path) -> bool:
+    """Whether a file is a group file, by its name."""
+    return _GROUP_FILE.fullmatch(path.name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class ProvenFile:
     """A group file whose every byte was hashed, or written, and is what the weights are."""
 
     path: Path
-    fd: int
-    """A descriptor that the caller closes."""
+    file: Any
+    """What `open_to_read` returned."""
     stamp: os.stat_result
     """What `fstat` said about the file before it was compared, or once it was written."""
     content: str
@@ -76,12 +82,6 @@ class Folder:
         """Whose files are used. See [Note: Files of others]."""
         self._of_others: set[Path] = set()
         """The files of other users that were in the way."""
-
-    def has(self, path: Path) -> bool:
-        """Whether a file is a group file of the folder, by its name."""
-        with suppress(OSError):
-            return _GROUP_FILE.fullmatch(path.name) is not None and path.parent.samefile(self.path)
-        return False
 
     @contextmanager
     def locked(self, num_bytes: int) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Folder:
         tensors: Sequence[torch.Tensor],
         on_written: Callable[[int], None],
     ) -> ProvenFile:
-        """A file that is proven to hold `tensors`, with a descriptor that the caller closes.
+        """A file that is proven to hold `tensors`.
 
         A header has the hash of the data, so a file of other weights is recognized without reading its data. Where the header
         is right the data is hashed all the same: a byte of it may not be.
@@ -208,9 +208,9 @@ class Folder:
         while True:
             path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
             if found is not None:
-                fd, stamp, _ = found
+                file, stamp, _ = found
                 on_written(stamp.st_size - len(header))
-                return ProvenFile(path, fd, stamp, content)
+                return ProvenFile(path, file, stamp, content)
             try:
                 self._make()  # it may have been deleted: files in use stay open
                 written = publish(path, pieces(), replaces=replaced is not None)
@@ -227,15 +227,15 @@ class Folder:
 
     def search(
         self, group_id: str, is_right: Callable[[int], T | None]
-    ) -> tuple[Path, tuple[int, os.stat_result, T] | None]:
+    ) -> tuple[Path, tuple[Any, os.stat_result, T] | None]:
         """Look for the file of a group.
 
         Args:
             is_right: A function that looks at the file behind a descriptor. Its result is false if it is another one.
 
         Returns:
-            The path of the file that is right, a descriptor that the caller closes, what `fstat` said before it was looked at,
-            and what `is_right` returned. Or the first of the group's names that no file has, and None.
+            The path of the file that is right, the open file, what `fstat` said before it was looked at, and what `is_right`
+            returned. Or the first of the group's names that no file has, and None.
 
         Raises:
             GroupFileError: other files have all names, or the folder cannot be searched.
@@ -243,7 +243,7 @@ class Folder:
         for attempt in range(_MOST_NAMES):
             path = self.path / file_name(f"{group_id}@{attempt}" if attempt else group_id)
             try:
-                fd = self.owners.open(path)
+                file = self.owners.open(path)
             except FileNotFoundError:
                 return path, None
             except OSError as error:
@@ -255,17 +255,12 @@ class Folder:
                         f"ulimit -n, the folder's permissions and the disk, or pass another folder as offload_to_disk_path."
                     ) from error
                 continue
-            found = None
             try:
-                stamp = os.fstat(fd)
-                found = is_right(fd)
-                if found:
-                    return path, (fd, stamp, found)
+                stamp = os.fstat(file.fileno())
+                if found := is_right(file.fileno()):
+                    return path, (file, stamp, found)
             except OSError as error:  # a disk that fails: the file is not one to rely on
                 logger.info("%s cannot be read: %s.", path, error)
-            finally:
-                if not found:
-                    os.close(fd)
             logger.info("Didn't use %s for group %r: it holds other weights.", path, group_id)
         raise GroupFileError(
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
@@ -284,21 +279,16 @@ class Folder:
                     path.unlink()
 
 
-def _opened_as_written(path: Path, written: os.stat_result) -> tuple[int, os.stat_result] | None:
-    """A descriptor of the file, and what `fstat` says now; None if it is not what was written."""
-    with ExitStack() as stack, suppress(OSError):  # a disk that fails, or a file that went again
-        stack.callback(os.close, fd := open_to_read(path))
+def _opened_as_written(path: Path, written: os.stat_result) -> tuple[Any, os.stat_result] | None:
+    """The open file, and what `fstat` says now; None if it is not what was written."""
+    with suppress(OSError):  # a disk that fails, or a file that went again
+        file = open_to_read(path)
         # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
         # stamp of another content would make a change by another program count as what was written here.
-        stamp = os.fstat(fd)
-        if os.path.samestat(stamp, written) and _content_of(stamp) == _content_of(written):
-            stack.pop_all()
-            return fd, stamp
+        stamp = os.fstat(file.fileno())
+        if state_of(stamp) == state_of(written):
+            return file, stamp
     return None
-
-
-def _content_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
 
 
 def _size_of(file: Path) -> int:

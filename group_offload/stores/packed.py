@@ -37,57 +37,7 @@ from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
 from .moves import Copy, Move, Read, Tier, Unpack
 from .packed_files import PackedFile
-from .source import Contents, Piece, Proof, SourceFile
-
-
-class FileContents(Contents):
-    """A packed group file, as its reads and checks see it."""
-
-    source: _PackedSource
-
-    def __init__(self, file: PackedFile) -> None:
-        """
-        Args:
-            file: Its descriptor is the caller's to close.
-
-        Raises:
-            GroupFileError: the file cannot be mapped.
-        """
-        try:
-            source = _PackedSource(file.path, file.fd, file.start, file.stamp.st_size, file.stamp)
-        except OSError as error:
-            raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
-        super().__init__(file.group_id, [Piece(0, file.start, file.packed.packed_bytes)], source)
-        self.content = file.content
-        source.blobs.add(self)
-
-    @property
-    def position(self) -> int:
-        """Where the image begins in the file."""
-        return self.pieces[0].position
-
-    def escapes_before(self, tile: int, strip: Strip, place: int) -> int:
-        """How many escapes come before a tile of the strip that begins at byte `place` of the image.
-
-        Raises:
-            GroupFileError: the file cannot be read.
-        """
-        entry, at = bytearray(ENTRY_BYTES), place + strip.tiles_at + tile * ENTRY_BYTES
-        self.source.read_straight(memoryview(entry), self.position + at)
-        return escapes_of(int.from_bytes(entry, "little"), strip)
-
-
-class _PackedSource(SourceFile):
-    """A packed group file. It is not the only place of its weights."""
-
-    is_lost = False
-
-    def lost(self, position: int, what: str) -> GroupFileError:
-        self.is_lost = True
-        return GroupFileError(
-            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: call the model "
-            f"again, and it uses the original ones. Delete the file to have it packed again when you offload next."
-        )
+from .source import Proof
 
 
 class PackedImage:
@@ -99,7 +49,7 @@ class PackedImage:
         generation: int,
         memory: torch.Tensor | None,
         lock: PageLock | None = None,
-        contents: FileContents | None = None,
+        file: PackedFile | None = None,
         *,
         is_verified: bool = False,
     ) -> None:
@@ -107,18 +57,20 @@ class PackedImage:
         Args:
             generation: That of the blob that the packed bytes are good for.
             memory: Pinned, flat uint8. None: the packed bytes are read each time that they are sent.
-            lock: None if the driver allocated the memory, or `contents` holds the lock.
-            contents: The packed file, if the packed bytes are taken from it for as long as the image is used.
+            lock: None if the driver allocated the memory, or `file` holds the lock.
+            file: The packed file, if the packed bytes are taken from it for as long as the image is used.
             is_verified: Whether each read is compared with what was packed.
         """
         self.layout = layout
-        self.contents = contents
+        self.file = file
         self.is_read = memory is None
         """Whether the packed bytes are read from a file each time that they are sent."""
         self.generation = generation
         self._memory, self._lock = memory, lock
         self._strips = [None] * len(layout.placed) if memory is None else layout.cut(memory)
         self._is_verified = is_verified
+        self.proof: Task[str] | None = None
+        """Compares a file that is pinned with its hash. The result is what is wrong with it, empty if nothing is."""
         self._needed: dict[tuple[int, int, int], Runs] = {}
         """What `_needed_for` has found. Each pass asks for the same parts."""
 
@@ -129,15 +81,15 @@ class PackedImage:
     @property
     def is_lost(self) -> bool:
         """Whether the packed bytes cannot be had any more, so that the blob is sent as it is."""
-        return self.contents is not None and self.contents.source.is_lost
+        return self.file is not None and self.file.source.is_lost
 
     def check(self) -> None:
         """
         Raises:
             GroupFileError: another program changed the file that the packed bytes are pinned in. (Reads of others tell.)
         """
-        if self.contents is not None and not self.is_read:
-            self.contents.source.check()
+        if self.file is not None and not self.is_read:
+            self.file.source.check()
 
     @property
     def ram_bytes(self) -> int:
@@ -165,14 +117,12 @@ class PackedImage:
         ]
         if on_device is not None or self._memory is not None:
             return [*unpacks]
-        contents = self.contents
-        assert contents is not None
-        proof = Proof(contents) if self._is_verified or not contents.is_proven else None
+        file = self.file
+        assert file is not None
+        proof = Proof(file) if self._is_verified or not file.is_proven else None
         # Past the page cache: packed bytes that there is RAM for are in RAM.
         return [
-            Read(
-                0, strip.packed_bytes, contents.source, contents.position + place, True, label, Tier.FILE, proof, unpack
-            )
+            Read(0, strip.packed_bytes, file.source, file.position + place, True, label, Tier.FILE, proof, unpack)
             for (strip, _, place), unpack in zip(self.layout.placed, unpacks, strict=True)
         ]
 
@@ -191,8 +141,10 @@ class PackedImage:
 
     def _escapes_before(self, tile: int, strip: Strip, place: int) -> int:
         """How many escapes come before a tile of the strip that begins at byte `place` of the image."""
-        if self.contents is not None:  # a page of a file that was cut off must not be touched
-            return self.contents.escapes_before(tile, strip, place)
+        if self.file is not None:  # a page of a file that was cut off must not be touched
+            entry, at = bytearray(ENTRY_BYTES), place + strip.tiles_at + tile * ENTRY_BYTES
+            self.file.source.read_straight(memoryview(entry), self.file.position + at)
+            return escapes_of(int.from_bytes(entry, "little"), strip)
         assert self._memory is not None
         return escapes_of(int(tile_table(self._memory[place:], strip)[tile]), strip)
 
@@ -204,8 +156,8 @@ class PackedImage:
     def close(self) -> None:
         """Give the memory back, on another thread, once no copy reads it. A file is closed with the last read of it."""
         if self._memory is not None:
-            memory: list[object] = [self._lock, self._strips, self._memory, self.contents]
-            self._lock, self._strips, self._memory, self.contents = None, [], flat_view(b"", 0, 0), None
+            memory: list[object] = [self._lock, self._strips, self._memory, self.file]
+            self._lock, self._strips, self._memory, self.file = None, [], flat_view(b"", 0, 0), None
             release_later(memory)
 
 
@@ -227,27 +179,19 @@ class LockedMemory:
         self._limit, self._wait = limit, wait
         self._found: tuple[torch.Tensor, PageLock | None] | None = None
 
-    def begin(self, num_bytes: int) -> Callable[[], torch.Tensor]:
-        """Begin to make memory that is pinned, if the system allows it. Returns a function that waits for it."""
+    def begin(self, num_bytes: int) -> Task[torch.Tensor]:
+        """Begin to make memory that is pinned, if the system allows it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        touched = touch_all(memory)
-        locked = on_pool(self._lock, memory, touched)  # all of `touched` were begun before: none waits for a thread
+        return on_pool(self._lock, memory, touch_all(memory))  # those were begun before: none waits for a thread
 
-        def finish() -> torch.Tensor:
-            locked.wait()
-            self._found = locked.result()
-            return memory if self._found is None else self._found[0]
-
-        return finish
-
-    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> tuple[torch.Tensor, PageLock | None] | None:
+    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> torch.Tensor:
         for task in touched:
             task.wait()
         lock = self._limit.lock(memory, self._wait)
-        if lock is not None:
-            return memory, lock
-        by_driver = self._limit.allocate(memory.numel())
-        return None if by_driver is None else (by_driver, None)
+        by_driver = self._limit.allocate(memory.numel()) if lock is None else None
+        memory = memory if by_driver is None else by_driver
+        self._found = None if lock is None and by_driver is None else (memory, lock)
+        return memory
 
     def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not pinned."""
@@ -257,35 +201,28 @@ class LockedMemory:
         return PackedImage(layout, generation, memory[: layout.packed_bytes], lock)
 
 
-def lock_image(
-    file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]
-) -> tuple[PackedImage, Task[str]] | None:
-    """Pin what was packed before where it lies in the page cache.
+def lock_image(file: PackedFile, generation: int, backend: Backend, wait: Callable[[], None]) -> PackedImage | None:
+    """Pin what was packed before where it lies in the page cache, and begin to prove it.
 
     Args:
         wait: A function that returns once no copy is on its way: the pages stay locked until then.
 
     Returns:
-        The image, and the work of the pool that proves it: its result is what is wrong with the file, empty if nothing is. None
-        if the device pins no files.
-
-    Raises:
-        GroupFileError: the file cannot be mapped.
+        None if the device pins no files.
     """
-    contents = FileContents(file)
-    if not contents.source.lock(contents.pieces, backend, wait, in_one=True):
+    if not file.source.lock(file.pieces, backend, wait, in_one=True):
         return None
-    ((_, num_bytes, memory, start),) = contents.source.locked_parts(contents.pieces[0])
-    image = PackedImage(file.packed, generation, memory[start : start + num_bytes], contents=contents)
-    return image, on_pool(_prove, contents)
+    ((_, num_bytes, memory, start),) = file.source.locked_parts(file.pieces[0])
+    image = PackedImage(file.packed, generation, memory[start : start + num_bytes], file=file)
+    image.proof = on_pool(_prove, file)
+    return image
 
 
-def _prove(contents: FileContents) -> str:
+def _prove(file: PackedFile) -> str:
     try:
-        contents.prove()
+        file.prove()
     except GroupFileError as error:  # whoever kept it would keep the memory
-        why = error.__cause__ or "its data is not what was written"
-        return f"{contents.source.path} cannot be used: {why}. Delete it, and it is packed again."
+        return str(file.unusable(str(error.__cause__ or "its data is not what was written")))
     return ""
 
 
@@ -298,7 +235,9 @@ def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> Packe
     Raises:
         GroupFileError: the file cannot be read, or is damaged.
     """
-    file.read(memory.begin(file.packed.packed_bytes)())
+    made = memory.begin(file.packed.packed_bytes)
+    made.wait()
+    file.read(made.result())
     return memory.image(file.packed, generation)
 
 
@@ -307,10 +246,6 @@ def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> Packe
 
     Args:
         is_verified: Whether each read is compared with what was packed.
-
-    Raises:
-        GroupFileError: the file cannot be mapped.
     """
-    contents = FileContents(file)
-    contents.source.avoid_readahead()
-    return PackedImage(file.packed, generation, None, contents=contents, is_verified=is_verified)
+    file.source.avoid_readahead()
+    return PackedImage(file.packed, generation, None, file=file, is_verified=is_verified)

@@ -21,15 +21,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..base.layout import BlobLayout, memory_of
-from ..base.pool import done
 from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, hash_of, pack
@@ -44,7 +42,7 @@ from .safetensors_file import (
     encode_header,
     read_packed_header,
 )
-from .source import Piece, SourceFile
+from .source import Contents, Piece, SourceFile
 
 logger = logging.getLogger("group_offload")
 
@@ -75,19 +73,43 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
     return PackedFrom(str(source.path), facts_of(found), hashlib.sha256(place.encode()).hexdigest()[:32])
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile(ProvenFile):
+class _PackedSource(SourceFile):
+    """A packed group file. It is not the only place of its weights."""
+
+    is_lost = False
+
+    def lost(self, position: int, what: str) -> GroupFileError:
+        self.is_lost = True
+        return GroupFileError(
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: call the model "
+            f"again, and it uses the original ones. Delete the file to have it packed again when you offload next."
+        )
+
+
+class PackedFile(Contents):
     """A packed group file that is proven to be the right one. Its `content` is the hash of the packed image."""
 
-    group_id: str
-    packed: PackedLayout
-    origin: PackedFrom | None
-    """What it was packed from, if that was in a file."""
+    source: _PackedSource
 
-    @property
-    def start(self) -> int:
+    def __init__(self, file: ProvenFile, group_id: str, packed: PackedLayout, origin: PackedFrom | None) -> None:
+        """
+        Args:
+            origin: What it was packed from, if that was in a file.
+
+        Raises:
+            GroupFileError: the file cannot be mapped.
+        """
+        self.packed, self.origin = packed, origin
+        end = file.stamp.st_size
+        self.position = end - packed.packed_bytes
         """Where the packed image begins in the file. It ends where the file does."""
-        return self.stamp.st_size - self.packed.packed_bytes
+        try:
+            source = _PackedSource(file.path, file.file, self.position, end, file.stamp)
+        except OSError as error:
+            raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
+        super().__init__(group_id, [Piece(0, self.position, packed.packed_bytes)], source)
+        self.content = file.content
+        source.blobs.add(self)
 
     def read(self, memory: torch.Tensor) -> None:
         """Read the packed image, and check it. It stays packed.
@@ -99,13 +121,15 @@ class PackedFile(ProvenFile):
             GroupFileError: the file cannot be read, or its data is not what was written.
         """
         try:
-            num_bytes = read_into(self.fd, memory_of(memory), self.start)
-            if num_bytes < memory.numel() or content_of([memory]) != self.content:
-                raise GroupFileError("its data is not what was written")
+            num_bytes = read_into(self.source.fd, memory_of(memory), self.position)
         except OSError as error:
-            raise GroupFileError(
-                f"{self.path} cannot be used: {error.strerror or error}. Delete it, and it is packed again."
-            ) from error
+            raise self.unusable(str(error.strerror or error)) from error
+        if num_bytes < memory.numel() or content_of([memory]) != self.content:
+            raise self.unusable("its data is not what was written")
+
+    def unusable(self, why: str) -> GroupFileError:
+        """The error for a file that cannot be used from the start."""
+        return GroupFileError(f"{self.source.path} cannot be used: {why}. Delete it, and it is packed again.")
 
 
 class Wanted(NamedTuple):
@@ -118,93 +142,70 @@ class Wanted(NamedTuple):
     """The bytes of a file that the tensors are views of, so that the packed file is found by facts the next time."""
 
 
-class PackedFiles:
-    """The packed files of a folder, as one model uses them. Order of calls: as those of `Folder`."""
+def find(folder: Folder, wanted: Wanted) -> PackedFile | None:
+    """The file that is proven by facts to hold the weights of `wanted.origin`."""
+    origin = wanted.origin
+    return None if origin is None else _search(folder, wanted, lambda header, fd: header.packed_from == origin)
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self.num_changed = 0
-        """The blobs whose weights were packed before, and whose file has changed since."""
 
-    def find(self, wanted: Wanted) -> PackedFile | None:
-        """The file that is proven by facts to hold the weights of `wanted.origin`."""
-        origin, others = wanted.origin, list[PackedFrom]()
-        if origin is None:
-            return None
+def find_or_pack(folder: Folder, wanted: Wanted, device: torch.device | None = None) -> PackedFile | None:
+    """The file that holds a blob packed. It is written if there is none. Hold `Folder.locked` meanwhile.
 
-        def is_right(header: PackedHeader, fd: int) -> bool:
-            others.extend([] if header.packed_from is None else [header.packed_from])
-            return header.packed_from == origin
+    Args:
+        device: packs. None: the CPU.
 
-        found = self._search(wanted, is_right)
-        self.num_changed += found is None and any(
-            each.path == origin.path and each.facts != origin.facts for each in others
-        )
+    Returns:
+        None if packing the blob would not save enough.
+
+    Raises:
+        GroupFileError: the file cannot be written, or mapped.
+    """
+    found = find(folder, wanted)
+    if found is not None:
+        return found
+    with torch.no_grad():
+        image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
+    plain = hash_of(image)
+
+    def is_right(header: PackedHeader, fd: int) -> bool:
+        start = os.fstat(fd).st_size - header.packed.packed_bytes
+        return header.packed.hash == plain and content_of_file(fd, start) == header.content
+
+    found = _search(folder, wanted, is_right)
+    if found is None:
+        packed = pack(image, wanted.layout, device, plain=plain)
+        return None if packed is None else _write(folder, wanted, packed)
+    if wanted.origin in (None, found.origin):
+        return found
+    try:  # the same packed bytes with the facts of now
+        memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
+        found.read(memory)
+        return _write(folder, wanted, Packed(found.packed, memory), found.source.path)
+    except GroupFileError as error:  # the folder may be full
+        logger.info("%s is used as it is: %s", found.source.path, error)
         return found
 
-    def find_or_pack(
-        self, wanted: Iterable[Wanted], device: torch.device | None = None
-    ) -> Generator[PackedFile | None]:
-        """For each of the blobs, in order, the file that holds it packed. It is written if there is none.
 
-        Args:
-            device: packs. None: the CPU.
+def _write(folder: Folder, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
+    group_id, layout, _, origin = wanted
+    content = content_of([packed.data])
+    header = encode_header(layout, group_id, folder.model_class, content, packed.layout, origin)
+    written = folder.obtain(_id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced)
+    return PackedFile(written, group_id, packed.layout, origin)
 
-        Yields:
-            None if packing the blob would not save enough.
 
-        Raises:
-            GroupFileError: the file cannot be written.
-        """
-        for one in wanted:
-            yield self.find(one) or self._find_or_pack(one, device)
+def _search(folder: Folder, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
+    """See `Folder.search`."""
 
-    def _find_or_pack(self, wanted: Wanted, device: torch.device | None) -> PackedFile | None:
-        with torch.no_grad():
-            image = torch.cat([*data_pieces(wanted.layout, wanted.tensors)])
-        plain = hash_of(image)
+    def header_of(fd: int) -> PackedHeader | None:
+        header = read_packed_header(fd, wanted.layout, wanted.group_id, folder.model_class)
+        return header if header is not None and is_right(header, fd) else None
 
-        def is_right(header: PackedHeader, fd: int) -> bool:
-            start = os.fstat(fd).st_size - header.packed.packed_bytes
-            return header.packed.hash == plain and content_of_file(fd, start) == header.content
-
-        found = self._search(wanted, is_right)
-        if found is None:
-            packed = pack(image, wanted.layout, device, hashed=done(plain))
-            return None if packed is None else self._write(wanted, packed)
-        if wanted.origin in (None, found.origin):
-            return found
-        try:  # the same packed bytes with the facts of now
-            memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8, device="cpu")
-            found.read(memory)
-            renewed = self._write(wanted, Packed(found.packed, memory), found.path)
-        except GroupFileError as error:  # the folder may be full
-            logger.info("%s is used as it is: %s", found.path, error)
-            return found
-        os.close(found.fd)
-        return renewed
-
-    def _write(self, wanted: Wanted, packed: Packed, replaced: Path | None = None) -> PackedFile:
-        group_id, layout, _, origin = wanted
-        content = content_of([packed.data])
-        header = encode_header(layout, group_id, self._folder.model_class, content, packed.layout, origin)
-        written = self._folder.obtain(
-            _id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced
-        )
-        return PackedFile(written.path, written.fd, written.stamp, content, group_id, packed.layout, origin)
-
-    def _search(self, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
-        """See `Folder.search`."""
-
-        def header_of(fd: int) -> PackedHeader | None:
-            header = read_packed_header(fd, wanted.layout, wanted.group_id, self._folder.model_class)
-            return header if header is not None and is_right(header, fd) else None
-
-        path, found = self._folder.search(_id_of(wanted.group_id), header_of)
-        if found is None:
-            return None
-        fd, stamp, (content, packed, origin) = found
-        return PackedFile(path, fd, stamp, content, wanted.group_id, packed, origin)
+    path, found = folder.search(_id_of(wanted.group_id), header_of)
+    if found is None:
+        return None
+    file, stamp, (content, packed, origin) = found
+    return PackedFile(ProvenFile(path, file, stamp, content), wanted.group_id, packed, origin)
 
 
 def _id_of(group_id: str) -> str:

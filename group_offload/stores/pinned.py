@@ -210,8 +210,6 @@ class Segment:
             self._pinned = limit.lock(self.bytes, self._wait)
             self.is_locked = self._pinned is not None or (not self._num_open and self._fall_back(limit))
         self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
-        for blob in self._blobs:
-            blob.find_tier()
 
     def unlock(self, limit: LockLimit) -> None:
         """Give up the lock, for memory that needs it more."""
@@ -219,8 +217,6 @@ class Segment:
             self._pinned.release()
             self._pinned, self.is_locked, self.pageable = None, False, PageableMemory(self.bytes)
             limit.give_back(self._num_bytes)
-            for blob in self._blobs:
-                blob.find_tier()
 
     def fetch(self) -> bool:
         """Copy what is in memory of the device, at the speed of the link if the memory is locked. It is there on return.
@@ -329,17 +325,19 @@ class RamBlob(Blob):
         self.store = segment
         self.start = start
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
-        self.find_tier()
+        # Without streams every copy is done when it returns: pinning would buy nothing.
+        self._gains_from_pinning = segment.backend.has_streams and layout.num_bytes > 0
         segment.add(self)
 
-    def find_tier(self) -> None:
-        """The memory was locked, or unlocked."""
-        self.tier, self.where = Tier.RAM, "pinned RAM"
-        if not self.store.backend.has_streams or not self.layout.num_bytes:
-            # Without streams every copy is done when it returns: pinning would buy nothing.
-            self.where = "RAM"
-        elif not self.store.is_locked:
-            self.tier, self.where = Tier.PAGEABLE, "pageable RAM"
+    @property
+    def tier(self) -> Tier:  # type: ignore[override]
+        return Tier.PAGEABLE if self._gains_from_pinning and not self.store.is_locked else Tier.RAM
+
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        if not self._gains_from_pinning:
+            return "RAM"
+        return "pinned RAM" if self.store.is_locked else "pageable RAM"
 
     @property
     def pinned_bytes(self) -> int:
@@ -374,16 +372,11 @@ class RamBlob(Blob):
         assert self.store.pageable is not None
         return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label, self.tier)]
 
-    @property
-    def sent_bytes(self) -> torch.Tensor:
-        """The bytes of the blob as they are sent. Edits that were not committed yet are not among them."""
-        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
-
     def locked_bytes(self) -> torch.Tensor | None:
         """The bytes of the blob in pinned memory; None if weights at rest may have other bytes."""
         if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
             return None
-        return self.sent_bytes
+        return self.store.bytes[self.start : self.start + self.layout.num_bytes]
 
 
 def _no_room(num_bytes: int, error: OSError) -> Exception:

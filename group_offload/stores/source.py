@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 import weakref
@@ -38,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -45,10 +45,10 @@ import xxhash
 from ..base.device import Backend
 from ..base.mapping import cached_bytes, page_cache_of, populate
 from ..base.page_lock import PageLock
-from ..base.pagemap import PAGE
+from ..base.pagemap import PAGE, merged
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
-from ..base.system import advise, duplicate, forked_free
+from ..base.system import advise, expect_open, forked_free
 from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -57,9 +57,6 @@ logger = logging.getLogger("group_offload")
 
 _CHUNK_BYTES = 4 << 20
 """How much is read at once to compare or to hash it."""
-
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-"""How many places of a file are looked at to tell whether it is in the page cache, and how large each is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +100,10 @@ class SourceFile:
     See [Note: Ways to read a file] and [Note: Which file it is].
     """
 
-    def __init__(self, path: Path, fd: int, start: int, end: int, stamp: os.stat_result | None = None) -> None:
+    def __init__(self, path: Path, file: Any, start: int, end: int, stamp: os.stat_result | None = None) -> None:
         """
         Args:
-            fd: A descriptor of the file. The caller closes it.
+            file: What `open_to_read` returned. It is kept for as long as this object is there.
             start, end: The bytes of the file that blobs lie in.
             stamp: The result of `fstat` from before the bytes were first read.
 
@@ -116,15 +113,17 @@ class SourceFile:
         """
         self.path = path
         """The file's name, as far as it is known."""
-        self._stamp = os.fstat(fd) if stamp is None else stamp
-        if not stat.S_ISREG(self._stamp.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        if end > self._stamp.st_size:
-            raise self.lost(self._stamp.st_size, "it ends there: it was cut off")
+        self._file = file
+        self.fd: int = file.fileno()
+        expect_open(self.fd)
+        self.stamp = os.fstat(self.fd) if stamp is None else stamp
+        """What `fstat` said when the bytes were known to be right last."""
+        if end > self.stamp.st_size:
+            raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
         self.start = start // PAGE * PAGE
         """The byte of the file that `bytes` begins at."""
         size = end - self.start if start < end else 0
-        self.bytes = page_cache_of(fd, self.start, size)
+        self.bytes = page_cache_of(self.fd, self.start, size)
         """The pages of the page cache, as flat uint8. They may be touched only while they are locked. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
@@ -132,9 +131,6 @@ class SourceFile:
         """The blobs whose bytes lie in this file."""
         self._looking = forked_free(threading.RLock())
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
-        self._file = duplicate(fd)
-        """Keeps the file open for as long as this object is there."""
-        self._fd: int = self._file.fileno()
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
@@ -242,23 +238,11 @@ class SourceFile:
 
     def _advise(self, start: int, num_bytes: int, advice: str) -> None:
         with suppress(OSError):
-            advise(self._fd, start, num_bytes, advice)
+            advise(self.fd, start, num_bytes, advice)
 
     def offset_of(self, position: int) -> int:
         """The index in `bytes` of a byte of the file."""
         return position - self.start
-
-    def seems_cached(self, pieces: Sequence[Piece]) -> bool:
-        """Whether all of `pieces` is in the page cache, as far as a few samples tell."""
-        step = max(_SAMPLE_BYTES, sum(piece.num_bytes for piece in pieces) // _NUM_SAMPLES)
-        ahead = 0
-        for piece in pieces:
-            while ahead < piece.num_bytes:
-                if not self.is_cached(piece.position + ahead, min(_SAMPLE_BYTES, piece.num_bytes - ahead)):
-                    return False
-                ahead += step
-            ahead -= piece.num_bytes
-        return True
 
     def is_cached(self, position: int, num_bytes: int) -> bool:
         """Whether all of these bytes are in the page cache."""
@@ -338,27 +322,22 @@ class SourceFile:
             GroupFileError: another program changed the file, or it cannot be told whether one did.
         """
         try:
-            now = os.fstat(self._fd)
+            now = os.fstat(self.fd)
         except OSError as error:  # a network file system whose server has gone
             raise self.lost(self.start, str(error.strerror)) from error
-        was = self._stamp
+        was = self.stamp
         if now.st_size < was.st_size:
             raise self.lost(now.st_size, "it ends there: it was cut off")
-        if _content_of(now) != _content_of(was):
+        if state_of(now) != state_of(was):
             raise self.lost(self.start, "another program changed it after it was opened")
         if now.st_ctime_ns != was.st_ctime_ns:
             self._look_again(now)
-
-    @property
-    def content(self) -> tuple[int, int, int, int]:
-        """What differs if the content does, from file to file of this host: see `_content_of`."""
-        return _content_of(self._stamp)
 
     def named_stat(self) -> os.stat_result | None:
         """The status of the file, if its name still leads to it, unchanged."""
         with suppress(OSError):
             now = os.lstat(self.path)
-            if _content_of(now) == _content_of(self._stamp):
+            if state_of(now) == state_of(self.stamp):
                 return now
         return None
 
@@ -371,27 +350,25 @@ class SourceFile:
     def _pread(self, target: memoryview, position: int) -> int:
         try:
             self.bytes_cached += len(target)
-            return read_part(self._fd, target, position)
+            return read_part(self.fd, target, position)
         except OSError as error:
             raise self.lost(position, str(error.strerror)) from error
 
     def _read_direct(self, area: memoryview, position: int, num_needed: int) -> int | None:
         """How many bytes of `area` were filled; None if the file cannot be read directly."""
-        direct_fd = None if self._has_no_direct else open_direct(self._fd)
-        if direct_fd is None:
+        direct = None if self._has_no_direct else open_direct(self.fd)
+        if direct is None:
             self._has_no_direct = True
             return None
         try:
             blocks = area[: -(-num_needed // BLOCK) * BLOCK]
-            return read_part(direct_fd, blocks, position // BLOCK * BLOCK, BLOCK)
+            return read_part(direct.fileno(), blocks, position // BLOCK * BLOCK, BLOCK)
         except OSError as error:
             if refuses_direct(error):
                 warn_no_direct_io(error.errno or 0)
                 self._has_no_direct = True
                 return None
             raise self.lost(position, str(error.strerror)) from error
-        finally:
-            os.close(direct_fd)
 
     def _fill(self, target: memoryview, position: int) -> None:
         if (done := self._pread(target, position)) < len(target):
@@ -400,40 +377,29 @@ class SourceFile:
     def _look_again(self, now: os.stat_result) -> None:
         """`st_ctime_ns` changed: find out whether any byte did."""
         with self._looking:
-            if now.st_ctime_ns == self._stamp.st_ctime_ns:
+            if now.st_ctime_ns == self.stamp.st_ctime_ns:
                 return
             blobs = [*self.blobs]
             if blobs and all(blob.content for blob in blobs):
                 for blob in blobs:
                     blob.prove()
-            elif _status_of(now) == _status_of(self._stamp) and self.named_stat() is not None:
+            elif _status_of(now) == _status_of(self.stamp) and self.named_stat() is not None:
                 raise self.lost(
                     self.start,
                     "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
                     "its content is compared instead)",
                 )
-            self._stamp = now
+            self.stamp = now
 
 
-def _content_of(found: os.stat_result) -> tuple[int, int, int, int]:
-    """What differs if the content does: the file itself, its size, and the time of its last change."""
+def state_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What differs if the content does, from file to file of a host: the file, its size, and the time of its last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _status_of(found: os.stat_result) -> tuple[int, int, int, int]:
     """What explains another `st_ctime_ns`, beside another name, and leaves the bytes alone."""
     return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
-
-
-def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of `ranges`, as ranges that neither overlap nor touch."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 class Proof:

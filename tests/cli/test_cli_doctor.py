@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from group_offload.base import pagemap
+from group_offload.base.system import own_descriptor
 from group_offload.cli import doctor
 from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
@@ -154,7 +155,7 @@ def answers(place: Any, name: str, *answer: Any) -> Callable[[pytest.MonkeyPatch
 
 
 def no_direct_reads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(doctor, "open_direct", os.dup)
+    patch.setattr(doctor, "open_direct", lambda fd: own_descriptor(os.dup(fd)))
     patch.setattr(doctor, "read_part", failing(errno.EINVAL))
 
 

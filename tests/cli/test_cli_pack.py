@@ -64,9 +64,9 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_pack(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
     folder = tmp_path / "groups"
     said = run("pack", checkpoint, folder, "--json")
-    assert json.loads(said[said.index("{") : said.rindex("}") + 1])[""]["num_changed"] == 0
+    groups = json.loads(said[said.index("{") : said.rindex("}") + 1])[""]["groups"]
     before = packed_files(folder)
-    assert len(before) >= 3
+    assert len(before) == sum(group["packed_bytes"] < group["plain_bytes"] for group in groups) >= 3
     original = save(tmp_path / "again").state_dict()
     found = weights_in(folder)
     assert found.keys() == original.keys()
@@ -83,11 +83,11 @@ def test_a_model_that_changed_since(run: Terminal, tmp_path: Path, checkpoint: P
     run("pack", checkpoint, folder)
     before = packed_files(folder)
     save(checkpoint, seed=1)
-    said = " ".join(run("pack", checkpoint, folder).split())
-    assert f"Packed {len(before)} groups again: the checkpoint changed." in said
+    run("pack", checkpoint, folder)
     after = packed_files(folder)
     assert len(after) == 2 * len(before) and before.items() < after.items()
-    assert "again" not in run("pack", checkpoint, folder) and packed_files(folder) == after
+    run("pack", checkpoint, folder)
+    assert packed_files(folder) == after
 
 
 def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_packed_files_take_no_ram_of_the_process(
         model, handle = offloaded(source, resident, tmp_path, **options)
         check(device, model, resident, 2)
         images = images_of(handle)
-        assert images and all(image.contents is not None and image.contents.is_proven for image in images)
+        assert images and all(image.file is not None and image.file.is_proven for image in images)
         packed = sum(image.num_bytes for image in images)
         assert handle.stats().packed_bytes == packed
         assert packed <= ram.locked.num_bytes - before <= packed + 4096 * 2 * len(images)
@@ -82,7 +82,7 @@ def test_packed_files_are_read_where_they_cannot_be_locked(
     model, handle = offloaded("folder", resident, tmp_path, **options)
     check(device, model, resident, 2)
     images = images_of(handle)
-    assert len(images) == 4 and all(image.contents is None for image in images)
+    assert len(images) == 4 and all(image.file is None for image in images)
     assert device.pinned_bytes >= handle.stats().packed_bytes == sum(image.num_bytes for image in images)
     assert sum(size > 4096 for size in asked) == (
         why == "the device refuses"
@@ -102,7 +102,7 @@ def test_a_locked_file_that_another_program_changes(
     resident = routed([2400] * 4)
     model, handle = offloaded(source, resident, tmp_path)
     check(device, model, resident, 2)
-    paths = [image.contents.source.path for image in images_of(handle)[1:3] if image.contents is not None]
+    paths = [image.file.source.path for image in images_of(handle)[1:3] if image.file is not None]
     device.synchronize()
     for path in paths:
         DAMAGES[damage][0](path)
@@ -194,5 +194,5 @@ def test_what_is_packed_beside_runs_stays_plain_if_its_file_is_damaged(
     monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
     scale(2, model, resident)
     check(device, model, resident, 3)
-    assert sum(image.contents is not None for image in images_of(handle)) == 3
+    assert sum(image.file is not None for image in images_of(handle)) == 3
     end(device, model, resident, handle)

@@ -212,7 +212,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
     handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     taken: list[Any] = []
-    write = packed_files.PackedFiles._write
+    write = packed_files._write
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if fault == "no room" or taken:
@@ -220,7 +220,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
         taken.append(write(*args, **kwargs))
         return taken[0]
 
-    monkeypatch.setattr(packed_files.PackedFiles, "_write", refuse)
+    monkeypatch.setattr(packed_files, "_write", refuse)
     if pack == "auto":
         pack_now(monkeypatch)
         if fault == "no room":
@@ -292,17 +292,17 @@ def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedD
     assert image.is_read
     do, message = DAMAGES[damage]
     engine_of(handle)._lookahead.abandon()  # else the group may be read already
-    do(image.contents.source.path)
+    do(image.file.source.path)
     with pytest.raises(GroupFileError, match=message) as caught:
         check(device, model, resident)
-    assert image.contents.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
+    assert image.file.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
     assert group.group_id in str(caught.value)
     check(device, model, resident, 3)
     named = {info.group_id: info for info in handle.groups}
     assert not named[group.group_id].packed_bytes and named[group.group_id].tier == "file"
     assert sum(info.packed_bytes > 0 for info in handle.groups) == 3
     end(device, model, resident, handle)
-    image.contents.source.path.unlink()
+    image.file.source.path.unlink()
     model, handle = offloaded("folder", resident, tmp_path)
     check(device, model, resident, 2)
     assert len(groups_of(handle)) == 4

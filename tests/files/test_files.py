@@ -16,7 +16,7 @@ from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.stores import files
-from group_offload.stores.checkpoint import FileMap
+from group_offload.stores.files import FileMap
 from group_offload.stores.folder import file_name
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors

@@ -21,7 +21,7 @@ from group_offload.base.ownership import ForeignFileError, Owners
 from group_offload.packing.codec import hash_of
 from group_offload.packing.layout import PackedLayout
 from group_offload.stores.folder import Folder, file_name
-from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.packed_files import Wanted, find
 from group_offload.stores.safetensors_file import PackedFrom
 
 from ..support.asserts import assert_at_rest
@@ -76,16 +76,15 @@ def test_packed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatc
     another user's packed file claims to be packed from your checkpoint."""
     groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
     theirs = packed(groups, [B], checkpoint(tmp_path / "b.safetensors", B))
-    claim_that_it_is(theirs.path, A, origin)
+    claim_that_it_is(theirs.source.path, A, origin)
     if not is_ours:
-        give_away(monkeypatch, theirs.path)
-    found = PackedFiles(Folder(groups, "Model")).find(Wanted("blocks_0", LAYOUT, [A], origin))
+        give_away(monkeypatch, theirs.source.path)
+    found = find(Folder(groups, "Model"), Wanted("blocks_0", LAYOUT, [A], origin))
     assert (found is not None) == is_ours
     if found is not None:
-        os.close(found.fd)
         return
     assert torch.equal(image_in(packed(groups, [A], origin)), image_of([A])[0])
-    assert theirs.path.exists()
+    assert theirs.source.path.exists()
 
 
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])

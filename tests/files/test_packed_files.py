@@ -9,11 +9,8 @@ import shutil
 import struct
 import tempfile
 import tracemalloc
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +21,14 @@ from safetensors.torch import load_file, save_file
 from group_offload import GroupFileError
 from group_offload.stores import packed_files
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted
+from group_offload.stores.packed_files import Wanted, find, find_or_pack
 from group_offload.stores.safetensors_file import read_packed_header
 
+from ..support.faults import raise_at
 from ..support.folders import headers_in
-from ..support.packed_files import find_or_pack, image_in, origin_of, packed
+from ..support.packed_files import image_in, origin_of, packed
 from ..support.packing import image_of, packable, weights
+from ..support.reading import num_fds
 
 TENSORS = [packable(), torch.randn(33), weights("wide", 30_000)]
 IMAGE, LAYOUT = image_of(TENSORS)
@@ -51,13 +50,13 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     edited = [TENSORS[0].clone(), *TENSORS[1:]]
     edited[0][5] = 1
     second = packed(tmp_path, edited)
-    assert second.path != first.path
+    assert second.source.path != first.source.path
     assert torch.equal(image_in(first), IMAGE) and torch.equal(image_in(second), image_of(edited)[0])
     renamed = replace(LAYOUT, specs=tuple(replace(spec, fqn=f"{spec.fqn}_2") for spec in LAYOUT.specs))
     third = find_or_pack(Folder(tmp_path, "Model"), Wanted("blocks_0", renamed, TENSORS))
     other_class = find_or_pack(Folder(tmp_path, "Other"), Wanted("blocks_0", LAYOUT, TENSORS))
     assert third is not None and other_class is not None
-    assert len({first.path, second.path, third.path, other_class.path}) == 4
+    assert len({each.source.path for each in (first, second, third, other_class)}) == 4
 
 
 NUM_BLOBS = 9
@@ -68,53 +67,22 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("error", [GroupFileError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", ["a write", "the caller's own blobs"])
-def test_packing_that_ends_early(
-    at: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk, Ctrl-C
-    or a changed checkpoint leaves descriptors or half a file."""
-    before, obtain, num_written = descriptors(), Folder.obtain, 0
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_written
-        num_written += 1
-        if num_written == 5:
-            raise error
-        return obtain(*args, **kwargs)
-
-    def wanted() -> Iterator[Wanted]:
-        yield from MANY[:5]
-        raise error
-
-    if at == "a write":
-        monkeypatch.setattr(Folder, "obtain", fail)
-    with pytest.raises(error):
-        close_all(PackedFiles(Folder(tmp_path, "Model")).find_or_pack(wanted()))
-    assert descriptors() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
-    assert len(groups_in(tmp_path)) == (4 if at == "a write" else 5)
-    monkeypatch.undo()
-    for wanted_one, found in zip(MANY, PackedFiles(Folder(tmp_path, "Model")).find_or_pack(MANY), strict=True):
-        assert found is not None and torch.equal(image_in(found), image_of(wanted_one.tensors)[0])
-        os.close(found.fd)
-    assert len(groups_in(tmp_path)) == NUM_BLOBS
-
-
-def close_all(found: Iterable[PackedFile | None]) -> None:
-    for one in found:
-        assert one is not None
-        os.close(one.fd)
-
-
-def descriptors() -> list[str]:
-    """What is open in this process."""
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_packing_that_ends_early(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor and no temporary file is left; what was written is found the next time. Hazard: a full disk or Ctrl-C
+    leaves descriptors or half a file."""
+    before, folder = num_fds(), Folder(tmp_path, "Model")
+    raise_at(monkeypatch, os, "fsync", 2 * 4 + 1, error)  # of the fifth file: each is synced, and the folder after it
+    with pytest.raises(GroupFileError if error is OSError else error):
+        [find_or_pack(folder, wanted) for wanted in MANY]
     gc.collect()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the list itself
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sorted(found)
+    assert num_fds() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    assert len(groups_in(tmp_path)) == 4
+    monkeypatch.undo()
+    for wanted in MANY:
+        found = find_or_pack(folder, wanted)
+        assert found is not None and torch.equal(image_in(found), image_of(wanted.tensors)[0])
+    assert len(groups_in(tmp_path)) == NUM_BLOBS
 
 
 # ------------------------------------------------------------------------------------------------ by facts
@@ -123,15 +91,6 @@ def descriptors() -> list[str]:
 def from_checkpoint(checkpoint: Path, position: int = 64) -> Wanted:
     tensors = [load_file(checkpoint)["a"]]
     return Wanted("blocks_0", image_of(tensors)[1], tensors, origin_of(checkpoint, tensors[0], position))
-
-
-def find(folder: Path, wanted: Wanted) -> tuple[Path | None, int]:
-    """The file that is found by facts, and how many blobs have changed."""
-    files = PackedFiles(Folder(folder, "Model"))
-    found = files.find(wanted)
-    if found is not None:
-        os.close(found.fd)
-    return None if found is None else found.path, files.num_changed
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["", "full"])
@@ -148,8 +107,10 @@ def test_a_checkpoint_that_is_the_same_under_new_facts(
     monkeypatch.setattr(packed_files, "pack", lambda *args, **kwargs: pytest.fail("it was packed again"))
     if is_full:
         monkeypatch.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    assert packed(tmp_path, TENSORS[:1], now.origin).path == first.path
-    assert find(tmp_path, now) == ((None, 1) if is_full else (first.path, 0)) and len(headers_in(tmp_path)) == 1
+    assert packed(tmp_path, TENSORS[:1], now.origin).source.path == first.source.path
+    found = find(Folder(tmp_path, "Model"), now)
+    assert (None if found is None else found.source.path) == (None if is_full else first.source.path)
+    assert len(headers_in(tmp_path)) == 1
     assert torch.equal(image_in(first), image_of(TENSORS[:1])[0])
 
 
@@ -163,7 +124,7 @@ def test_damaged_headers(tmp_path: Path, data: st.DataObject) -> None:
     or crashes the reader."""
     path = tmp_path / "group_0.safetensors"
     if not path.exists():
-        shutil.copy(packed(tmp_path / "groups", TENSORS).path, path)
+        shutil.copy(packed(tmp_path / "groups", TENSORS).source.path, path)
     right = path.read_bytes()
     length = 8 + int.from_bytes(right[:8], "little")
     content = bytearray(right[:length])

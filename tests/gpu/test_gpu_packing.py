@@ -67,7 +67,7 @@ def test_bits_and_bytes(
         assert stats.stalls == before.stalls and 0 < stats.packed_bytes < 0.75 * size
         images = [image for group in engine_of(handle).groups for image in group.images]
         are_in_place = source == "folder" and engine_of(handle)._packer._may_lock  # where the driver locks files
-        assert images and all((image.contents is not None) == are_in_place for image in images)
+        assert images and all((image.file is not None) == are_in_place for image in images)
         handle.remove()
 
 

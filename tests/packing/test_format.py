@@ -11,15 +11,16 @@ from safetensors import safe_open
 
 from group_offload.base.layout import lay_out
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFiles, Wanted
+from group_offload.stores.packed_files import Wanted, find_or_pack
 
 
 def test_a_reader_in_plain_python(tmp_path: Path) -> None:
     """A packed file that only the version that wrote it can read."""
     given = [torch.randn(50_001, dtype=torch.bfloat16), torch.randn(99), torch.randn(30_000).exp().pow(4).bfloat16()]
     layout = lay_out(["a", "b", "c"], given)
-    [file] = PackedFiles(Folder(tmp_path / "packed", "Model")).find_or_pack([Wanted("block", layout, given)])
-    image = torch.frombuffer(bytearray(unpacked(file.path)), dtype=torch.uint8)
+    file = find_or_pack(Folder(tmp_path / "packed", "Model"), Wanted("block", layout, given))
+    assert file is not None
+    image = torch.frombuffer(bytearray(unpacked(file.source.path)), dtype=torch.uint8)
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image), given, strict=True))
 
 

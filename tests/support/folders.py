@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,8 @@ def layout_of(named: dict[str, torch.Tensor]) -> BlobLayout:
 
 
 def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0") -> ProvenFile:
-    """Find or write the file of a group, and close it."""
-    found = folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None)
-    os.close(found.fd)
-    return found
+    """Find or write the file of a group."""
+    return folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None)
 
 
 def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:

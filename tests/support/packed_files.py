@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from group_offload.base.system import open_to_read
 from group_offload.packing.codec import unpack
 from group_offload.stores.folder import Folder
-from group_offload.stores.packed_files import PackedFile, PackedFiles, Wanted, packed_from
+from group_offload.stores.packed_files import PackedFile, Wanted, find_or_pack, packed_from
 from group_offload.stores.safetensors_file import PackedFrom
 from group_offload.stores.source import Piece, SourceFile
 
@@ -21,22 +21,14 @@ from .packing import image_of
 
 def origin_of(checkpoint: Path, tensor: torch.Tensor, position: int = 64) -> PackedFrom:
     """What a blob of the one tensor of a checkpoint is packed from."""
-    with open(checkpoint, "rb") as file:
-        source = SourceFile(checkpoint, file.fileno(), 0, checkpoint.stat().st_size)
+    source = SourceFile(checkpoint, open_to_read(checkpoint), 0, checkpoint.stat().st_size)
     origin = packed_from(source, [Piece(0, position, tensor.nbytes)], image_of([tensor])[1])
     assert origin is not None
     return origin
 
 
-def find_or_pack(folder: Folder, wanted: Wanted) -> PackedFile | None:
-    (found,) = PackedFiles(folder).find_or_pack([wanted])
-    if found is not None:
-        os.close(found.fd)
-    return found
-
-
 def packed(path: Path, tensors: Sequence[torch.Tensor], origin: PackedFrom | None = None) -> PackedFile:
-    """The packed file of a blob, found or written, and closed."""
+    """The packed file of a blob, found or written."""
     folder = Folder(path, "Model")
     with folder.locked(1000):
         found = find_or_pack(folder, Wanted("blocks_0", image_of(tensors)[1], tensors, origin))
@@ -47,11 +39,7 @@ def packed(path: Path, tensors: Sequence[torch.Tensor], origin: PackedFrom | Non
 def image_in(found: PackedFile) -> torch.Tensor:
     """What it unpacks to."""
     memory = torch.empty(found.packed.packed_bytes, dtype=torch.uint8)
-    fd = os.open(found.path, os.O_RDONLY)
-    try:
-        replace(found, fd=fd).read(memory)
-    finally:
-        os.close(fd)
+    found.read(memory)
     image = torch.empty(found.packed.plain_bytes, dtype=torch.uint8)
     unpack(memory, found.packed, image)
     return image

@@ -21,11 +21,13 @@ import torch
 from group_offload import GroupFileError, apply_group_offloading
 from group_offload.base import pool, reading
 
+from .asserts import assert_at_rest
 from .files import failing
 from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
-from .on_device import from_file
+from .on_device import forward, from_file
 from .reads import watch_file_reads
+from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
 
 WIDTHS = [300] * 4
@@ -89,29 +91,23 @@ class Rig:
     def forward(self) -> torch.Tensor:
         """The output, on the host; what the next pass needs first may still be on its way."""
         self.clear()
-        with torch.no_grad():
-            if self.device is None:
-                return self.model(self.x)
-            with self.device.running():
-                output = self.model(self.device.put(self.x))
-            return self.device.get(output)
+        if self.device is None:
+            return run(self.model, self.x)
+        return self.device.get(forward(self.device, self.model, self.x))
 
     def settle(self) -> None:
         """Return once nothing is read."""
         wait_until_enqueued(self.handle)
 
-    def expected(self) -> torch.Tensor:
-        with torch.no_grad():
-            result: torch.Tensor = self.resident(self.x)
-        return result
+    def expected(self) -> Any:
+        return run(self.resident, self.x)
 
     def check(self, passes: int = 1) -> None:
         for _ in range(passes):
             assert torch.equal(self.forward(), self.expected())
 
     def check_at_rest(self) -> None:
-        state = self.resident.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in self.model.state_dict().items())
+        assert_at_rest(self.model, self.resident)
 
     def paths(self) -> list[Path]:
         """The files that are read for a forward."""
@@ -211,7 +207,6 @@ def num_mappings(folder: Path) -> int:
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def num_threads(kind: str) -> int:
-    """Of the pool that there is now, or by their name."""
-    names = [each.name for each in threading.enumerate() if getattr(each, "_pool", pool._pool) is pool._pool]
-    return sum(name.startswith(f"group_offload-{kind}") for name in names)
+def num_threads() -> int:
+    """Of the pool that there is now."""
+    return sum(getattr(each, "_pool", None) is pool._pool for each in threading.enumerate())

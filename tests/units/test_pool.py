@@ -51,7 +51,7 @@ def test_results_come_in_order_and_errors_after_all_are_done() -> None:
     with pytest.raises(OSError, match="no") as error:
         run_all(partial(work, number) for number in range(30))
     assert error.value.errno == 1 and sorted(done) == list(range(30))
-    assert num_threads("io") <= pool.num_threads()
+    assert num_threads() <= pool.num_threads()
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def test_an_interrupt_at_any_line(use: Callable[[Path], None], can_start: bool, 
                 except KeyboardInterrupt:
                     num_interrupts += 1
                 assert not running
-            assert num_threads("io") <= pool.num_threads() + 1
+            assert num_threads() <= pool.num_threads() + 1
             if not strike.where:
                 break
         if num_interrupts % 10 == 0:

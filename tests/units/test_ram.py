@@ -16,6 +16,7 @@ from group_offload import StateError, apply_group_offloading
 from group_offload.base import ram, system
 from group_offload.base.ram import available_ram
 from group_offload.runtime.copies import cached
+from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups, stat
 from ..support.files import failing
@@ -118,9 +119,7 @@ def test_files_are_locked_once_they_are_cached(
     options: dict[str, Any], tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read first, locked as a pass begins once all of it was read; then copied from there."""
-    monkeypatch.setattr(
-        "group_offload.stores.source.SourceFile.seems_cached", lambda source, pieces: source.bytes_cached > 0
-    )
+    monkeypatch.setattr(SourceFile, "is_cached", lambda source, *_: source.bytes_cached > 0)
     with Rig("simulated", tier, tmp_path, **options) as rig:
         assert rig.device is not None and rig.device.pinned_bytes == 0 and "locked" not in ways_of(rig)
         rig.check(4)

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from group_offload import ConfigError, GroupFileError, apply_group_offloading
 from group_offload.base.device import Backend
+from group_offload.base.system import own_descriptor
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
 from group_offload.plan.placement import ASSUMED_UNPACK
@@ -102,9 +104,10 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
     """The file is read through the page cache, but for what is in there: RAM would be measured."""
     real, direct = speeds.read_part, set[int]()
 
-    def open_direct(fd: int) -> int | None:
-        direct.update([os.dup(fd)] if when == "read" else [])
-        return max(direct, default=None)
+    def open_direct(fd: int) -> Any:
+        opened = own_descriptor(os.dup(fd)) if when == "read" else None
+        direct.update([] if opened is None else [opened.fileno()])
+        return opened
 
     monkeypatch.setattr(speeds, "open_direct", open_direct)
     monkeypatch.setattr(

@@ -27,24 +27,22 @@ def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors that were duplicated have one position in the file. Each read has its bytes all the same."""
+    """They have one position in the file. Each read has its bytes all the same."""
     _lack(monkeypatch, "preadv")
     size, num_threads = 1000, 8
     (tmp_path / "file").write_bytes(b"".join(bytes([number]) * size for number in range(num_threads)))
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    fds = [fd, *(os.dup(fd) for _ in range(num_threads - 1))]
 
     def work(number: int) -> None:
         mine, found = bytes([number]) * size, bytearray(size)
         for _ in range(200):
-            assert system.read_at(fds[number], memoryview(found), number * size) == size
+            assert system.read_at(fd, memoryview(found), number * size) == size
             assert found == mine
 
     in_threads([partial(work, number) for number in range(num_threads)])
     found = bytearray(10)
     assert system.read_at(fd, memoryview(found), size * num_threads - 3) == 3  # the file ends there
-    for each in fds:
-        os.close(each)
+    os.close(fd)
 
 
 def test_group_files_where_no_open_file_is_renamed_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

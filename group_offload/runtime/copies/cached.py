@@ -77,27 +77,23 @@ class CachedFiles:
 
     def share_out(self, in_ram: Iterable[FileBlob]) -> None:
         """Lock the blobs `in_ram` once they are in the page cache. Read the others past the page cache."""
-        wanted: dict[SourceFile, list[FileBlob]] = {blob.source: [] for blob in self.blobs}
-        known = set(self.blobs)
-        for blob in in_ram:
-            if blob in known:
-                wanted[blob.source].append(blob)
-        chosen = {blob for blobs in wanted.values() for blob in blobs}
-        left = [blob for blob in self.blobs if blob not in chosen]
+        chosen, by_source = set(in_ram), dict[SourceFile, list[FileBlob]]()
+        for blob in self.blobs:
+            by_source.setdefault(blob.source, []).append(blob)
         self._to_lock = {}
-        for source, blobs in wanted.items():
+        for source, blobs in by_source.items():
             source.avoid_readahead()
             source.bytes_cached = 0
-            there = [blob for blob in blobs if blob.is_locked]
-            if self._may_lock and len(there) < len(blobs):
-                self._to_lock[source] = blobs
-            if any(blob.is_locked for blob in left if blob.source is source):
+            wanted = [blob for blob in blobs if blob in chosen]
+            there = [blob for blob in wanted if blob.is_locked]
+            if self._may_lock and len(there) < len(wanted):
+                self._to_lock[source] = wanted
+            if any(blob.is_locked and blob not in chosen for blob in blobs):
                 self._lock(source, there)
-        for blob in left:
-            # This module brought the blob into the page cache. That RAM is for the blobs that are to be locked now.
-            if not blob.is_direct and self._has_run:
-                blob.source.forget_cached(blob.pieces)
         for blob in self.blobs:
+            # This module brought the blob into the page cache. That RAM is for the blobs that are to be locked now.
+            if blob not in chosen and not blob.is_direct and self._has_run:
+                blob.source.forget_cached(blob.pieces)
             blob.is_direct = blob not in chosen
         self.look()
 
@@ -114,7 +110,11 @@ class CachedFiles:
                 continue
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
-            there = {blob for blob in missing if source.seems_cached(blob.pieces)}
+            there = {
+                blob
+                for blob in missing
+                if all(source.is_cached(piece.position, piece.num_bytes) for piece in blob.pieces)
+            }
             if there:
                 self._lock(source, [blob for blob in blobs if blob.is_locked or blob in there])
             if len(there) == len(missing) or (was_read and not there):

@@ -27,8 +27,7 @@ from ...errors import ConfigError, GroupFileError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob
-from ...stores.checkpoint import FileMap, FileSpan
-from ...stores.files import Checkpoint, FileBlob, write_blob
+from ...stores.files import Checkpoint, FileBlob, FileMap, FileSpan, write_blob
 from ...stores.folder import Folder
 from ...stores.moves import Tier
 from ...stores.packed import is_packable
@@ -168,7 +167,7 @@ class Builder:
         """
         for users in views.values():
             try:
-                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
             except GroupFileError:
                 raise
             except OSError as error:
