@@ -354,7 +354,6 @@ class Engine:
             before=before,
             wait=self.transfer.last_copies.synchronize,
             casts=casts,
-            packs=self._packer.is_on,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         ).build()
         self._to_close |= dict.fromkeys(part for group in before for part in group.parts)

@@ -40,8 +40,6 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
-_MIN_PACKING_GAIN = 0.05
-"""With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _MOST_TOGETHER = 16
 """The most forwards that share a pass."""
 
@@ -198,7 +196,7 @@ class Placer:
         outer = sum(group.num_bytes for group in self._groups if group.height)
         in_no_file = [group for group in self._groups if not group.is_in_file]
         least = sum(group.num_bytes for group in in_no_file if not group.height)
-        if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
+        if self._config.pack:  # the memory to read files into, which is counted, is not there yet
             outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
         least += self._packer.limit((group for group in in_no_file if not group.height), total - outer - least)
         outer += self._packer.limit((group for group in in_no_file if group.height), total - outer - least)
@@ -243,8 +241,6 @@ class Placer:
             for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_locked}:
                 source.check()
             return
-        if self._config.pack == "auto" and not self._packer.is_on:
-            self._pack_if_faster()
         if self._packer.lacking():  # blobs were edited
             try:
                 if self._pack():
@@ -291,21 +287,6 @@ class Placer:
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
 
-    def _pack_if_faster(self) -> None:
-        """Pack from now on, if a plan says that it is worth it."""
-        if not self._budgeter.has_learnt_to_pack:
-            return
-        self._learn()
-        gain = self._budgeter.gain_from_packing()
-        if gain < _MIN_PACKING_GAIN:
-            return
-        logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
-        self._lookahead.abandon()
-        self._recorder.forget_measured()
-        self._memory.release()
-        self._packer.switch_on()
-        self.place(self._groups)
-
     def _pack(self) -> bool:
         """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
         lacking = self._packer.lacking()
@@ -313,7 +294,7 @@ class Placer:
             self._memory.arena.release(self._memory)  # packing takes device memory too
             self._packer.pack(lacking)
         # Ranks that share groups would come to plans of their own.
-        follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
+        follows = self._config.pack and self._config.has_budgets and not self._has_ranks
         return follows and self._budgeter.count_packed(self._packer.take_missing())
 
     def make_room(self, kind: Kind, *, begins_phase: bool) -> None:
@@ -457,7 +438,7 @@ class Placer:
         """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
         for _ in range(len(self._groups) + 2):
             in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
-            if self._packer.is_on and self._budgeter.ram_bytes is not None:
+            if self._config.pack and self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
             # Packed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
             # puts others there.

@@ -24,7 +24,6 @@ from ...base.arena import arena_for
 from ...base.recent import MOST, Recent
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import ConfigError
 from ...plan.placement import (
     Budgets,
     Placement,
@@ -92,15 +91,13 @@ class Budgeter:
         """The plan from the next pass on, if it was made again."""
         self._gain_from_sharing: tuple[Any, float] = None, 0.0
         """The last answer of `gain_from_sharing`, behind what it was made for."""
-        self._packing_weighed_at: float | None = None
-        """The `_pass_seconds` for which `gain_from_packing` answered last."""
 
     @cached_property
     def _speeds(self) -> Speeds:
         """The speeds as they were measured, now or earlier."""
         backend, sharing = self._config.backend, self._transfer.sharing
         path = next((blob.source.path for blob in self._files.blobs), None)
-        found = known_speeds(backend, path, unpacks=self._config.pack is not False, take=arena_for(backend).take)
+        found = known_speeds(backend, path, unpacks=self._config.pack, take=arena_for(backend).take)
         h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack
         crew = None if sharing is None else sharing.crew
         if sharing is not None and sharing.speeds is not None:
@@ -268,30 +265,6 @@ class Budgeter:
             return frozenset()
         found = self.plan.rests if placement is Placement.RAM else self.plan.placements
         return frozenset(group for group, each in zip(self.groups, found, strict=True) if each is placement)
-
-    @property
-    def has_learnt_to_pack(self) -> bool:
-        """Whether compute was measured since `gain_from_packing` answered last."""
-        is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
-        return is_known and self._pass_seconds != self._packing_weighed_at
-
-    def gain_from_packing(self) -> float:
-        """The share of a pass that would be saved if groups were packed, as far as that can be told."""
-        self._packing_weighed_at = self._pass_seconds
-        if self.plan is None:
-            return 0.0
-        now = _as_of(self._now, self.plan)
-        pairs = zip(now.problem.groups, self.groups, strict=True)
-        packed = [
-            replace(planned, packed_bytes=self._packer.packed_bytes(group, if_on=True)) for planned, group in pairs
-        ]
-        try:
-            then = make_plan(replace(now.problem, groups=tuple(packed))).prediction.step_seconds
-        except ConfigError:
-            return 0.0  # the budgets have no space for packed bytes
-        of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
-        before = now.prediction.step_seconds
-        return 1 - max(then, of_host) / before if before else 0.0
 
     def gain_from_sharing(self, kinds: Sequence[Kind], *spaces: int | None) -> float | None:
         """The share of time that is saved if forwards of these kinds share a pass; None if their compute isn't known yet.
