@@ -131,7 +131,6 @@ def _orders(model: PassModel, able: list[int], rests: Rests) -> Iterator[list[in
     first = sorted(able, key=lambda index: rests[index] is not Placement.FILE)
     by_size = sorted(able, key=lambda index: (-model.num_sent[index], -model.sizes[index]))
     yield first
-    yield by_size
     yield sorted(by_size, key=lambda index: rests[index] is not Placement.FILE)
     if len(model.uses) > _MANY_USES:
         return

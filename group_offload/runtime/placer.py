@@ -48,7 +48,7 @@ class Placer:
     """Keeps one module within its budgets. Owned by an engine, and used under its lock.
 
     Order of calls: `place` whenever the module was partitioned; in each forward `replan` and `make_room`, then, once there are
-    slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
+    slots, `begin_pass`, any number of `needs.look`, and `end_pass`.
     """
 
     def __init__(self, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer) -> None:
@@ -60,7 +60,7 @@ class Placer:
         self._recorder = recorder
         self._packer = packer
         self._budgeter = Budgeter(config, self._files, self._transfer, packer)
-        self._needs = Needs(self._backend, self._memory)
+        self.needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
         self._groups: tuple[Group, ...] = ()
@@ -84,7 +84,7 @@ class Placer:
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
-        self._needs.clear()
+        self.needs.clear()
         blobs = [part.blob for group in groups for part in group.parts]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
@@ -141,11 +141,6 @@ class Placer:
             return vram  # without streams the device is RAM
         there = self._backend.free_bytes() + self._backend.reserved_bytes()
         return min(vram, there) if isinstance(vram, int) else there
-
-    @property
-    def kept_free(self) -> tuple[int, int]:
-        """The device memory that is kept free beside weights: for activations, and as a reserve."""
-        return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
 
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights are streamed."""
@@ -254,7 +249,7 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self.needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
         if self._budgeter.before_pass(*self._order_and_space(kind, need)):
@@ -264,7 +259,7 @@ class Placer:
     def plan_ahead(self, kind: Kind) -> None:
         """Make the plan of the next forward of this kind, after one and while the device still computes."""
         self._learn(describes=False)
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self.needs.of(kind) if self.has_budget else None
         if need is not None:
             self._budgeter.after_pass(*self._order_and_space(kind, need))
 
@@ -289,12 +284,11 @@ class Placer:
 
     def _pack(self) -> bool:
         """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
-        lacking = self._packer.lacking()
-        if lacking:
+        if lacking := self._packer.lacking():
             self._memory.arena.release(self._memory)  # packing takes device memory too
             self._packer.pack(lacking)
         # Ranks that share groups would come to plans of their own.
-        follows = self._config.pack and self._config.has_budgets and not self._has_ranks
+        follows = self._config.pack and not self._has_ranks
         return follows and self._budgeter.count_packed(self._packer.take_missing())
 
     def make_room(self, kind: Kind, *, begins_phase: bool) -> None:
@@ -308,11 +302,11 @@ class Placer:
         """
         memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
         if begins_phase:
-            self._needs.begin_phase()
-        need = self._needs.of(kind) if self.has_budget else None
+            self.needs.begin_phase()
+        need = self.needs.of(kind) if self.has_budget else None
         measures = self.has_budget and need is None
         if measures and self._backend.joins_fragments:  # those between residents would count as needed
-            need = self._needs.at_most(kind)
+            need = self.needs.at_most(kind)
         space = 0 if need is None else self._space(need)
         slots = least = memory.fixed_bytes - memory.outer_bytes
         if plan is not None:
@@ -368,10 +362,10 @@ class Placer:
         """
         memory = self._memory
         memory.num_passes += 1
-        memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
+        memory.window_bytes = self._window(self.needs.of(kind) or self.needs.kept_bytes)
         sizes_window = memory.is_just_in_time and not (self._config.record_stream or kind.is_backward)
         if self.has_budget or sizes_window:
-            self._needs.begin(kind, has_budget=self.has_budget)
+            self.needs.begin(kind, has_budget=self.has_budget)
         return not kind.is_backward and self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
@@ -381,7 +375,7 @@ class Placer:
         """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.measured(kind) if self._backend.has_streams else None
+        need = self.needs.measured(kind) if self._backend.has_streams else None
         if need is None or self.sends_nothing:
             return 1
         return min(_MOST_TOGETHER, (self._space(0) - self._budgeter.least_bytes) // max(1, need))
@@ -391,8 +385,8 @@ class Placer:
         self._learn(describes=self._budgeter.plan is None)
         if not self.has_budget:
             return self._budgeter.gain_from_sharing(kinds, None, None)
-        needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
-        of_all = self._needs.measured(both) or self._needs.at_most(both) or sum(needs)
+        needs, both = [self.needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
+        of_all = self.needs.measured(both) or self.needs.at_most(both) or sum(needs)
         return self._budgeter.gain_from_sharing(kinds, self._own_space(max(needs)), self._own_space(of_all))
 
     @property
@@ -401,13 +395,9 @@ class Placer:
         plan = self._budgeter.plan
         return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
-    def weigh_activations(self) -> None:
-        """Measure the memory of activations as a gated call begins."""
-        self._needs.look()
-
     def end_pass(self, *, completed: bool) -> None:
         """Learn from a pass that completed. The measurements of one that failed are dropped."""
-        measured = self._needs.end(completed=completed)
+        measured = self.needs.end(completed=completed)
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
             logger.warning(
                 "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
@@ -464,7 +454,7 @@ class Placer:
         """Memory of `num_bytes` was refused in a pass: evict residents for `factor` times as much. False if there are none."""
         gave = self._memory.arena.give_way(factor * max(num_bytes, tuning().give_way_bytes), self._memory)
         if gave and self.has_budget:
-            self._needs.add(num_bytes)
+            self.needs.add(num_bytes)
         return gave
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
@@ -479,7 +469,7 @@ class Placer:
         arena.give_way(before, self._memory)
         evicted = before - arena.resident_bytes
         self._backend.release_unused()
-        self._needs.add(evicted)
+        self.needs.add(evicted)
         advice = (
             f"Evicted {describe_bytes(evicted)} of resident weights: call {name} again. (It wasn't retried: gradients are "
             f"recorded, or it may have changed something before it failed.)"
