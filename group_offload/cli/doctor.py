@@ -36,8 +36,9 @@ from ..base.system import advise, max_locked_bytes, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
+from ..plan import speeds
 from ..plan.budgets import auto_ram, total_ram
-from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
+from ..plan.speeds import device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
 from ..stores.source import SourceFile
 from .arguments import add_device, add_folder, chosen_backend, new_command
@@ -77,7 +78,10 @@ class Machine:
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = "Check what this machine supports, with a fix for what is slow. Include this in an issue report."
+    text = (
+        "Check what this machine supports, with a fix for what is slow, and measure speeds for later plans. Include this in an "
+        "issue report."
+    )
     command = new_command(commands, "doctor", text)
     add_device(command)
     add_folder(command, "a folder on the disk of your models; a small file is written to it and removed")
@@ -267,8 +271,8 @@ def _device(machine: Machine) -> Row:
 def _link(machine: Machine) -> Row:
     if not machine.backend.has_streams:
         return Row(_CPU)
-    measured = measure_link(machine.backend, min(LINK_BYTES, tuning().tried_lock_bytes))
-    found = f"{measured / 1e9:.1f} GB/s from RAM to the device"
+    measured = measure_link(machine.backend, min(speeds.LINK_BYTES, tuning().tried_lock_bytes))
+    found = f"{measured / 1e9:.1f} GB/s from RAM to the device{_kept('h2d', device_name(machine.backend), measured)}"
     if measured >= _SLOW_LINK:
         return Row(found)
     remedy = "Use a slot with all PCIe lanes (PCIe 4 x16 carries 25 GB/s). If page locking isn't ok, fix that first."
@@ -279,14 +283,23 @@ def _drive(machine: Machine) -> Row:
     folder = machine.folder.resolve()
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
     kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
-    speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
+    speed, problem = measure_drive(folder, speeds.MIN_DRIVE_BYTES)
+    if speed is None:  # it holds no model whose files are large enough
+        speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
-    found += f", {speed / 1e9:.2f} GB/s from disk to RAM"
+    found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('drive', speeds.filesystem_of(folder), speed)}"
     if speed >= _SLOW_DRIVE:
         return Row(found)
     return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+
+
+def _kept(what: str, where: str, speed: int) -> str:
+    """Keep a speed for plans. Returns what is to be said if that fails."""
+    if speeds.record({(what, where): speed}):
+        return ""
+    return " (plans won't use it: set XDG_CACHE_HOME to a folder that you can write to)"
 
 
 def _versions(machine: Machine) -> Row:

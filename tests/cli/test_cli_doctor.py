@@ -18,6 +18,7 @@ import torch
 
 from group_offload.base import pagemap
 from group_offload.cli import doctor
+from group_offload.plan import speeds
 from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
@@ -25,6 +26,7 @@ from ..support.control_groups import GIB, Cgroups
 from ..support.files import failing
 from ..support.page_map import PageMap
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import MIB, measure_little
 from ..support.terminal import Terminal
 from ..support.tuning import tune
 
@@ -138,6 +140,30 @@ def test_a_probe_that_fails_is_a_row(ask: Ask, device: SimulatedDevice, monkeypa
             rows = ask()
         assert "RuntimeError: out of" in rows[name]["found"] and "order" not in rows[name]["found"]
         assert [other for other, row in rows.items() if row["verdict"] == "unknown"] == [name]
+
+
+def test_speeds_are_kept_for_plans(
+    run: Terminal, folder: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the disk is told by a model's file, if there is one. Rows say what could not be kept."""
+    measure_little(monkeypatch)
+    read: list[str] = []
+
+    def measured(fd: int) -> int:
+        read.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return 2 * 10**9
+
+    monkeypatch.setattr(speeds, "_measure_file", measured)
+    run("doctor", folder, "--device", "cpu")
+    assert "group_offload_probe_" in read[-1]
+    found = {each.what: each for each in speeds.recorded()}
+    assert (found["drive"].where, found["drive"].speed) == (speeds.filesystem_of(folder), 2 * 10**9)
+    assert found["h2d"].where == speeds.device_name(device) and found["h2d"].speed > 0
+    (folder / "vae").mkdir()
+    (folder / "vae" / "model.safetensors").write_bytes(bytes(MIB))
+    monkeypatch.setattr(speeds, "record_file", lambda: None)
+    assert run("doctor", folder, "--device", "cpu").count("set XDG_CACHE_HOME") == 2
+    assert read[-1] == str(folder / "vae" / "model.safetensors")
 
 
 # ---------------------------------------------------------------- rows
