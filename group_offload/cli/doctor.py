@@ -26,12 +26,9 @@ import torch
 
 from .. import __version__
 from ..base.device import Backend, backend_for
-from ..base.layout import memory_of
-from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
-from ..base.reading import open_direct, read_part, refuses_direct
 from ..base.system import advise, max_locked_bytes, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
@@ -220,24 +217,6 @@ def _mapped_files(machine: Machine) -> Row:
     return Row(found, SLOWER, "Try a newer driver or another file system.")
 
 
-def _direct_reads(machine: Machine) -> Row:
-    size = tuning().small_chunk_bytes
-    area = memory_of(flat_view(map_anonymous(size), 0, size))
-    with machine.file.open("rb", buffering=0) as file:
-        direct = open_direct(file.fileno())
-    if direct is not None:
-        try:
-            read_part(direct, area, 0)
-            return Row("O_DIRECT works: if RAM is short, files are read without the page cache")
-        except OSError as error:
-            if not refuses_direct(error):
-                raise
-        finally:
-            os.close(direct)
-    remedy = "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
-    return Row("the file system has no O_DIRECT: files are read through the page cache", SLOWER, remedy)
-
-
 def _ram(machine: Machine) -> Row:
     total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
@@ -290,9 +269,13 @@ def _drive(machine: Machine) -> Row:
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
     found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('drive', speeds.filesystem_of(folder), speed)}"
-    if speed >= _SLOW_DRIVE:
-        return Row(found)
-    return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+    if speed < _SLOW_DRIVE:
+        return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+    if problem:  # O_DIRECT is refused: reads go through the page cache
+        return Row(
+            f"{found}. {problem}", SLOWER, "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
+        )
+    return Row(found)
 
 
 def _kept(what: str, where: str, speed: int) -> str:
@@ -323,6 +306,6 @@ def _versions(machine: Machine) -> Row:
 
 PROBES: dict[str, Callable[[Machine], Row]] = {
     probe.__name__[1:]: probe
-    for probe in (_page_map, _page_locking, _mapped_files, _direct_reads, _ram, _device, _link, _drive, _versions)
+    for probe in (_page_map, _page_locking, _mapped_files, _ram, _device, _link, _drive, _versions)
 }
 """The rows, in their order."""

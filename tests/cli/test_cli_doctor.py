@@ -124,7 +124,6 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "page_map": (doctor, "scans_quickly"),
     "page_locking": (doctor, "LockLimit"),
     "mapped_files": (SourceFile, "lock"),
-    "direct_reads": (doctor, "read_part"),
     "ram": (doctor, "auto_ram"),
     "device": (SimulatedDevice, "free_bytes"),
     "link": (doctor, "measure_link"),
@@ -147,23 +146,23 @@ def test_speeds_are_kept_for_plans(
 ) -> None:
     """That of the disk is told by a model's file, if there is one. Rows say what could not be kept."""
     measure_little(monkeypatch)
-    read: list[str] = []
+    sizes: list[int] = []
 
-    def measured(fd: int) -> int:
-        read.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return 2 * 10**9
+    def measured(fd: int) -> tuple[int, bool]:
+        sizes.append(os.fstat(fd).st_size)
+        return 2 * 10**9, True
 
     monkeypatch.setattr(speeds, "_measure_file", measured)
     run("doctor", folder, "--device", "cpu")
-    assert "group_offload_probe_" in read[-1]
+    assert sizes == [MIB]  # the file that is written for it
     found = {each.what: each for each in speeds.recorded()}
     assert (found["drive"].where, found["drive"].speed) == (speeds.filesystem_of(folder), 2 * 10**9)
     assert found["h2d"].where == speeds.device_name(device) and found["h2d"].speed > 0
     (folder / "vae").mkdir()
-    (folder / "vae" / "model.safetensors").write_bytes(bytes(MIB))
+    (folder / "vae" / "model.safetensors").write_bytes(bytes(2 * MIB))
     monkeypatch.setattr(speeds, "record_file", lambda: None)
     assert run("doctor", folder, "--device", "cpu").count("set XDG_CACHE_HOME") == 2
-    assert read[-1] == str(folder / "vae" / "model.safetensors")
+    assert sizes == [MIB, 2 * MIB]
 
 
 # ---------------------------------------------------------------- rows
@@ -177,11 +176,6 @@ def memory(total: float, available: float) -> Callable[[pytest.MonkeyPatch], Non
 def answers(place: Any, name: str, *answer: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """A call that gives this, or raises if no answer is given."""
     return lambda patch: patch.setattr(place, name, (lambda *_, **__: answer[0]) if answer else raises)
-
-
-def no_direct_reads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(doctor, "open_direct", os.dup)
-    patch.setattr(doctor, "read_part", failing(errno.EINVAL))
 
 
 def no_diffusers(patch: pytest.MonkeyPatch) -> None:
@@ -203,10 +197,9 @@ INSTALL = "pip install 'group-offload[diffusers]'"
 ROWS_OF: list[tuple[str, Change, str, str, str]] = [
     ("ram", memory(64, 40), "ok", '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now', ""),
     ("ram", memory(64, 0.5), "missing", "", ""),
-    ("direct_reads", no_direct_reads, "slower", "no O_DIRECT", ""),
-    ("direct_reads", answers(doctor, "open_direct", None), "slower", "no O_DIRECT", ""),
     ("drive", answers(doctor, "measure_drive", (10**9, "")), "ok", "xfs, ", ""),
     ("drive", answers(doctor, "measure_drive", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
+    ("drive", answers(doctor, "measure_drive", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
     ("drive", answers(doctor, "measure_drive", (None, "it is asleep")), "unknown", "it is asleep", ""),
     ("device", answers(torch.accelerator, "current_accelerator"), "missing", "out of", ""),
     ("device", a_driver_beside_a_torch_for_the_cpu, "missing", "", ""),
