@@ -49,6 +49,8 @@ NUM_TIMED = 3
 """The number of first passes of a kind whose compute is measured. The median of as many last ones counts."""
 TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
+NUM_TIMED_KINDS = 8
+"""The number of kinds whose times are remembered."""
 _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
@@ -75,7 +77,7 @@ class Budgeter:
         """RAM for weights that are in no file, and for pinned files."""
         self._num_passes: Recent[Kind, int] = Recent()
         """How many passes each kind had, of the last kinds."""
-        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent()
+        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
         """The last timed forwards since weights rest where they do now, and the seconds that each took."""
@@ -174,8 +176,8 @@ class Budgeter:
             return
         is_first, self._next_plan = self._made_for is None, self._made_again(order, space)
         if not is_first and self._next_plan.placements != self.plan.placements:
-            kept = _as_of(self._next_plan.problem, self.plan)
-            if self._next_plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+            kept = kept_plan(self._next_plan.problem, self.plan)
+            if kept and self._next_plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
                 self._next_plan = kept
 
     def _fits(self, plan: Plan, space: int) -> bool:
@@ -214,7 +216,7 @@ class Budgeter:
             if self.groups[index].is_in_file:
                 rests[index] = Placement.FILE
         if tuple(rests) == plan.rests:
-            self.plan = _as_of(now, plan)
+            self.plan = kept_plan(now, plan) or make_plan(now)
             return False
         self.plan, self._next_plan, self._made_for = make_plan(replace(now, rests=tuple(rests))), None, None
         return True
@@ -315,8 +317,3 @@ class Budgeter:
         now = sum(self._seconds.values())
         if not is_known or abs(now - self._pass_seconds) > MIN_GAIN * self._pass_seconds:
             self._pass_seconds = now
-
-
-def _as_of(problem: Problem, plan: Plan) -> Plan:
-    """The same placements, predicted with the sizes, speeds and times known by now; another plan if they are impossible."""
-    return kept_plan(problem, plan) or make_plan(problem)
