@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from functools import wraps
 from numbers import Integral
@@ -255,15 +255,7 @@ class OffloadConfig:
         return config
 
 
-_FLAGS = (
-    "non_blocking",
-    "use_stream",
-    "record_stream",
-    "low_cpu_mem_usage",
-    "verify_files",
-    "embeddings_on_cpu",
-    "pack",
-)
+_FLAGS = tuple(option.name for option in fields(OffloadOptions) if option.type in ("bool", "bool | None"))
 
 
 def _vram_of(options: ModelOptions, backend: Backend) -> Any:
