@@ -74,9 +74,9 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             `verify_files`. By name only.
         pack: Compress weights without loss, to about 0.7 of their size: RAM holds a pinned compressed copy, which is
             sent in their place, and the device decompresses it. With `offload_to_disk_path` compressed bytes are in
-            that folder too, and what doesn't fit in RAM is read from there. `"auto"` compresses only if a plan
-            predicts that this is faster. Weights that are in no file stay in RAM uncompressed too, so that they can
-            be read. Tensors that barely shrink are left as they are. Needs Triton. By name only.
+            that folder too, and what doesn't fit in RAM is read from there. Weights that are in no file stay in RAM
+            uncompressed too, so that they can be read. Tensors that barely shrink are left as they are. Needs Triton.
+            By name only.
         share_passes: Run forwards of several threads, or the calls of one guidance step, block by block, loading each
             block once. `"auto"` does so on a GPU where the plan says that it saves time, for the denoisers of diffusers
             that tests have tried, unless a class, a forward or an attention processor of yours is inside. With True you

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from functools import wraps
 from numbers import Integral
@@ -57,7 +57,7 @@ class OffloadOptions:
     vram_budget: int | str | None = None
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
-    pack: bool | str = False
+    pack: bool = False
     share_passes: bool | str = False
     process_group: Any = None
     share: bool | str = "auto"
@@ -149,8 +149,8 @@ class OffloadConfig:
     """RAM for the whole process."""
     embeddings_on_cpu: bool
     """Look up large embedding tables on the CPU, and transfer only the rows that a call needs."""
-    pack: bool | Literal["auto"]
-    """Compress weights; "auto": once a plan predicts that this is faster. False where the device can't decompress."""
+    pack: bool
+    """Compress weights."""
     share_passes: bool | Literal["auto"]
     """Run forwards of several threads, or of a guidance step, block by block; "auto": those of diffusers' denoisers,
     where that saves time."""
@@ -222,6 +222,8 @@ class OffloadConfig:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
+        if options.pack:
+            _check_packing(options, backend)
         kind, count = _as_offload_type(options.offload_type), options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL and (count not in (None, 1) or options.block_modules is not None):
             raise ConfigError(
@@ -243,7 +245,6 @@ class OffloadConfig:
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
-            pack=_pack_of(options, backend),
             process_group=None if options.process_group is None else _as_group(options.process_group),
             share=_share_of(options, backend),
             share_passes=_share_passes_of(options, backend),
@@ -254,7 +255,7 @@ class OffloadConfig:
         return config
 
 
-_FLAGS = ("non_blocking", "use_stream", "record_stream", "low_cpu_mem_usage", "verify_files", "embeddings_on_cpu")
+_FLAGS = tuple(option.name for option in fields(OffloadOptions) if option.type in ("bool", "bool | None"))
 
 
 def _vram_of(options: ModelOptions, backend: Backend) -> Any:
@@ -275,23 +276,19 @@ def _vram_of(options: ModelOptions, backend: Backend) -> Any:
     return vram
 
 
-def _pack_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
-    """`pack`, as it goes with other options and with the device."""
-    pack = _as_bool_or_auto(options.pack, "pack")
-    otherwise = "Drop it, or pass pack='auto' to compress only where that is possible and faster."
-    if pack is True and not backend.has_streams:
+def _check_packing(options: ModelOptions, backend: Backend) -> None:
+    """Refuse `pack=True` where other options, or the device, leave nothing to pack or to unpack with."""
+    if not backend.has_streams:
         raise ConfigError(
             f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
-            f"{otherwise}"
+            f"Drop it."
         )
-    if pack is True and not can_unpack(backend.device):
-        raise DeviceError(f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`. {otherwise}")
-    if pack is True and options.low_cpu_mem_usage:
+    if not can_unpack(backend.device):
+        raise DeviceError(f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`, or drop it.")
+    if options.low_cpu_mem_usage:
         raise ConfigError(
-            f"pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. {otherwise}"
+            "pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. Drop one."
         )
-    can_pack = backend.has_streams and not options.low_cpu_mem_usage and can_unpack(backend.device)
-    return pack if can_pack else False
 
 
 def _share_passes_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -28,10 +29,8 @@ class Holding:
         """The bytes of residents: groups that stay between passes, until they are evicted."""
         self.protected: Mapping[Holding, int] = weakref.WeakKeyDictionary()
         """Other modules whose residents this one does not displace, and the bytes that each wants to have."""
-        self.is_busy = False
-        """Whether a pass of the module is running: then no other module takes anything, but one inside of that pass."""
         self.thread = 0
-        """The thread of that pass."""
+        """The thread that runs a pass of the module: then no other module takes anything, but one inside of it. Else 0."""
         self.turn = 0
         """A number that is higher the later the module has run."""
         self.num_passes = 0
@@ -86,7 +85,7 @@ class Arena:
         self._last: weakref.ref[Holding] | None = None
         """The module that ran last, if it still has the memory."""
         self._idle = backend.new_event()
-        self._turn = 0
+        self._turns = count(1)
         self._num_known = backend.refusals()[0]
         """The refusals that were the arena's own, or that calls were repeated for."""
 
@@ -125,7 +124,7 @@ class Arena:
             before, others, own = self.resident_bytes, self._others(mine), [] if mine is None else [mine]
             first = [each for each in others if mine is None or each not in mine.protected]
             # Of modules in whose call this one was called, those residents may go that no call uses.
-            around = [each for each in self._holdings if each.is_busy and each.thread == threading.get_ident()]
+            around = [each for each in self._holdings if each.thread == threading.get_ident()]
             self._evict([*first, *own, *others, *around], num_bytes)
             return self.resident_bytes < before or self._free_idle()
 
@@ -147,7 +146,7 @@ class Arena:
         to come again.
         """
         with self._lock:  # another thread may add one
-            others = [each for each in self._holdings if each is not mine and not each.is_busy]
+            others = [each for each in self._holdings if each is not mine and not each.thread]
         return sorted(others, key=lambda each: (each.num_passes, -each.turn))
 
     @property
@@ -163,7 +162,7 @@ class Arena:
     def others_bytes(self, mine: Holding) -> int:
         """All that gives way for `mine`: the residents of others, and the memory that it takes over from another one."""
         last = self._current()
-        idle = 0 if last is None or last is mine or last.is_busy else last.slot_bytes
+        idle = 0 if last is None or last is mine or last.thread else last.slot_bytes
         return idle + self.others_resident_bytes(mine)
 
     @property
@@ -180,8 +179,7 @@ class Arena:
     def claim(self, mine: Holding) -> None:
         """No other module takes anything of `mine` from now on, until `give_back`."""
         with self._lock:
-            self._turn += 1
-            mine.turn, mine.thread, mine.is_busy = self._turn, threading.get_ident(), True
+            mine.turn, mine.thread = next(self._turns), threading.get_ident()
             self._holdings.add(mine)
 
     def lease(self, mine: Holding, num_bytes: int, writers: Sequence[Stream]) -> bool:
@@ -198,7 +196,7 @@ class Arena:
             last, memory = self._current(), None
             if last is mine:
                 return False
-            is_inside = last is not None and last.is_busy
+            is_inside = last is not None and last.thread != 0
             if last is not None and not is_inside:
                 memory, unread = last.take_back()
                 if memory is not None and memory.numel() != num_bytes:
@@ -226,7 +224,7 @@ class Arena:
     def give_back(self, mine: Holding, stream: Stream) -> None:
         """Undo `claim`. All compute that uses the memory is enqueued on `stream`, or done."""
         with self._lock:
-            mine.is_busy = False
+            mine.thread = 0
             if mine is not self._current():
                 self.release(mine)
                 return
@@ -251,7 +249,7 @@ class Arena:
 
     def _free_idle(self) -> bool:
         last = self._current()
-        if last is None or last.is_busy:
+        if last is None or last.thread:
             return False
         self.release(last)
         return True

@@ -32,9 +32,6 @@ class Tuning:
     strip_bytes: int = 63 << 20
     """The size of a strip of an image that is packed, at most. What does not pack takes a little more than its own bytes, and
     may take 64 MiB. A smaller strip takes less memory of the device, and more launches."""
-    packed_group_seconds: float = 1e-3
-    """What the host takes, about, to bring a packed group and to run its module. FLUX.1 at leaf level took 0.9 ms for each
-    group on one H200, more than the link needs (docs/benchmarks.md)."""
 
     # Copies and reads
     max_run_bytes: int = 8 << 20

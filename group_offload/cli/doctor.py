@@ -26,18 +26,16 @@ import torch
 
 from .. import __version__
 from ..base.device import Backend, backend_for
-from ..base.layout import memory_of
-from ..base.mapping import flat_view, map_anonymous
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
-from ..base.reading import open_direct, read_part, refuses_direct
 from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
+from ..plan import speeds
 from ..plan.budgets import auto_ram, total_ram
-from ..plan.speeds import LINK_BYTES, device_name, measure_drive, measure_link
+from ..plan.speeds import device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
 from ..stores.source import SourceFile
 from .arguments import add_device, add_folder, chosen_backend, new_command
@@ -77,7 +75,10 @@ class Machine:
 
 def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    text = "Check what this machine supports, with a fix for what is slow. Include this in an issue report."
+    text = (
+        "Check what this machine supports, with a fix for what is slow, and measure speeds for later plans. Include this in an "
+        "issue report."
+    )
     command = new_command(commands, "doctor", text)
     add_device(command)
     add_folder(command, "a folder on the disk of your models; a small file is written to it and removed")
@@ -215,22 +216,6 @@ def _mapped_files(machine: Machine) -> Row:
     return Row(found, SLOWER, "Try a newer driver or another file system.")
 
 
-def _direct_reads(machine: Machine) -> Row:
-    size = tuning().small_chunk_bytes
-    area = memory_of(flat_view(map_anonymous(size), 0, size))
-    with machine.file.open("rb", buffering=0) as file:
-        direct = open_direct(file.fileno())
-    if direct is not None:
-        try:
-            read_part(direct.fileno(), area, 0)
-            return Row("O_DIRECT works: if RAM is short, files are read without the page cache")
-        except OSError as error:
-            if not refuses_direct(error):
-                raise
-    remedy = "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
-    return Row("the file system has no O_DIRECT: files are read through the page cache", SLOWER, remedy)
-
-
 def _ram(machine: Machine) -> Row:
     total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
@@ -264,8 +249,8 @@ def _device(machine: Machine) -> Row:
 def _link(machine: Machine) -> Row:
     if not machine.backend.has_streams:
         return Row(_CPU)
-    measured = measure_link(machine.backend, min(LINK_BYTES, tuning().tried_lock_bytes))
-    found = f"{measured / 1e9:.1f} GB/s from RAM to the device"
+    measured = measure_link(machine.backend, min(speeds.LINK_BYTES, tuning().tried_lock_bytes))
+    found = f"{measured / 1e9:.1f} GB/s from RAM to the device{_kept('h2d', device_name(machine.backend), measured)}"
     if measured >= _SLOW_LINK:
         return Row(found)
     remedy = "Use a slot with all PCIe lanes (PCIe 4 x16 carries 25 GB/s). If page locking isn't ok, fix that first."
@@ -276,14 +261,27 @@ def _drive(machine: Machine) -> Row:
     folder = machine.folder.resolve()
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
     kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
-    speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
+    speed, problem = measure_drive(folder, speeds.MIN_DRIVE_BYTES)
+    if speed is None:  # it holds no model whose files are large enough
+        speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
-    found += f", {speed / 1e9:.2f} GB/s from disk to RAM"
-    if speed >= _SLOW_DRIVE:
-        return Row(found)
-    return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+    found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('drive', speeds.filesystem_of(folder), speed)}"
+    if speed < _SLOW_DRIVE:
+        return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+    if problem:  # O_DIRECT is refused: reads go through the page cache
+        return Row(
+            f"{found}. {problem}", SLOWER, "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
+        )
+    return Row(found)
+
+
+def _kept(what: str, where: str, speed: int) -> str:
+    """Keep a speed for plans. Returns what is to be said if that fails."""
+    if speeds.record({(what, where): speed}):
+        return ""
+    return " (plans won't use it: set XDG_CACHE_HOME to a folder that you can write to)"
 
 
 def _versions(machine: Machine) -> Row:
@@ -307,6 +305,6 @@ def _versions(machine: Machine) -> Row:
 
 PROBES: dict[str, Callable[[Machine], Row]] = {
     probe.__name__[1:]: probe
-    for probe in (_page_map, _page_locking, _mapped_files, _direct_reads, _ram, _device, _link, _drive, _versions)
+    for probe in (_page_map, _page_locking, _mapped_files, _ram, _device, _link, _drive, _versions)
 }
 """The rows, in their order."""

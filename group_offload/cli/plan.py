@@ -58,7 +58,7 @@ def add_command(commands: Any) -> None:
     add("--step-seconds", type=_seconds, metavar="S", help="compute time of one forward (default: unknown)")
     text = "forwards of a pipeline's denoiser (default: %(default)s)"
     add("--steps", type=_number, default=NUM_STEPS, metavar="N", help=text)
-    text = "{}, such as {}, per second (default: as bench measured)"
+    text = "{}, such as {}, per second (default: as doctor measured)"
     add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
     add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
     text = "write a page: groups, memory, bottleneck"
@@ -230,7 +230,7 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
     told = {label: speeds[name] for name, label in names.items()}
     yield f"Speeds: {', '.join(f'{label} {speed / 1e9:.3g} GB/s ({source})' for label, (speed, source) in told.items())}."
     if any(source == "assumed" for name, (_, source) in speeds.items() if name != "unpack"):
-        yield "To measure what is assumed: group-offload bench DIR"
+        yield "To measure what is assumed: group-offload doctor DIR"
     if arguments.pack:
         yield "Compressed weights on disk need offload_to_disk_path."
     untimed = [each.name for each in components if not each.plan.prediction.compute_seconds]

@@ -129,10 +129,8 @@ def _all_placements(
 def _orders(model: PassModel, able: list[int], rests: Rests) -> Iterator[list[int]]:
     """What is read comes first. Else what is left to send is spread evenly, or slots are small."""
     first = sorted(able, key=lambda index: rests[index] is not Placement.FILE)
-    by_size = sorted(able, key=lambda index: (-model.num_sent[index], -model.sizes[index]))
     yield first
-    yield by_size
-    yield sorted(by_size, key=lambda index: rests[index] is not Placement.FILE)
+    yield sorted(able, key=lambda i: (rests[i] is not Placement.FILE, -model.num_sent[i], -model.sizes[i]))
     if len(model.uses) > _MANY_USES:
         return
     # Where few groups are left to be read, it matters more than elsewhere how evenly they come.

@@ -252,7 +252,7 @@ def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
-    """Bytes per second, or None, and what was wrong, if anything. See [Note: How a drive is measured].
+    """Bytes per second, or None, and what was wrong, if anything: see [Note: How a drive is measured].
 
     Args:
         path: a file of at least `min_bytes`, or the folder of a model with such a file.
@@ -264,16 +264,15 @@ def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
         return None, f"Not measuring the disk: {path} has no safetensors file of {describe_bytes(min_bytes)} or more."
     try:
         with chosen.open("rb", buffering=0) as file:
-            speed = _measure_file(file.fileno())
+            speed, is_direct = _measure_file(file.fileno())
     except OSError as error:
         return None, f"Cannot read {chosen} to measure the disk: {error.strerror or error}."
-    return (
-        speed,
-        "" if speed else f"Direct reads of {chosen} aren't possible, and it is in RAM: the disk was not measured.",
-    )
+    in_ram = "" if speed else ", and it is in RAM: the disk was not measured"
+    return speed, "" if is_direct else f"Direct reads of {chosen} aren't possible{in_ram}."
 
 
-def _measure_file(fd: int) -> int | None:
+def _measure_file(fd: int) -> tuple[int | None, bool]:
+    """Bytes per second, if it could be read from the drive, and whether it was read past the page cache."""
     num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
     pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
@@ -281,12 +280,12 @@ def _measure_file(fd: int) -> int | None:
     direct = open_direct(fd)
     if direct is not None:
         try:
-            return _read_all(direct.fileno(), pieces)
+            return _read_all(direct.fileno(), pieces), True
         except OSError as error:
             if not refuses_direct(error):
                 raise
     cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    return _read_all(fd, cold) if cold else None
+    return _read_all(fd, cold) if cold else None, False
 
 
 def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
 from ..base.torch_internals import tell_of_apply
+from ..base.tuning import tuning
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
@@ -196,13 +197,13 @@ class Engine:
         """Who holds device memory now, or has it kept free, and the bytes. Empty for a device without memory of its own."""
         if not self.config.backend.has_streams:
             return ()
-        memory, (need, margin) = self.memory, self.placer.kept_free
+        memory, placer = self.memory, self.placer
         return (
             ("buffers for streamed weights", memory.slot_bytes),
             ("resident weights", memory.resident_bytes),
             ("trained parameters", self.trained.num_bytes),
-            ("reserved for activations", need),
-            ("safety margin", margin),
+            ("reserved for activations", placer.needs.kept_bytes if placer.has_budget else 0),
+            ("safety margin", tuning().device_margin_bytes if placer.has_budget else 0),
             ("weights of other models", memory.arena.others_bytes(memory)),
         )
 
@@ -354,7 +355,6 @@ class Engine:
             before=before,
             wait=self.transfer.last_copies.synchronize,
             casts=casts,
-            packs=self._packer.is_on,
             host=None if before or self.sharing is None else self.sharing.one_copy,
         ).build()
         self._to_close |= dict.fromkeys(part for group in before for part in group.parts)

@@ -9,7 +9,6 @@ import torch
 
 from ..base.arena import Holding, arena_for
 from ..base.device import Event
-from ..base.layout import ALIGNMENT
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..plan.placement import NUM_BERTHS
@@ -97,7 +96,6 @@ class DeviceMemory(Holding):
                 self.free(slot)
         sent = [group for group in streamed if group.packed not in to_stay]
         reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
-        reading_bytes = -(-reading_bytes // ALIGNMENT) * ALIGNMENT
         berth_bytes = reading_bytes
         berth_bytes += NUM_BERTHS * max((group.largest_strip(is_read=False) for group in sent), default=0)
         if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self.berth_bytes, self._reading_bytes):
@@ -171,7 +169,7 @@ class DeviceMemory(Holding):
         if num_bytes <= 0:
             return
         slots = self.residents[::-1]  # another module's pass takes what came last, whatever this module needs next
-        if self.is_busy:
+        if self.thread:
             next_use: dict[Group | PackedGroup, int] = {}
             for number, group in enumerate(self.schedule.upcoming(wraps=True)):
                 next_use.setdefault(group, number)
@@ -240,7 +238,7 @@ class DeviceMemory(Holding):
             slot.evict()
         self.residents, self.pooled, self.resident_bytes, self.pooled_bytes = [], [], 0, 0
         self.arena.release(self)
-        self.is_busy = False
+        self.thread = 0
         for slot in slots:
             if not slot.is_aliased:
                 self._backend.free(slot.memory)

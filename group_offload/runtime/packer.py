@@ -20,7 +20,7 @@ from ..plan.budgets import describe_bytes
 from ..stores.base import Blob
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
-from ..stores.moves import Copy, Read, Tier
+from ..stores.moves import Copy, Read
 from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
 from ..stores.packed_files import Wanted, find_or_pack, packed_from
 from ..stores.pinned import RamBlob
@@ -54,7 +54,7 @@ class Packer:
         """Whether a plan keeps RAM free for others, so that what it puts there is packed without a reserve."""
         self._may_lock = config.may_lock_files
         self._is_verified = config.verify_files
-        self.is_on = config.pack is True
+        self._is_on = config.pack
         """Whether blobs are packed."""
         self.is_set_up = False
         """Whether the module has been offloaded. Then weights stay plain where the folder does not take packed files."""
@@ -75,24 +75,13 @@ class Packer:
         return self._folder is not None
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """The module was partitioned into these groups. All of them are to be packed."""
-        self._groups = tuple(groups)
+        """The module was partitioned into these groups. All of them are to be packed, if any are."""
+        self._groups = tuple(groups) if self._is_on else ()
         self._ids = ids_of(groups)
         for part in _parts_of(groups):
-            part.may_pack = part.may_pack and is_packable(part.blob.layout)
+            part.may_pack = self._is_on and part.may_pack and is_packable(part.blob.layout)
         self._to_read.intersection_update(self._ids)
         self._sizes = {part: size for part, size in self._sizes.items() if part in self._ids}
-
-    def switch_on(self) -> None:
-        """Pack from now on. What is pinned itself so far is not any more: `begin` comes next."""
-        self.is_on = True
-        for part in _parts_of(self._groups):
-            blob = part.blob
-            if isinstance(blob, FileBlob):
-                blob.source.unlock()
-                blob.tier = Tier.FILE
-            elif isinstance(blob, RamBlob) and part.may_pack:
-                blob.store.unlock(LockLimit(self._backend))
 
     def limit(self, groups: Iterable[Group], room: int) -> int:
         """Pack only as many of these groups, which are stored in RAM, as there is room for their packed bytes besides.
@@ -130,18 +119,14 @@ class Packer:
                 for part in group.parts:
                     part.blob.drop_packed()
 
-    def packed_bytes(self, group: Group, *, if_on: bool = False) -> int:
-        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed.
-
-        Args:
-            if_on: Take it that blobs are packed.
-        """
+    def packed_bytes(self, group: Group) -> int:
+        """What is sent of a group if it is packed, about, as long as it was not; 0 if it is not going to be packed."""
         total, has_packed = 0, False
         for part in group.parts:
             num_bytes = part.blob.layout.num_bytes
             if part.blob.packed is not None:
                 total, has_packed = total + part.blob.packed.num_bytes, True
-            elif (if_on or self.is_on) and self._could_pack(part):
+            elif self._could_pack(part):
                 total, has_packed = total + self._size_of(part), True
             else:
                 total += num_bytes
@@ -163,7 +148,7 @@ class Packer:
                 the weights are sent as they rest.
         """
         errors: list[GroupFileError] = []
-        for part in _parts_of(self._groups if self.is_on else ()):
+        for part in _parts_of(self._groups):
             if part.blob.packed is not None and not part.blob.packed.is_lost:
                 try:
                     part.blob.packed.check()
@@ -175,8 +160,6 @@ class Packer:
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
-        if not self.is_on:
-            return []
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
         for part in parts:
             if part.blob.packed is not None and part.blob.packed.is_lost:  # the same file would be found again

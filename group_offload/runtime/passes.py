@@ -260,7 +260,7 @@ class Passes:
                     self.acquire(group)
                     call.groups.append(group)
             self._end_lingering()
-            self.placer.weigh_activations()
+            self.placer.needs.look()
             self.lookahead.before_call()
 
     def _refuse_interrupted(self) -> None:
@@ -336,7 +336,7 @@ class Passes:
         try:
             self.lingering = None  # else a call inside would end its use
             schedule.observe(group)
-            self.placer.weigh_activations()
+            self.placer.needs.look()
             output = call(*args, **kwargs)
         except BaseException:
             if self._state is State.OPEN:

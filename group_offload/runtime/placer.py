@@ -40,8 +40,6 @@ _DEEP_WINDOW = 4
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
-_MIN_PACKING_GAIN = 0.05
-"""With pack="auto" weights are packed if a pass is to be faster by this share: that takes time once, and RAM."""
 _MOST_TOGETHER = 16
 """The most forwards that share a pass."""
 
@@ -50,7 +48,7 @@ class Placer:
     """Keeps one module within its budgets. Owned by an engine, and used under its lock.
 
     Order of calls: `place` whenever the module was partitioned; in each forward `replan` and `make_room`, then, once there are
-    slots, `begin_pass`, any number of `weigh_activations`, and `end_pass`.
+    slots, `begin_pass`, any number of `needs.look`, and `end_pass`.
     """
 
     def __init__(self, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer) -> None:
@@ -62,7 +60,7 @@ class Placer:
         self._recorder = recorder
         self._packer = packer
         self._budgeter = Budgeter(config, self._files, self._transfer, packer)
-        self._needs = Needs(self._backend, self._memory)
+        self.needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
         self._groups: tuple[Group, ...] = ()
@@ -86,7 +84,7 @@ class Placer:
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
-        self._needs.clear()
+        self.needs.clear()
         blobs = [part.blob for group in groups for part in group.parts]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
@@ -144,11 +142,6 @@ class Placer:
         there = self._backend.free_bytes() + self._backend.reserved_bytes()
         return min(vram, there) if isinstance(vram, int) else there
 
-    @property
-    def kept_free(self) -> tuple[int, int]:
-        """The device memory that is kept free beside weights: for activations, and as a reserve."""
-        return (self._needs.kept_bytes, tuning().device_margin_bytes) if self.has_budget else (0, 0)
-
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights are streamed."""
         self._learn()
@@ -198,7 +191,7 @@ class Placer:
         outer = sum(group.num_bytes for group in self._groups if group.height)
         in_no_file = [group for group in self._groups if not group.is_in_file]
         least = sum(group.num_bytes for group in in_no_file if not group.height)
-        if self._packer.is_on:  # the memory to read files into, which is counted, is not there yet
+        if self._config.pack:  # the memory to read files into, which is counted, is not there yet
             outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
         least += self._packer.limit((group for group in in_no_file if not group.height), total - outer - least)
         outer += self._packer.limit((group for group in in_no_file if group.height), total - outer - least)
@@ -243,8 +236,6 @@ class Placer:
             for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_locked}:
                 source.check()
             return
-        if self._config.pack == "auto" and not self._packer.is_on:
-            self._pack_if_faster()
         if self._packer.lacking():  # blobs were edited
             try:
                 if self._pack():
@@ -258,7 +249,7 @@ class Placer:
         if sharing is not None and sharing.has_news:
             self._share_out_files()
             self.reside()
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self.needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
         if self._budgeter.before_pass(*self._order_and_space(kind, need)):
@@ -268,7 +259,7 @@ class Placer:
     def plan_ahead(self, kind: Kind) -> None:
         """Make the plan of the next forward of this kind, after one and while the device still computes."""
         self._learn(describes=False)
-        need = self._needs.of(kind) if self.has_budget else None
+        need = self.needs.of(kind) if self.has_budget else None
         if need is not None:
             self._budgeter.after_pass(*self._order_and_space(kind, need))
 
@@ -291,29 +282,13 @@ class Placer:
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
 
-    def _pack_if_faster(self) -> None:
-        """Pack from now on, if a plan says that it is worth it."""
-        if not self._budgeter.has_learnt_to_pack:
-            return
-        self._learn()
-        gain = self._budgeter.gain_from_packing()
-        if gain < _MIN_PACKING_GAIN:
-            return
-        logger.info("Packing %s, which should save %.0f%% of a forward.", self._name, 100 * gain)
-        self._lookahead.abandon()
-        self._recorder.forget_measured()
-        self._memory.release()
-        self._packer.switch_on()
-        self.place(self._groups)
-
     def _pack(self) -> bool:
         """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
-        lacking = self._packer.lacking()
-        if lacking:
+        if lacking := self._packer.lacking():
             self._memory.arena.release(self._memory)  # packing takes device memory too
             self._packer.pack(lacking)
         # Ranks that share groups would come to plans of their own.
-        follows = self._packer.is_on and self._config.has_budgets and not self._has_ranks
+        follows = self._config.pack and not self._has_ranks
         return follows and self._budgeter.count_packed(self._packer.take_missing())
 
     def make_room(self, kind: Kind, *, begins_phase: bool) -> None:
@@ -327,11 +302,11 @@ class Placer:
         """
         memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
         if begins_phase:
-            self._needs.begin_phase()
-        need = self._needs.of(kind) if self.has_budget else None
+            self.needs.begin_phase()
+        need = self.needs.of(kind) if self.has_budget else None
         measures = self.has_budget and need is None
         if measures and self._backend.joins_fragments:  # those between residents would count as needed
-            need = self._needs.at_most(kind)
+            need = self.needs.at_most(kind)
         space = 0 if need is None else self._space(need)
         slots = least = memory.fixed_bytes - memory.outer_bytes
         if plan is not None:
@@ -387,10 +362,10 @@ class Placer:
         """
         memory = self._memory
         memory.num_passes += 1
-        memory.window_bytes = self._window(self._needs.of(kind) or self._needs.kept_bytes)
+        memory.window_bytes = self._window(self.needs.of(kind) or self.needs.kept_bytes)
         sizes_window = memory.is_just_in_time and not (self._config.record_stream or kind.is_backward)
         if self.has_budget or sizes_window:
-            self._needs.begin(kind, has_budget=self.has_budget)
+            self.needs.begin(kind, has_budget=self.has_budget)
         return not kind.is_backward and self._budgeter.count_pass(kind)
 
     def forwards_that_fit(self, kind: Kind) -> int:
@@ -400,7 +375,7 @@ class Placer:
         """
         if not self.has_budget:
             return _MOST_TOGETHER
-        need = self._needs.measured(kind) if self._backend.has_streams else None
+        need = self.needs.measured(kind) if self._backend.has_streams else None
         if need is None or self.sends_nothing:
             return 1
         return min(_MOST_TOGETHER, (self._space(0) - self._budgeter.least_bytes) // max(1, need))
@@ -410,8 +385,8 @@ class Placer:
         self._learn(describes=self._budgeter.plan is None)
         if not self.has_budget:
             return self._budgeter.gain_from_sharing(kinds, None, None)
-        needs, both = [self._needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
-        of_all = self._needs.measured(both) or self._needs.at_most(both) or sum(needs)
+        needs, both = [self.needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
+        of_all = self.needs.measured(both) or self.needs.at_most(both) or sum(needs)
         return self._budgeter.gain_from_sharing(kinds, self._own_space(max(needs)), self._own_space(of_all))
 
     @property
@@ -420,13 +395,9 @@ class Placer:
         plan = self._budgeter.plan
         return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
-    def weigh_activations(self) -> None:
-        """Measure the memory of activations as a gated call begins."""
-        self._needs.look()
-
     def end_pass(self, *, completed: bool) -> None:
         """Learn from a pass that completed. The measurements of one that failed are dropped."""
-        measured = self._needs.end(completed=completed)
+        measured = self.needs.end(completed=completed)
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
             logger.warning(
                 "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
@@ -457,7 +428,7 @@ class Placer:
         """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
         for _ in range(len(self._groups) + 2):
             in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
-            if self._packer.is_on and self._budgeter.ram_bytes is not None:
+            if self._config.pack and self._budgeter.ram_bytes is not None:
                 self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
             # Packed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
             # puts others there.
@@ -483,7 +454,7 @@ class Placer:
         """Memory of `num_bytes` was refused in a pass: evict residents for `factor` times as much. False if there are none."""
         gave = self._memory.arena.give_way(factor * max(num_bytes, tuning().give_way_bytes), self._memory)
         if gave and self.has_budget:
-            self._needs.add(num_bytes)
+            self.needs.add(num_bytes)
         return gave
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
@@ -498,7 +469,7 @@ class Placer:
         arena.give_way(before, self._memory)
         evicted = before - arena.resident_bytes
         self._backend.release_unused()
-        self._needs.add(evicted)
+        self.needs.add(evicted)
         advice = (
             f"Evicted {describe_bytes(evicted)} of resident weights: call {name} again. (It wasn't retried: gradients are "
             f"recorded, or it may have changed something before it failed.)"

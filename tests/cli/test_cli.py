@@ -20,11 +20,9 @@ ROOT = Path(__file__).parents[2]
         ("", "usage: group-offload"),
         ("pack .", "usage: group-offload"),
         ("doctor -", "argument DIR: it is empty"),  # a variable of the shell that is not set
-        ("bench -", "argument DIR: it is empty"),
         ("plan -", "MODEL is empty"),
-        ("bench nothing", "nothing is not a folder"),
-        ("bench --device abacus", "--device abacus"),
-        ("bench --device cpu:3", "torch sees 1 cpu device"),
+        ("doctor --device abacus", "--device abacus"),
+        ("doctor --device cpu:3", "torch sees 1 cpu device"),
         ("pack nowhere groups", "There is no nowhere"),
         ("pack . groups --dtype int8", "floating point"),
         ("pack . groups --device meta", "--device 'meta' isn't supported. Use 'cuda'"),

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from group_offload.base import pagemap
-from group_offload.base.system import own_descriptor
 from group_offload.cli import doctor
+from group_offload.plan import speeds
 from group_offload.plan.budgets import describe_bytes
 from group_offload.stores.source import SourceFile
 
@@ -26,6 +26,7 @@ from ..support.control_groups import GIB, Cgroups
 from ..support.files import failing
 from ..support.page_map import PageMap
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import MIB, measure_little
 from ..support.terminal import Terminal
 from ..support.tuning import tune
 
@@ -123,7 +124,6 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "page_map": (doctor, "scans_quickly"),
     "page_locking": (doctor, "LockLimit"),
     "mapped_files": (SourceFile, "lock"),
-    "direct_reads": (doctor, "read_part"),
     "ram": (doctor, "auto_ram"),
     "device": (SimulatedDevice, "free_bytes"),
     "link": (doctor, "measure_link"),
@@ -141,6 +141,30 @@ def test_a_probe_that_fails_is_a_row(ask: Ask, device: SimulatedDevice, monkeypa
         assert [other for other, row in rows.items() if row["verdict"] == "unknown"] == [name]
 
 
+def test_speeds_are_kept_for_plans(
+    run: Terminal, folder: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the disk is told by a model's file, if there is one. Rows say what could not be kept."""
+    measure_little(monkeypatch)
+    sizes: list[int] = []
+
+    def measured(fd: int) -> tuple[int, bool]:
+        sizes.append(os.fstat(fd).st_size)
+        return 2 * 10**9, True
+
+    monkeypatch.setattr(speeds, "_measure_file", measured)
+    run("doctor", folder, "--device", "cpu")
+    assert sizes == [MIB]  # the file that is written for it
+    found = {each.what: each for each in speeds.recorded()}
+    assert (found["drive"].where, found["drive"].speed) == (speeds.filesystem_of(folder), 2 * 10**9)
+    assert found["h2d"].where == speeds.device_name(device) and found["h2d"].speed > 0
+    (folder / "vae").mkdir()
+    (folder / "vae" / "model.safetensors").write_bytes(bytes(2 * MIB))
+    monkeypatch.setattr(speeds, "record_file", lambda: None)
+    assert run("doctor", folder, "--device", "cpu").count("set XDG_CACHE_HOME") == 2
+    assert sizes == [MIB, 2 * MIB]
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -152,11 +176,6 @@ def memory(total: float, available: float) -> Callable[[pytest.MonkeyPatch], Non
 def answers(place: Any, name: str, *answer: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """A call that gives this, or raises if no answer is given."""
     return lambda patch: patch.setattr(place, name, (lambda *_, **__: answer[0]) if answer else raises)
-
-
-def no_direct_reads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(doctor, "open_direct", lambda fd: own_descriptor(os.dup(fd)))
-    patch.setattr(doctor, "read_part", failing(errno.EINVAL))
 
 
 def no_diffusers(patch: pytest.MonkeyPatch) -> None:
@@ -178,10 +197,9 @@ INSTALL = "pip install 'group-offload[diffusers]'"
 ROWS_OF: list[tuple[str, Change, str, str, str]] = [
     ("ram", memory(64, 40), "ok", '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now', ""),
     ("ram", memory(64, 0.5), "missing", "", ""),
-    ("direct_reads", no_direct_reads, "slower", "no O_DIRECT", ""),
-    ("direct_reads", answers(doctor, "open_direct", None), "slower", "no O_DIRECT", ""),
     ("drive", answers(doctor, "measure_drive", (10**9, "")), "ok", "xfs, ", ""),
     ("drive", answers(doctor, "measure_drive", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
+    ("drive", answers(doctor, "measure_drive", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
     ("drive", answers(doctor, "measure_drive", (None, "it is asleep")), "unknown", "it is asleep", ""),
     ("device", answers(torch.accelerator, "current_accelerator"), "missing", "out of", ""),
     ("device", a_driver_beside_a_torch_for_the_cpu, "missing", "", ""),

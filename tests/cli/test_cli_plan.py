@@ -1,4 +1,4 @@
-"""The commands `plan` and `bench`, and the groups that a checkpoint's models are cut into."""
+"""The command `plan`, and the groups that a checkpoint's models are cut into."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from group_offload import GroupFileError, apply_group_offloading
-from group_offload.cli import arguments as cli_arguments
-from group_offload.cli import bench as cli_bench
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.cli.outline import find_models, outline_of
 from group_offload.plan import speeds
 
 from ..support import tiny_models
 from ..support.pages import Page
-from ..support.speeds import measure_little
 from ..support.terminal import Terminal
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -57,9 +54,8 @@ class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusers, "Model", Model, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def write_model(folder: Path, num_blocks: int = 20, block_bytes: int = GIB // 2, outer_bytes: int = 64 * MIB) -> Path:
@@ -381,14 +377,14 @@ def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyP
     def asked(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("asked")
 
-    for module, name in ((torch.cuda, "_lazy_init"), (cli_bench, "chosen_backend"), (speeds, "measure_link")):
+    for module, name in ((torch.cuda, "_lazy_init"), (speeds, "measure_link")):
         monkeypatch.setattr(module, name, asked)
     said = run("plan", model, "--vram", "4GiB", "--ram", "6GiB")
     assert "Model: 10.1 GiB in 21 groups. 64 MiB around its blocks are on the device only during a forward." in said
     assert "Bottleneck: disk, predicted " in said
     assert "1 GiB more VRAM would save" in said and "1 GiB more RAM would save" in said
     assert (
-        "Times cover weight transfers only" in said and said.count("(assumed)") == 2 and "group-offload bench" in said
+        "Times cover weight transfers only" in said and said.count("(assumed)") == 2 and "group-offload doctor" in said
     )
     said = run("plan", model, "--step-seconds", "0.5", "--dtype", "float32", "--h2d", "1TB", "--drive", "1GB")
     assert "21 weights are cast to torch.float32" in said and "Compute is taken" not in said
@@ -517,28 +513,3 @@ def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
     assert "RAM to device 10 GB/s (given), disk to RAM 1 GB/s (given)." in run(
         "plan", model, "--h2d", "10GB", "--drive", "1GB"
     )
-
-
-# ---------------------------------------------------------------- bench
-
-
-def test_bench(tmp_path: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the current folder, by default; where there is no file to read, and where the label of a drive, which is its owner's,
-    has escape sequences. Hazard: these reach the terminal."""
-    measure_little(monkeypatch)
-    said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("not measured") == 1 and "no safetensors file" in said and "Saved to" in said
-    (tmp_path / "model.safetensors").write_bytes(os.urandom(3 * MIB))
-    os.sync()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_arguments, "default_device", lambda: torch.device("cpu"))
-    found = json.loads(run("bench", "--json"))
-    assert found["h2d"] > 0 and found["drive"] > 0 and found["filesystem"] == speeds.filesystem_of(tmp_path)
-    assert {each.speed for each in speeds.recorded()} >= {found["h2d"], found["drive"]}
-    said = run("bench", tmp_path, "--device", "cpu")
-    assert said.count("GB/s") == 2 and f"Saved to {speeds.record_file()}" in said and len(list(tmp_path.iterdir())) == 1
-    where = "\x1b[31mX"
-    monkeypatch.setattr(speeds, "device_name", lambda backend: where)
-    monkeypatch.setattr(speeds, "filesystem_of", lambda path: where)
-    monkeypatch.setattr(speeds, "measure_drive", lambda *args: (None, where))
-    assert run("bench", tmp_path).count(where.replace("\x1b", "\N{REPLACEMENT CHARACTER}")) == 3

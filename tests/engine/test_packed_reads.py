@@ -28,7 +28,6 @@ from ..support.packed_models import (
     gained,
     groups_of,
     offloaded,
-    pack_now,
     routed,
     scale,
     settled,
@@ -165,27 +164,18 @@ def test_a_plan_learns_what_ram_could_not_be_had(
     end(device, model, resident, handle)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
 def test_the_next_set_up_reads_and_packs_nothing(
-    is_late: bool, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the facts of a file prove is not read, as with weights that are views of a checkpoint.
-
-    Args:
-        is_late: With "auto", once a plan says so, while the model runs.
-    """
+    """What the facts of a file prove is not read, as with weights that are views of a checkpoint."""
     resident = routed([2400] * 4)
-    with monkeypatch.context() as patch:
-        if is_late:
-            pack_now(patch)
-        model: Any = from_file(resident, tmp_path / "model.safetensors")
-        handle = offload(model, pack="auto" if is_late else True, offload_to_disk_path=tmp_path / "groups")
-        check(device, model, resident, 2)
-        before = settled(handle)
-        check(device, model, resident)
-        assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
-        assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
-        end(device, model, resident, handle)
+    model, handle = offloaded("checkpoint", resident, tmp_path)
+    check(device, model, resident, 2)
+    before = settled(handle)
+    check(device, model, resident)
+    assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
+    assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
+    end(device, model, resident, handle)
     calls: list[str] = []
     for owner, name in ((packed_files, "pack"), (packed_files, "content_of"), (packed_files, "content_of_file")):
         monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
@@ -197,9 +187,7 @@ def test_the_next_set_up_reads_and_packs_nothing(
 
 
 @pytest.mark.parametrize("fault", ["no room", "no room for the second"])
-@pytest.mark.parametrize("pack", [True, "auto"])
 def test_a_folder_that_takes_no_packed_files_any_more(
-    pack: Any,
     fault: str,
     device: SimulatedDevice,
     tmp_path: Path,
@@ -209,7 +197,7 @@ def test_a_folder_that_takes_no_packed_files_any_more(
     """Weights that run are not lost for it: they are used as they are."""
     resident = routed([2400] * 3)
     model: Any = copy.deepcopy(resident)
-    handle = offload(model, pack=pack, offload_to_disk_path=tmp_path / "groups")
+    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     taken: list[Any] = []
     write = packed_files._write
@@ -221,15 +209,12 @@ def test_a_folder_that_takes_no_packed_files_any_more(
         return taken[0]
 
     monkeypatch.setattr(packed_files, "_write", refuse)
-    if pack == "auto":
-        pack_now(monkeypatch)
-        if fault == "no room":
-            monkeypatch.setattr(Folder, "locked", refuse)
-    else:
-        for each in (model, resident):
-            with torch.no_grad():
-                for block in each.blocks:
-                    block.down.bias.mul_(2)  # the rest of the group stays in its file
+    if fault == "no room":
+        monkeypatch.setattr(Folder, "locked", refuse)
+    for each in (model, resident):
+        with torch.no_grad():
+            for block in each.blocks:
+                block.down.bias.mul_(2)  # the rest of the group stays in its file
     caplog.clear()
     check(device, model, resident, 3)
     assert caplog.text.count("not packed: The folder is full.") == 1
@@ -238,22 +223,18 @@ def test_a_folder_that_takes_no_packed_files_any_more(
 
 
 @pytest.mark.parametrize("event", ["deleted", "replaced"])
-def test_a_checkpoint_that_lost_its_name_is_packed(
-    event: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_lost_its_name_is_packed(event: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """Its weights are still there. What has its name now is not what was packed."""
     resident, other = routed([2400] * 3), routed([2400] * 3)
     scale(2, other)
     checkpoint = tmp_path / "model.safetensors"
     model: Any = from_file(resident, checkpoint)
-    handle = offload(model, pack="auto", offload_to_disk_path=tmp_path / "groups")
-    check(device, model, resident, 2)
     if event == "deleted":
         checkpoint.unlink()
     else:
         from_file(other, tmp_path / "other.safetensors")
         (tmp_path / "other.safetensors").replace(checkpoint)
-    pack_now(monkeypatch)
+    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
     check(device, model, resident, 2)
     assert len(groups_of(handle)) == 3
     end(device, model, resident, handle)

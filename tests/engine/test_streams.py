@@ -29,7 +29,6 @@ from group_offload import GroupFileError, OffloadHandle, free_slots
 from group_offload.base import arena
 from group_offload.plan.placement import Placement
 from group_offload.runtime import engine, memory, packer, passes, placer
-from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.convoy import lock as convoy_lock
 from group_offload.runtime.convoy import passes as convoy_passes
 from group_offload.runtime.copies import last as copies
@@ -527,42 +526,6 @@ def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[
         assert device.allocated_bytes == 0
 
 
-def test_a_model_is_packed_while_its_files_are_read() -> None:
-    """With "auto": what the next pass needs first is being read as that pass begins, and everything is packed."""
-    model = RoutedModel([600] * 4).bfloat16()
-    x = torch.randn(2, DIM).bfloat16()
-    with packing(), drive("blocks_0") as (device, held, folder, patch):
-        tune(patch, locked_share=0.0)  # until then files are read
-        with Twins(device, model, pack="auto", offload_to_disk_path=folder) as twins:
-            twins.step(x=x)
-            hook = hold_what_the_next_pass_needs(model, held)
-            twins.step(x=x)
-            hook.remove()
-            assert is_being_read(twins.handle)
-            tune(patch, locked_share=0.5)
-            patch.setattr(Budgeter, "has_learnt_to_pack", True)
-
-            abandon, place = lookahead.LookAhead.abandon, placer.Placer.place
-
-            def open_meanwhile(ahead: lookahead.LookAhead) -> None:
-                threading.Timer(0.2, held.open).start()
-                abandon(ahead)
-
-            def open_after(*args: Any, **kwargs: Any) -> None:
-                in_time = threading.Timer(5, held.open)
-                in_time.start()
-                place(*args, **kwargs)
-                in_time.cancel()
-                held.open()
-
-            patch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
-            patch.setattr(lookahead.LookAhead, "abandon", open_meanwhile)
-            patch.setattr(placer.Placer, "place", open_after)
-            for _ in range(3):
-                twins.step(x=x)
-            assert twins.handle.stats().bytes_unpacked
-
-
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
 def test_packed_files_are_read(options: dict[str, Any]) -> None:
     """Two models take the slots and the reading berth from one another; reads are given up; the models are removed."""
@@ -767,12 +730,6 @@ FOUND_BY = {
     "Transfer._send-0": exercise,
     "Reader.order_behind_jobs-0": test_what_rests_in_ram_does_not_overtake_what_is_read,
     "Transfer._wait_for_room-0": test_what_rests_in_ram_does_not_overtake_what_is_read,
-    "WriteOrder.fill-0": test_a_model_is_packed_while_its_files_are_read,
-    "WriteOrder.fill-1": test_a_model_is_packed_while_its_files_are_read,
-    "WriteOrder.unpack-0": test_a_model_is_packed_while_its_files_are_read,
-    "WriteOrder.unpack-1": test_a_model_is_packed_while_its_files_are_read,
-    "LookAhead.abandon-0": test_a_model_is_packed_while_its_files_are_read,
-    "Placer._pack_if_faster-0": test_a_model_is_packed_while_its_files_are_read,
     "DeviceMemory.resident_slot-0": test_packed_weights_stay_on_the_device,
     "LastCopies.synchronize_streams-0": test_packed_files_are_read,
     "Slot.evict-0": test_slots_go_to_another_model_while_files_are_being_read,

@@ -126,26 +126,6 @@ def test_streaming_everything_takes_what_the_link_takes(
         assert max(times) == pytest.approx(handle.plan.details.prediction.step_seconds, rel=0.03)
 
 
-@pytest.mark.parametrize("factor", [1.0, 4.0])
-@pytest.mark.parametrize("share", [None, 0.25])
-def test_auto_packs_only_where_that_is_faster(
-    share: float | None, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first passes measure compute. If it sets the time of a pass, nothing is packed."""
-    budget = None if share is None else int(TOTAL * share)
-    with offloaded(monkeypatch, pack="auto", vram_budget=budget) as (device, model, handle):
-        device.scale = factor
-        first = steps(device, model, 3)
-        assert not handle.stats().packed_bytes
-        later = steps(device, model, 9)
-        if factor > 1:
-            assert not handle.stats().packed_bytes
-            return
-        assert handle.stats().packed_bytes > 0.68 * TOTAL and later[-1] < 0.85 * first[-1]
-        assert handle.stats().pinned_bytes < 0.72 * TOTAL
-        assert budget is None or device.peak_bytes_in_use() <= budget
-
-
 PERCENTS = (10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import GroupFileError
+from group_offload.base.layout import ALIGNMENT
 from group_offload.base.tuning import Tuning
 from group_offload.packing.codec import MIN_SAVING, hash_of, pack, unpack, unpack_strip
 from group_offload.packing.layout import TILE_BYTES, TILE_WEIGHTS, PackedLayout, Span, packed_size
@@ -46,6 +47,7 @@ def test_every_byte_comes_back(given: list[torch.Tensor], num_tiles: int | None)
     for strip, start, place in packed.layout.placed:
         assert strip.plain_bytes <= strip_bytes
         assert strip.packed_bytes <= packed_size((Span(0, strip.plain_bytes),), 0)
+        assert strip.packed_bytes % ALIGNMENT == 0  # berths of such a size lie one behind another
         mine = packed.data[place : place + strip.packed_bytes].clone()
         found = written_by(lambda out, mine=mine, strip=strip: unpack_strip(mine, strip, out), strip.plain_bytes)
         assert torch.equal(found, image[start : start + strip.plain_bytes])

@@ -6,12 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from group_offload import OffloadHandle, OffloadStats
 from group_offload.base.release import wait_for_releases
-from group_offload.runtime.budget.budgeter import Budgeter
 from group_offload.runtime.groups.group import Group
 
 from .asserts import assert_at_rest
@@ -80,12 +78,6 @@ def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
 def groups_of(handle: OffloadHandle) -> list[Group]:
     """Those that are packed."""
     return [group for group in engine_of(handle).groups if group.packed_bytes]
-
-
-def pack_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans say, with "auto", that packing is worth it."""
-    monkeypatch.setattr(Budgeter, "has_learnt_to_pack", True)
-    monkeypatch.setattr(Budgeter, "gain_from_packing", lambda *args: 0.5)
 
 
 def check_edits(device: SimulatedDevice, model: Any, resident: RoutedModel, handle: OffloadHandle) -> None:

@@ -24,7 +24,6 @@ from ...base.arena import arena_for
 from ...base.recent import MOST, Recent
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import ConfigError
 from ...plan.placement import (
     Budgets,
     Placement,
@@ -92,15 +91,13 @@ class Budgeter:
         """The plan from the next pass on, if it was made again."""
         self._gain_from_sharing: tuple[Any, float] = None, 0.0
         """The last answer of `gain_from_sharing`, behind what it was made for."""
-        self._packing_weighed_at: float | None = None
-        """The `_pass_seconds` for which `gain_from_packing` answered last."""
 
     @cached_property
     def _speeds(self) -> Speeds:
         """The speeds as they were measured, now or earlier."""
         backend, sharing = self._config.backend, self._transfer.sharing
         path = next((blob.source.path for blob in self._files.blobs), None)
-        found = known_speeds(backend, path, unpacks=self._config.pack is not False, take=arena_for(backend).take)
+        found = known_speeds(backend, path, unpacks=self._config.pack, take=arena_for(backend).take)
         h2d, unpack = found.h2d if backend.has_streams else _IN_PLACE, found.unpack
         crew = None if sharing is None else sharing.crew
         if sharing is not None and sharing.speeds is not None:
@@ -179,8 +176,8 @@ class Budgeter:
             return
         is_first, self._next_plan = self._made_for is None, self._made_again(order, space)
         if not is_first and self._next_plan.placements != self.plan.placements:
-            kept = _as_of(self._next_plan.problem, self.plan)
-            if self._next_plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
+            kept = kept_plan(self._next_plan.problem, self.plan)
+            if kept and self._next_plan.prediction.step_seconds > kept.prediction.step_seconds * (1 - MIN_GAIN):
                 self._next_plan = kept
 
     def _fits(self, plan: Plan, space: int) -> bool:
@@ -219,7 +216,7 @@ class Budgeter:
             if self.groups[index].is_in_file:
                 rests[index] = Placement.FILE
         if tuple(rests) == plan.rests:
-            self.plan = _as_of(now, plan)
+            self.plan = kept_plan(now, plan) or make_plan(now)
             return False
         self.plan, self._next_plan, self._made_for = make_plan(replace(now, rests=tuple(rests))), None, None
         return True
@@ -268,30 +265,6 @@ class Budgeter:
             return frozenset()
         found = self.plan.rests if placement is Placement.RAM else self.plan.placements
         return frozenset(group for group, each in zip(self.groups, found, strict=True) if each is placement)
-
-    @property
-    def has_learnt_to_pack(self) -> bool:
-        """Whether compute was measured since `gain_from_packing` answered last."""
-        is_known = any(len(timed) >= NUM_TIMED for timed in self._timed.values())
-        return is_known and self._pass_seconds != self._packing_weighed_at
-
-    def gain_from_packing(self) -> float:
-        """The share of a pass that would be saved if groups were packed, as far as that can be told."""
-        self._packing_weighed_at = self._pass_seconds
-        if self.plan is None:
-            return 0.0
-        now = _as_of(self._now, self.plan)
-        pairs = zip(now.problem.groups, self.groups, strict=True)
-        packed = [
-            replace(planned, packed_bytes=self._packer.packed_bytes(group, if_on=True)) for planned, group in pairs
-        ]
-        try:
-            then = make_plan(replace(now.problem, groups=tuple(packed))).prediction.step_seconds
-        except ConfigError:
-            return 0.0  # the budgets have no space for packed bytes
-        of_host = tuning().packed_group_seconds * sum(planned.packed_bytes > 0 for planned in packed)
-        before = now.prediction.step_seconds
-        return 1 - max(then, of_host) / before if before else 0.0
 
     def gain_from_sharing(self, kinds: Sequence[Kind], *spaces: int | None) -> float | None:
         """The share of time that is saved if forwards of these kinds share a pass; None if their compute isn't known yet.
@@ -344,8 +317,3 @@ class Budgeter:
         now = sum(self._seconds.values())
         if not is_known or abs(now - self._pass_seconds) > MIN_GAIN * self._pass_seconds:
             self._pass_seconds = now
-
-
-def _as_of(problem: Problem, plan: Plan) -> Plan:
-    """The same placements, predicted with the sizes, speeds and times known by now; another plan if they are impossible."""
-    return kept_plan(problem, plan) or make_plan(problem)

@@ -49,9 +49,7 @@ class Kind:
         if len(kinds) == 1:
             return kinds[0]
         shapes = sorted((shape for each in kinds for shape in each.shapes), key=repr)
-        return cls(
-            kinds[0].top, tuple(shapes), kinds[0].with_grad, tuple(sorted(kinds, key=lambda each: repr(each.shapes)))
-        )
+        return cls(kinds[0].top, tuple(shapes), kinds[0].with_grad, tuple(sorted(kinds, key=repr)))
 
     @property
     def is_backward(self) -> bool:

@@ -38,7 +38,7 @@ class Transfer:
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if config.use_stream else None
         # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
-        unpacks = config.use_stream and config.pack is not False
+        unpacks = config.use_stream and config.pack
         self._unpack_stream = backend.new_stream() if unpacks else None
         self._order = WriteOrder(backend, recorder, has_two_streams=unpacks)
         self.reader = Reader(backend, recorder, self._order)

@@ -72,8 +72,6 @@ class Builder:
     """Returns once no copy reads a blob any more: page-locked memory is kept until then."""
     casts: Mapping[int, torch.dtype]
     """By id, the tensors that get another dtype before they are placed, one group after another."""
-    packs: bool
-    """Whether blobs are going to be packed: then these are not page-locked themselves."""
     host: HostMemory | None
     """RAM that other processes have in common with this one, for weights that are in no file."""
     _homes: dict[int, torch.device] = field(default_factory=dict)
@@ -145,7 +143,7 @@ class Builder:
             return
         moving = _only(views, is_table=False)
         num_bytes = sum(span.num_bytes for users in moving.values() for _, mine in users for _, span in mine)
-        may_lock, has_room = config.may_lock_files and not self.packs, fits(num_bytes)
+        may_lock, has_room = config.may_lock_files and not self.config.pack, fits(num_bytes)
         if num_bytes and may_lock and not has_room:
             logger.warning(
                 "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk "
@@ -216,7 +214,7 @@ class Builder:
         config, backend = self.config, self.config.backend
         limit, segments = LockLimit(backend), list[Segment]()
         before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
-        for run in (*_runs_of(plans, packs=self.packs), None):
+        for run in (*_runs_of(plans, packs=self.config.pack), None):
             filled = None
             if run is not None:
                 for plan in run:
@@ -229,7 +227,7 @@ class Builder:
                 segment.fill(list(zip(layouts, tensors, strict=True)))
                 del tensors
                 # It is locked while the next one is filled.
-                locking = partial(segment.lock, None if self.packs and is_packable(layouts[0]) else limit)
+                locking = partial(segment.lock, None if self.config.pack and is_packable(layouts[0]) else limit)
                 filled = segment, run, layouts, on_pool(locking)
                 segments.append(segment)
             if before is not None:
