@@ -135,7 +135,7 @@ class Engine:
                 return
             self._passes.begin_work()
             try:
-                self._changes.recover()  # it looks at more than the beginning of a pass
+                self._changes.recover(self.root)  # it looks at more than the beginning of a pass
                 self._notice(self.root, all_edits=True)
             except BaseException:
                 self._passes.recover()  # now, because later edits must go to memory in which edits are detected
@@ -219,7 +219,7 @@ class Engine:
             The groups that calls under `top` can need.
         """
         scope = self._notice(top)
-        if self._changes.undo_merges(top):
+        if self._changes.undo_merges():
             scope = self._notice(top)
         if not kind.with_grad and first_of_two_runs() is None:
             return self._joined(top, scope)
@@ -253,13 +253,13 @@ class Engine:
 
     def _notice(self, top: nn.Module, *, all_edits: bool = False) -> set[Group]:
         """Commit changes under `top`, rebuild the groups if these need it, and return those that calls under `top` can need."""
-        scope = self._changes.notice(top, all_edits=all_edits)
+        scope = self._changes.notice(self.root, top, all_edits=all_edits)
         # Blobs that the first rebuild keeps may turn out to be edited: the second rebuild then makes them again.
         for _ in range(_MOST_REBUILDS):
             if scope is not None:
                 return scope
             self._check_and_rebuild()
-            scope = self._changes.notice(top, all_edits=True)
+            scope = self._changes.notice(self.root, top, all_edits=True)
         if scope is None:
             raise StateError(f"{self._passes.name} was changed by another thread while a forward began.")
         return scope

@@ -664,7 +664,7 @@ class Passes:
         self.memory.recover()
         self._recorder.forget_measured()
         self.placer.end_pass(completed=False)
-        self._changes.recover()
+        self._changes.recover(Passes.root.of(self))
         self._heir = None
         self.lookahead.recover(self._groups, is_whole=is_whole)
         self.placer.reside()
