@@ -354,7 +354,7 @@ class Passes:
     # ---------------------------------------------------------------- a forward
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        top, method = call.module, call.entry.method
+        root, top, method = self.root, call.module, call.entry.method
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
                 f"{self.name} is offloaded and can't be recorded by torch.jit.trace: its weights move. Call handle.remove() "
@@ -365,7 +365,7 @@ class Passes:
                 f"{self.name} is offloaded and can't run inside torch.func transforms (grad, vmap, jvp). Use "
                 f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
-        self.before_forward(self.root, inputs if top is self.root and method is None else {})
+        self.before_forward(root, inputs if top is root and method is None else {})
         self.counters.passes += 1
         self.begin_work()
         self._thread = threading.get_ident()
