@@ -116,7 +116,7 @@ def partition(
     without: frozenset[int] = frozenset(),
     followers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[GroupSpec, ...]:
-    """The groups of `root`, in registration order. Parameters that have no shape yet (lazy modules) are in none.
+    """The groups of `root`, in registration order.
 
     Args:
         without: ids of parameters that are to be in no group.
@@ -124,10 +124,13 @@ def partition(
             stay as large.
 
     Raises:
-        ModuleError: the module holds no tensor, or a tensor that cannot be offloaded.
+        ModuleError: the module holds no tensor, or one that cannot be offloaded or has no shape yet (lazy modules).
         ConfigError: `block_modules` names a child that does not exist.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
+    for fqn, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if is_lazy(tensor):
+            raise ModuleError(f"{fqn} has no shape yet (a lazy module). Run the model once before offloading it.")
     units = [*(_leaf_units(root, config, modules) if config.is_leaf_level else _block_units(root, config))]
     homes = {path: unit for unit in units for path in unit.paths}
     _open_for_parts_used(modules, units, homes)
@@ -136,10 +139,8 @@ def partition(
         units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
     refs, users = _assign(modules, units, homes, without)
     if not refs:
-        name, parameters = type(root).__name__, [*root.parameters()]
-        if any(map(is_lazy, parameters)):
-            raise ModuleError(f"{name} has no shapes yet (lazy modules). Run it once before offloading it.")
-        if parameters:
+        name = type(root).__name__
+        if [*root.parameters()]:
             raise ModuleError(
                 f"All weights of {name} are left to FSDP2, or trained: there is nothing to offload. {_AROUND}"
             )
@@ -261,7 +262,7 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
     @cache
     def size_of(unit: _Unit) -> int:
         weights = [each for part, home in home_of.items() if home is unit for each in part.parameters(recurse=False)]
-        return sum(weight.nbytes for weight in weights if not is_lazy(weight))
+        return sum(weight.nbytes for weight in weights)
 
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
@@ -320,7 +321,6 @@ def _tables(
         if (
             type(weight) is nn.Parameter
             and id(weight) not in without
-            and not is_lazy(weight)
             and weight.layout is torch.strided
             and weight.nbytes >= tuning().table_bytes
             and all(
@@ -352,7 +352,7 @@ def _assign(
         home = _home(path, homes)
         for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in table.items():
-                if tensor is None or id(tensor) in without or is_lazy(tensor):
+                if tensor is None or id(tensor) in without:
                     continue
                 assert home is not None, path
                 fqn = f"{path}.{name}" if path else name

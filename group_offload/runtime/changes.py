@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..base.layout import overlapping
 from ..base.torch_internals import COMPILED_CALL
@@ -56,7 +55,6 @@ class Watch:
                 before = {name: None if name in names else value for name, value in table.items()}
                 self._of_fsdp.append((table, before, names))
         self._sizes = [*map(len, self._tables)]
-        self._lazy = [member for member in self._members if is_lazy(member)]
         modules = [*root.modules()]
         adapters = adapter_layers()
         self.adapted: list[Any] = [module for module in modules if isinstance(module, adapters)]
@@ -81,7 +79,6 @@ class Watch:
             root.__dict__.get(COMPILED_CALL) is self._call
             and [*map(len, self._tables)] == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._members))
-            and all(map(is_lazy, self._lazy))
             and all(starmap(_holds_the_same, self._of_fsdp))
             and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
@@ -363,10 +362,6 @@ class Engine:
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         self._names = frozenset(ref.fqn for ref in self._refs)
-        with torch.no_grad():
-            for tensor in (*self.root.parameters(), *self.root.buffers()):
-                if is_lazy(tensor) and tensor.data.device != self.config.backend.device:
-                    tensor.data = tensor.to(self.config.backend.device)  # a lazy tensor gets its shape there
         if self._gates.records_graphs:
             share_counters(self.groups)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
