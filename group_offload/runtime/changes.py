@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.layout import overlapping
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
-from .groups.group import Group
-from .groups.part import Part
-from .groups.tensors import Forms
+from .groups.group import Group, commit_replacements
+from .groups.part import Forms
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
@@ -183,7 +181,7 @@ class Changes:
             if any(part.was_moved() for group in self._groups for part in group.parts):
                 return None
             replaced = [group for group in self._groups if not all(all(part.as_left()) for part in group.parts)]
-            if not self._commit_replacements(replaced):
+            if not commit_replacements(replaced, self._groups):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
@@ -238,30 +236,10 @@ class Changes:
         if self._late:
             self.commit_late((group,))
         was_replaced = group.was_replaced()
-        if was_replaced and binds and not self._commit_replacements([group]):
+        if was_replaced and binds and not commit_replacements([group], self._groups):
             raise StateError(
                 f"A weight of {group.group_id!r} was given another dtype, shape or memory in the middle of a forward. Do that "
                 f"between forwards."
             )
         if group.was_touched() and (binds or not was_replaced):
             group.commit_edits(self._transfer)
-
-    def _commit_replacements(self, groups: list[Group]) -> bool:
-        """Commit values that replaced views at rest. Returns False if groups have to be laid out again for that."""
-        replaced: list[tuple[Group, Part, int]] = []
-        for group in groups:
-            group.check()
-            found = group.replaced()
-            if found is None:
-                return False
-            replaced += [(group, *place) for place in found]
-        if replaced:
-            # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
-            at_rest = [view for group in self._groups for part in group.parts for view in part.blob.rest]
-            values = [part.refs[index].tensor.detach() for _, part, index in replaced]
-            clusters = overlapping(values + at_rest)
-            if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
-                return False
-        for group, part, index in replaced:
-            group.commit_replacement(part, index)
-        return True

@@ -36,8 +36,7 @@ from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
 from ...weights import TensorRef
 from .group import Group
-from .part import Part
-from .tensors import fit_for
+from .part import Part, fit_for
 from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")

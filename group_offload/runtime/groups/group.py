@@ -12,18 +12,27 @@ import torch
 from torch import nn
 
 from ...base.device import plain_empty
-from ...base.layout import as_bytes, span_bytes
+from ...base.layout import as_bytes, overlapping, span_bytes
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
+from ...weights import version_of, wrapped_holders
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
-from .part import Part, SharedCounter
-from .tensors import Forms, fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
-from .wrapped import wrapped_holders
+from .part import (
+    Forms,
+    Part,
+    SharedCounter,
+    fit_for,
+    is_kept,
+    same_bits,
+    same_form,
+    same_memory,
+    tracks_version,
+)
 
 
 class Group:
@@ -449,6 +458,27 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+
+
+def commit_replacements(groups: Sequence[Group], all_groups: Sequence[Group]) -> bool:
+    """Commit values that replaced views of `groups` at rest. Returns False if groups have to be laid out again for that."""
+    replaced: list[tuple[Group, Part, int]] = []
+    for group in groups:
+        group.check()
+        found = group.replaced()
+        if found is None:
+            return False
+        replaced += [(group, *place) for place in found]
+    if replaced:
+        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
+        at_rest = [view for group in all_groups for part in group.parts for view in part.blob.rest]
+        values = [part.refs[index].tensor.detach() for _, part, index in replaced]
+        clusters = overlapping(values + at_rest)
+        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
+            return False
+    for group, part, index in replaced:
+        group.commit_replacement(part, index)
+    return True
 
 
 def share_counters(groups: Sequence[Group]) -> None:
