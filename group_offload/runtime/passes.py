@@ -43,7 +43,7 @@ from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..config import OffloadConfig
-from ..errors import EXPECTED, GroupFileError, StateError
+from ..errors import EXPECTED, StateError
 from ..partition import Method
 from .budget.need import Kind
 from .changes import Changes
@@ -54,7 +54,6 @@ from .groups.group import Group
 from .groups.part import Part
 from .measure.recorder import Recorder
 from .placer import Placer
-from .slots.slot import Slot
 from .threads import where_it_waits
 
 _BACKWARD = "backward"
@@ -540,30 +539,11 @@ class Passes:
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
             if slot.job is not None:
-                slot = self._wait_for_files(group, slot)
+                slot = self.lookahead.wait_for_read(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
         slot.unused.discard(group)
-
-    def _wait_for_files(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
-        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
-
-        Returns:
-            The slot that holds the group.
-        """
-        assert slot.job is not None
-        try:
-            slot.job.wait()
-        except GroupFileError:
-            self.memory.free(slot)
-            self.lookahead.onload_now(group)
-            assert group.slot is not None
-            slot = group.slot
-            if slot.job is not None:
-                slot.job.wait()
-        slot.job = None
-        return slot
 
     def release(self, group: Group, stream: Stream) -> None:
         """End one use of the group: the work enqueued on `stream` so far is the last of that use."""

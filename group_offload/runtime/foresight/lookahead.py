@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import EXPECTED
+from ...errors import EXPECTED, GroupFileError
 from ...stores.base import PlacedBlob
 from ...stores.moves import Tier
 from ..copies.cached import CachedFiles
@@ -151,6 +151,25 @@ class LookAhead:
         if ring is not None and found is None:
             self._warn_of_aliases(ring.slots)
         self._send([group], *(found or (self.memory.pooled_slot(group.num_bytes), [])), alone=alone)
+
+    def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
+        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
+
+        Returns:
+            The slot that holds the group.
+        """
+        assert slot.job is not None
+        try:
+            slot.job.wait()
+        except GroupFileError:
+            self.memory.free(slot)
+            self.onload_now(group)
+            assert group.slot is not None
+            slot = group.slot
+            if slot.job is not None:
+                slot.job.wait()
+        slot.job = None
+        return slot
 
     def abandon(self) -> None:
         """Cancel all reads ahead: no call waits for them."""
