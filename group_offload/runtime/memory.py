@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -149,8 +150,8 @@ class DeviceMemory(Holding):
         self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
         return None if is_aliased else memory, unread
 
-    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
-        """The same blobs, of which those are sent unpacked whose packed bytes fit into no berth.
+    def blobs_of(self, run: Sequence[Group], *, has_berths: bool = True) -> list[PlacedBlob]:
+        """The blobs of `run`, one after another in one slot. Those whose packed bytes fit into no berth are sent unpacked.
 
         Args:
             has_berths: Whether there are berths by now, or will be.
@@ -160,11 +161,13 @@ class DeviceMemory(Holding):
         def fits(packed: PackedImage) -> bool:
             return has_berths and packed.layout.largest_strip <= (self._reading_bytes if packed.is_read else sent_bytes)
 
+        starts = accumulate((group.num_bytes for group in run), initial=0)
         return [
             placed
             if placed.packed is None or placed.on_device is not None or fits(placed.packed)
             else placed._replace(packed=None)
-            for placed in blobs
+            for group, start in zip(run, starts, strict=False)
+            for placed in group.blobs_at(start)
         ]
 
     def evict_residents(self, num_bytes: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from ...base.tuning import tuning
 from ...config import OffloadConfig
@@ -252,7 +251,7 @@ class LookAhead:
         early = self._ahead.get(run[0])
         if early is None or early.run != run or not self._is_good(early):
             self._before_send(run)
-            blobs = self.memory.fitting(_blobs_of(run))
+            blobs = self.memory.blobs_of(run)
             self._take_ahead(run, None)
             reads = self.transfer.reads_of(blobs)
             if not reads:
@@ -282,7 +281,7 @@ class LookAhead:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
         if early.job.is_over:  # a forked child has no threads that would go on
             return False
-        blobs = self.memory.fitting(_blobs_of(early.run)) if blobs is None else blobs
+        blobs = self.memory.blobs_of(early.run) if blobs is None else blobs
         return early.states == _states_of(blobs) and all(group.slot is None for group in early.run)
 
     def _run_limit(self, group: Group) -> int:
@@ -345,7 +344,7 @@ class LookAhead:
             for group in run:
                 self._bring_packed(group)
         berths = self.memory.berths
-        blobs = self.memory.fitting(_blobs_of(run), has_berths=berths is not None)
+        blobs = self.memory.blobs_of(run, has_berths=berths is not None)
         job = self._take_ahead(run, blobs) if self._ahead else None
         after = self.memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
@@ -399,9 +398,3 @@ class _EarlyRead:
 def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:
     """The states of blobs that decide how they are read: a pinned blob is copied from its place, not read."""
     return [(blob.generation, blob.is_outdated, blob.pinned_bytes, packed) for _, _, blob, packed, _ in blobs]
-
-
-def _blobs_of(run: Sequence[Group]) -> list[PlacedBlob]:
-    """The blobs of `run`, placed one after another in one slot."""
-    starts = accumulate((group.num_bytes for group in run), initial=0)
-    return [blob for group, start in zip(run, starts, strict=False) for blob in group.blobs_at(start)]

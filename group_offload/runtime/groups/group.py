@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.device import plain_empty
-from ...base.layout import as_bytes, overlapping, span_bytes
+from ...base.layout import as_bytes, overlapping
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec
 from ...stores.base import PlacedBlob
@@ -191,17 +190,15 @@ class Group:
                 self._recast[index] = (tensor.detach(), tensor.detach().cpu())
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
-            if slot is None:
-                if same_memory(tensor, self._bound[index]):
-                    num_changed += 1  # at rest
-                    continue
-                value = as_bytes(tensor)
-            else:
-                value = plain_empty(span_bytes(tensor), torch.device("cpu"))
-                transfer.fetch(value, as_bytes(tensor), slot.last_use())
+            if slot is None and same_memory(tensor, self._bound[index]):
+                num_changed += 1  # at rest
+                continue
+            value, kept = as_bytes(tensor), as_bytes(rest)
+            if slot is not None:
+                value = transfer.fetch(value, slot.last_use())
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
-                if not torch.equal(value, as_bytes(rest)):
+                if not torch.equal(value, kept):
                     part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
                     part.blob.drop_packed()
