@@ -88,11 +88,11 @@ class Engine:
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(config, self.transfer, self._folder)
-        self.memory = DeviceMemory(config, self.transfer, self.counters)
+        self.memory = DeviceMemory(config, self.transfer, self.counters, type(root).__name__)
         self._changes = Changes(self.transfer)
         transfer, changes, recorder = self.transfer, self._changes, self.recorder
         files = CachedFiles(config, transfer.last_copies.synchronize)
-        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late, type(root).__name__)
+        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late)
         self.placer = Placer(config, ahead, recorder, self._packer)
         kind = SharedPasses if shares_passes(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))

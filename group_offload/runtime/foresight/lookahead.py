@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from ..groups.group import Group
 from ..memory import DeviceMemory
 from ..slots.slot import Slot
 from .schedule import Schedule, first_guess
-
-logger = logging.getLogger("group_offload")
 
 _LOOK_BEYOND = 16
 """The number of further groups looked at once there is no room for a group whose modules contain no other group."""
@@ -37,18 +34,15 @@ class LookAhead:
         memory: DeviceMemory,
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
-        model: str,
     ) -> None:
         """
         Args:
             before_send: A function that is called with groups whose blobs are about to be sent, or read.
-            model: Name of the model in messages.
         """
         self.memory = memory
         self.transfer, self.counters = memory.transfer, memory.counters
         self.files = files
         self._before_send = before_send
-        self.model = model
         self._use_stream = config.use_stream
         """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
@@ -70,7 +64,6 @@ class LookAhead:
         """The size of the run just in time that had no space at the last look; 0 if all had."""
         self._blockers: dict[Group, set[Group]] = {}
         """The groups in whose slots the next run has to wait, each with those of its slot that are still needed."""
-        self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
         """The module was partitioned.
@@ -141,15 +134,7 @@ class LookAhead:
         """Start the blobs of a group that is needed and was not predicted."""
         # Without a stream no rank starts anything ahead. With one, the others have predicted another group.
         alone = self._looks_again = self._use_stream
-        resident = self.memory.resident_slot(group)
-        if resident is not None:
-            self._send([group], resident, [], alone=alone)
-            return
-        ring = self.memory.rings.get(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
-        if ring is not None and found is None:
-            self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self.memory.pooled_slot(group.num_bytes), [])), alone=alone)
+        self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream), alone=alone)
 
     def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
         """Let the host wait for the drive, not for the device. A read that failed is tried once more.
@@ -323,20 +308,6 @@ class LookAhead:
             if each.height == group.height and (each.slot is None or not each.slot.is_resident):
                 return each is group
         return False
-
-    def _is_free(self, slot: Slot[Group]) -> bool:
-        return not slot.is_held and self.memory.try_unbind(slot)
-
-    def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
-        aliased = [slot for slot in slots if not (slot.is_held or self._is_free(slot))]
-        if aliased and not self._has_warned_of_alias:
-            self._has_warned_of_alias = True
-            logger.warning(
-                "Weights of %s in %s are still referenced after their call, so their device memory can't be reused. Check "
-                "hooks and autograd functions (use save_for_backward).",
-                " and ".join(group.group_id for slot in aliased for group in slot.groups),
-                self.model,
-            )
 
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
