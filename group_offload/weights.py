@@ -196,6 +196,27 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
+def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """A tensor like `view` that `tensor.data` can be set to: an inference tensor if `tensor` was made in inference mode.
+
+    An inference tensor never has a version counter. Bound to a normal tensor it would be neither kind, and most kernels
+    would refuse it.
+    """
+    if tracks_version(tensor):
+        return view
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def tracks_version(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a version counter: not if it was made in inference mode.
+
+    `is_inference` would tell about the memory that the tensor is bound to now.
+    """
+    return version_of(tensor) >= 0
+
+
 class WrappedHolder:
     """A parameter that is a tensor subclass around plain tensors (a quantised weight).
 

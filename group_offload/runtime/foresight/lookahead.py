@@ -189,7 +189,7 @@ class LookAhead:
                 if resident is not None:
                     self._send([group], resident, [])
                     continue
-                if early is not None and early.run[0] is group and self._is_good(early):
+                if early is not None and early.run[0] is group and self._is_good(early, memory.blobs_of(early.run)):
                     self._start_run(early.run, walk)
                     walk.soon.update(early.run)
                     continue
@@ -234,7 +234,7 @@ class LookAhead:
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         early = self._ahead.get(run[0])
-        if early is None or early.run != run or not self._is_good(early):
+        if early is None or early.run != run or not self._is_good(early, self.memory.blobs_of(run)):
             self._before_send(run)
             blobs = self.memory.blobs_of(run)
             self._take_ahead(run, None)
@@ -262,11 +262,10 @@ class LookAhead:
                 early.job.cancel()
         return job
 
-    def _is_good(self, early: _EarlyRead, blobs: list[PlacedBlob] | None = None) -> bool:
+    def _is_good(self, early: _EarlyRead, blobs: Sequence[PlacedBlob]) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
         if early.job.is_over:  # a forked child has no threads that would go on
             return False
-        blobs = self.memory.blobs_of(early.run) if blobs is None else blobs
         return early.states == _states_of(blobs) and all(group.slot is None for group in early.run)
 
     def _run_limit(self, group: Group) -> int:

@@ -17,21 +17,11 @@ from ...partition import GroupSpec
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
-from ...weights import version_of, wrapped_holders
+from ...weights import fit_for, tracks_version, version_of, wrapped_holders
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
-from .part import (
-    Forms,
-    Part,
-    SharedCounter,
-    fit_for,
-    is_kept,
-    same_bits,
-    same_form,
-    same_memory,
-    tracks_version,
-)
+from .part import Forms, Part, SharedCounter, is_kept, same_bits, same_form, same_memory
 
 
 class Group:

@@ -101,27 +101,6 @@ def is_kept(view: torch.Tensor, num_ours: int) -> bool:
     return num_uses(view) > num_ours + view._is_view()
 
 
-def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """A tensor like `view` that `tensor.data` can be set to: an inference tensor if `tensor` was made in inference mode.
-
-    An inference tensor never has a version counter. Bound to a normal tensor it would be neither kind, and most kernels
-    would refuse it.
-    """
-    if tracks_version(tensor):
-        return view
-    with torch.inference_mode():
-        alias = torch.empty(0, dtype=view.dtype, device=view.device)
-        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-
-def tracks_version(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a version counter: not if it was made in inference mode.
-
-    `is_inference` would tell about the memory that the tensor is bound to now.
-    """
-    return version_of(tensor) >= 0
-
-
 def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and strides."""
     return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
