@@ -161,5 +161,5 @@ def _route(groups: Iterable[Group]) -> _Route:
 
 def first_guess(groups: Iterable[Group]) -> list[Group]:
     """A guess of the first pass's order: outer groups first, then each group once for each module that needs it."""
-    order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
+    order = [group for group in groups if group.num_bytes for _ in range(1 if group.height else group.num_modules)]
     return sorted(order, key=lambda group: -group.height)

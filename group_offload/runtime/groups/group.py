@@ -13,7 +13,7 @@ from torch import nn
 
 from ...base.layout import as_bytes, overlapping
 from ...base.mapping import expect_single_pages
-from ...partition import GroupSpec
+from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
@@ -37,13 +37,13 @@ class Group:
             may_compute_at_rest: Whether modules may compute with weights in RAM where they are: on the CPU.
         """
         self.group_id = spec.group_id
-        self._modules = [*map(weakref.ref, spec.modules)]
-        self.methods = spec.methods
+        self._openers = [each if isinstance(each, Method) else weakref.ref(each) for each in spec.openers]
+        self.num_modules = sum(isinstance(each, nn.Module) for each in spec.openers)
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.layers = spec.joined or (spec.group_id,)
         """The ids of the groups that were joined to this one."""
-        self.may_join = bool(spec.joined) or not (spec.height or spec.methods or len(spec.modules) > 1)
+        self.may_join = bool(spec.joined) or not (spec.height or len(spec.openers) > 1)
         """Whether one layer alone needs the group, or did before."""
         self.height = spec.height
         self.parts = tuple(parts)
@@ -90,9 +90,10 @@ class Group:
         """Whether tensors were changed and their blobs do not have the edits yet."""
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that need the group when they are called."""
-        return tuple(module for each in self._modules if (module := each()) is not None)
+    def openers(self) -> tuple[nn.Module | Method, ...]:
+        """The modules and methods that need the group when they are called."""
+        found = (each if isinstance(each, Method) else each() for each in self._openers)
+        return tuple(opener for opener in found if opener is not None)
 
     @property
     def is_in_file(self) -> bool:
