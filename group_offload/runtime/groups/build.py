@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -55,8 +54,8 @@ class _Plan:
     """The tensors that have no blob yet."""
 
 
-_Views = dict[tuple[str, tuple[str, int]], list[tuple[_Plan, TensorRef, FileSpan]]]
-"""By file: the tensors in the file, one group after another, and their bytes of the file."""
+_Views = dict[tuple[str, tuple[str, int]], list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
+"""By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -145,7 +144,7 @@ class Builder:
             self._adopt(views, locks=False, is_promised=is_promised)
             return
         moving = _only(views, is_table=False)
-        num_bytes = sum(span.num_bytes for found in moving.values() for _, _, span in found)
+        num_bytes = sum(span.num_bytes for users in moving.values() for _, mine in users for _, span in mine)
         may_lock, has_room = config.may_lock_files and not self.packs, fits(num_bytes)
         if num_bytes and may_lock and not has_room:
             logger.warning(
@@ -166,15 +165,15 @@ class Builder:
             ConfigError: `is_promised`, and a file is not there any more.
             GroupFileError: a file was cut off.
         """
-        for found in views.values():
+        for users in views.values():
             try:
-                checkpoint = Checkpoint.of([span for _, _, span in found], self.folder)
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
             except GroupFileError:
                 raise
             except OSError as error:
                 if is_promised:
                     raise ConfigError(
-                        f"offload_device='disk' can't leave {found[0][1].fqn!r} in the file it was loaded from: {error}. "
+                        f"offload_device='disk' can't leave {users[0][1][0][0].fqn!r} in the file it was loaded from: {error}. "
                         f"Reload the model, or pass offload_to_disk_path to write another file, or offload_device='cpu'."
                     ) from error
                 logger.info("Can't leave weights in the file they were loaded from: %s.", error)
@@ -186,10 +185,10 @@ class Builder:
                 continue
             if locks:
                 logger.info("Weights stay in %s, pinned in the page cache.", checkpoint.path)
-            for plan, group in groupby(found, key=itemgetter(0)):
-                _, refs, spans = zip(*group, strict=True)
+            for plan, mine in users:
+                refs = tuple(ref for ref, _ in mine)
                 tensors = [ref.tensor.detach() for ref in refs]
-                blob = FileBlob.of([ref.fqn for ref in refs], tensors, spans, checkpoint)
+                blob = FileBlob.of([ref.fqn for ref in refs], tensors, [span for _, span in mine], checkpoint)
                 if locks:
                     blob.tier = Tier.RAM
                 plan.parts.append(self._bind(blob, refs))
@@ -301,27 +300,29 @@ def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
 
 def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
     """The weights that are unchanged views of mapped files, and will not be cast."""
-    views: _Views = {}
+    found: _Views = {}
     for plan in plans:
+        by_file: dict[tuple[str, tuple[str, int]], list[tuple[TensorRef, FileSpan]]] = {}
         for cluster in overlapping([ref.tensor.detach() for ref in plan.fresh]):
             mine = [plan.fresh[i] for i in cluster]
-            found = [None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach()) for ref in mine]
-            spans = [span for span in found if span is not None]
-            if len(spans) == len(mine):
-                for ref, span in zip(mine, spans, strict=True):
-                    views.setdefault((span.path, span.identity), []).append((plan, ref, span))
-    return views
+            spans = [(ref, None if id(ref.tensor) in casts else file_map.find(ref.tensor.detach())) for ref in mine]
+            for ref, span in spans:
+                if span is not None and all(other is not None for _, other in spans):
+                    by_file.setdefault((span.path, span.identity), []).append((ref, span))
+        for file, mine_there in by_file.items():
+            found.setdefault(file, []).append((plan, mine_there))
+    return found
 
 
 def _only(views: _Views, *, is_table: bool) -> _Views:
     """The same for the tables, or for the groups that move."""
-    found = {file: [each for each in there if each[0].spec.is_table is is_table] for file, there in views.items()}
-    return {file: there for file, there in found.items() if there}
+    found = {file: [each for each in users if each[0].spec.is_table is is_table] for file, users in views.items()}
+    return {file: users for file, users in found.items() if users}
 
 
 def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: set[int]) -> None:
     """Buffers stay in RAM, and so do adapters, whose files are not mapped."""
-    in_files = {id(ref.tensor) for found in views.values() for _, ref, _ in found}
+    in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
     others = [
         ref
         for plan in plans
