@@ -164,6 +164,19 @@ def test_layers_are_joined_in_the_order_of_their_calls(device: SimulatedDevice) 
         assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
 
 
+def test_large_layers_stay_apart(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link takes longer than the host there, and joined layers would be held through what is computed between them."""
+    with Twins(device, blocks(), **LEAF) as twins:
+        layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")
+        tune(monkeypatch, max_run_bytes=2 * layer.num_bytes)
+        for _ in range(3):
+            twins.step()
+            twins.check()
+        names = {name for name in groups_of(twins.handle) if name.startswith("blocks.1.")}
+    ends = "norm to blocks.1.q", "k to blocks.1.v", "out", "up", "down"
+    assert names == {f"blocks.1.{each}" for each in ends}
+
+
 def test_an_order_that_depends_on_data_leaves_layers_apart(device: SimulatedDevice) -> None:
     """A layer that is not called would be sent in vain. The module is cut again a few times, and not in each pass."""
     with Twins(device, blocks(Choosing, 6), **LEAF) as twins:
