@@ -2,7 +2,7 @@
 
 A weight of a quantised layer is a tensor subclass. Some have plain tensors inside, and tell which (`__tensor_flatten__`:
 torchao, quanto). Others have memory of their own, and keep scales beside it as attributes (bitsandbytes). Plain tensors are
-what moves.
+what moves. On the device another subclass around them stands in for the first kind (`WrappedHolder`).
 """
 
 from __future__ import annotations
