@@ -82,13 +82,11 @@ class Method:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSpec:
-    """Tensors that move together, and the modules that need them when they are called."""
+    """Tensors that move together, and the modules and methods that need them when they are called."""
 
     group_id: str
     tensors: tuple[TensorRef, ...]
-    modules: tuple[nn.Module, ...]
-    methods: tuple[Method, ...] = ()
-    """Methods that need them too."""
+    openers: tuple[nn.Module | Method, ...]
     is_table: bool = False
     """Whether this is the weight of one embedding, whose rows are looked up on the CPU. It never moves."""
     joined: tuple[str, ...] = ()
@@ -103,9 +101,8 @@ class _Unit:
     """A group that is being made. It takes the tensors below its `paths`, but those below longer paths of other units."""
 
     group_id: str
-    modules: list[nn.Module]
+    openers: list[nn.Module | Method]
     paths: list[str] = field(default_factory=list)
-    methods: dict[Method, None] = field(default_factory=dict)
     table: int = 0
     """The id of the one parameter that the unit takes, if it is an embedding's table."""
 
@@ -116,7 +113,7 @@ def partition(
     without: frozenset[int] = frozenset(),
     followers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[GroupSpec, ...]:
-    """The groups of `root`, in registration order. Parameters that have no shape yet (lazy modules) are in none.
+    """The groups of `root`, in registration order.
 
     Args:
         without: ids of parameters that are to be in no group.
@@ -124,22 +121,23 @@ def partition(
             stay as large.
 
     Raises:
-        ModuleError: the module holds no tensor, or a tensor that cannot be offloaded.
+        ModuleError: the module holds no tensor, or one that cannot be offloaded or has no shape yet (lazy modules).
         ConfigError: `block_modules` names a child that does not exist.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
+    for fqn, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if is_lazy(tensor):
+            raise ModuleError(f"{fqn} has no shape yet (a lazy module). Run the model once before offloading it.")
     units = [*(_leaf_units(root, config, modules) if config.is_leaf_level else _block_units(root, config))]
     homes = {path: unit for unit in units for path in unit.paths}
     _open_for_parts_used(modules, units, homes)
     for weight, holders in _tables(config, modules, without):
         first = next(path for path, module in modules.items() if module is holders[0])
-        units.append(_Unit(f"{config.group_prefix}{first}.weight", modules=holders, table=id(weight)))
+        units.append(_Unit(f"{config.group_prefix}{first}.weight", openers=[*holders], table=id(weight)))
     refs, users = _assign(modules, units, homes, without)
     if not refs:
-        name, parameters = type(root).__name__, [*root.parameters()]
-        if any(map(is_lazy, parameters)):
-            raise ModuleError(f"{name} has no shapes yet (lazy modules). Run it once before offloading it.")
-        if parameters:
+        name = type(root).__name__
+        if [*root.parameters()]:
             raise ModuleError(
                 f"All weights of {name} are left to FSDP2, or trained: there is nothing to offload. {_AROUND}"
             )
@@ -147,7 +145,9 @@ def partition(
     groups = _specs(units, refs, users)
     if followers:
         layers = [
-            each for each in groups if not (each.is_table or any([*module.children()] for module in each.modules))
+            each
+            for each in groups
+            if not (each.is_table or any([*_module_of(opener).children()] for opener in each.openers))
         ]
         sizes = sorted(map(_size, layers), reverse=True)
         least = min(tuning().min_window_bytes, sum(sizes) // 8)
@@ -164,7 +164,7 @@ def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
     def units_of(module: nn.Module, path: str) -> Iterator[_Unit]:
         """The groups of a module, and of its children in `blocks` likewise."""
         prefix = f"{config.group_prefix}{path}." if path else config.group_prefix
-        rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", modules=[module], paths=[path])
+        rest = _Unit(f"{prefix}{type(module).__name__}_unmatched_group", openers=[module], paths=[path])
         if isinstance(module, _LISTS):  # the root
             found.update(module._modules)
             yield from _list_units(module, module, path, prefix, count)
@@ -184,7 +184,7 @@ def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
             else:
                 rest.paths.append(child_path)
                 # The child can be called without the root (vae.decode), and then has to onload the rest itself.
-                rest.modules.extend(_callable_parts(child))
+                rest.openers.extend(_callable_parts(child))
         if len(rest.paths) > 1 or holds_tensors(module):
             yield rest
 
@@ -211,7 +211,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             part = mine[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                modules=[called for *_, block in part for called in _called_for(block, reader)],
+                openers=[called for *_, block in part for called in _called_for(block, reader)],
                 paths=[f"{path}.{key}".strip(".") for _, key, _ in part],
             )
 
@@ -228,13 +228,13 @@ def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Mo
         # No weight can be moved inside a compiled graph.
         if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
-            unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", modules=[module]))
+            unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
             unit.paths.append(path)
         elif holds_tensors(module):
             above = (part for part in (path, *_ancestors(path)) if not isinstance(modules[part], NEVER_CALLED))
             called = next(above, "")
             unit = others.setdefault(
-                modules[called], _Unit(f"{config.group_prefix}{called}", modules=[modules[called]])
+                modules[called], _Unit(f"{config.group_prefix}{called}", openers=[modules[called]])
             )
             unit.paths.append(path)
     yield from leaves.values()
@@ -257,12 +257,12 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
     # The methods of what is inside of a block are called in the block's call.
     outside = {*modules.values()} - {part for block in blocks for part in block.modules() if part is not block}
     home_of = {module: home for path, module in modules.items() if (home := _home(path, homes)) is not None}
-    opening = {unit: frozenset(unit.modules) for unit in units}
+    opening = {unit: frozenset(unit.openers) for unit in units}
 
     @cache
     def size_of(unit: _Unit) -> int:
         weights = [each for part, home in home_of.items() if home is unit for each in part.parameters(recurse=False)]
-        return sum(weight.nbytes for weight in weights if not is_lazy(weight))
+        return sum(weight.nbytes for weight in weights)
 
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
@@ -277,17 +277,15 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
             in_loops = {unit for part, unit in read.items() if used.read[part]}
             if len(in_loops) > 1 and sum(map(size_of, in_loops)) * 2 > sum(map(size_of, units)):
                 read = {part: unit for part, unit in read.items() if not used.read[part]}
-            openers = [(unit, part) for part, unit in called.items() if above.isdisjoint(opening[unit])]
-            if name == "forward":
-                openers = [*((unit, module) for unit in read.values()), *openers]
-            else:
+            opener = module if name == "forward" else Method(weakref.ref(module), name)
+            opens = [(unit, opener) for unit in read.values()]
+            if name != "forward" and module in blocks:
                 # Nobody calls a module whose method is called. Around the parts of a block there are no gates, either.
-                within = [unit for unit in called.values() if module in blocks and module in opening[unit]]
-                for unit in (*read.values(), *within):
-                    unit.methods[Method(weakref.ref(module), name)] = None
-            for unit, opener in openers:
-                if opener not in unit.modules:
-                    unit.modules.append(opener)
+                opens += [(unit, opener) for unit in called.values() if module in opening[unit]]
+            opens += [(unit, part) for part, unit in called.items() if above.isdisjoint(opening[unit])]
+            for unit, each in opens:
+                if each not in unit.openers:
+                    unit.openers.append(each)
 
 
 def tables_of(root: nn.Module, config: OffloadConfig) -> set[int]:
@@ -321,7 +319,6 @@ def _tables(
         if (
             type(weight) is nn.Parameter
             and id(weight) not in without
-            and not is_lazy(weight)
             and weight.layout is torch.strided
             and weight.nbytes >= tuning().table_bytes
             and all(
@@ -353,7 +350,7 @@ def _assign(
         home = _home(path, homes)
         for table, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in table.items():
-                if tensor is None or id(tensor) in without or is_lazy(tensor):
+                if tensor is None or id(tensor) in without:
                     continue
                 assert home is not None, path
                 fqn = f"{path}.{name}" if path else name
@@ -424,21 +421,21 @@ def _specs(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> 
         GroupSpec(
             unit.group_id,
             tuple(refs[i] for i in sorted(mine)),
-            tuple(unit.modules),
-            tuple(unit.methods),
+            tuple(unit.openers),
             is_table=bool(unit.table),
         )
         for unit, mine in zip(units, members, strict=True)
         if mine or not unit.table  # a table that shares memory with another weight moves with it
     ]
     for needed_by, mine in shared.items():
-        modules = dict.fromkeys(module for i in needed_by for module in units[i].modules)
-        methods = dict.fromkeys(method for i in needed_by for method in units[i].methods)
+        openers = dict.fromkeys(opener for i in needed_by for opener in units[i].openers)
         first = refs[min(mine)].fqn
-        groups.append(
-            GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(modules), tuple(methods))
-        )
+        groups.append(GroupSpec(f"shared:{first}", tuple(refs[i] for i in sorted(mine)), tuple(openers)))
     return tuple(groups)
+
+
+def _module_of(opener: nn.Module | Method) -> nn.Module:
+    return opener.module if isinstance(opener, Method) else opener
 
 
 def _size(group: GroupSpec) -> int:
@@ -465,8 +462,7 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
         else GroupSpec(
             f"{group.group_id} to {run[-1].group_id}",
             tuple(ref for each in run for ref in each.tensors),
-            tuple(module for each in run for module in each.modules),
-            tuple(method for each in run for method in each.methods),
+            tuple(opener for each in run for opener in each.openers),
             joined=tuple(each.group_id for each in run),
         )
         for group, run in runs.items()
@@ -477,7 +473,7 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
 def _with_heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[GroupSpec, ...]:
     needs: dict[nn.Module, list[int]] = {}
     for index, group in enumerate(groups):
-        for module in dict.fromkeys((*group.modules, *(method.module for method in group.methods))):
+        for module in dict.fromkeys(map(_module_of, group.openers)):
             needs.setdefault(module, []).append(index)
     inside: list[set[int]] = [set() for _ in groups]
     for path, module in modules.items():

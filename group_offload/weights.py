@@ -2,12 +2,12 @@
 
 A weight of a quantised layer is a tensor subclass. Some have plain tensors inside, and tell which (`__tensor_flatten__`:
 torchao, quanto). Others have memory of their own, and keep scales beside it as attributes (bitsandbytes). Plain tensors are
-what moves.
+what moves. On the device another subclass around them stands in for the first kind (`WrappedHolder`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,3 +186,96 @@ def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tup
     parts = {name: rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
     wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     return wrapped
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version of a tensor; -1 if it has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """A tensor like `view` that `tensor.data` can be set to: an inference tensor if `tensor` was made in inference mode.
+
+    An inference tensor never has a version counter. Bound to a normal tensor it would be neither kind, and most kernels
+    would refuse it.
+    """
+    if tracks_version(tensor):
+        return view
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def tracks_version(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a version counter: not if it was made in inference mode.
+
+    `is_inference` would tell about the memory that the tensor is bound to now.
+    """
+    return version_of(tensor) >= 0
+
+
+class WrappedHolder:
+    """A parameter that is a tensor subclass around plain tensors (a quantised weight).
+
+    It is not enough to bind the inner tensors to a slot, because kernels ask the wrapper for its device. While the group is
+    onloaded, another wrapper around the views of the slot stands in for the parameter in its modules.
+    """
+
+    def __init__(
+        self, holder: torch.Tensor, places: tuple[ParamSlot, ...], indices: dict[tuple[str, ...], int]
+    ) -> None:
+        self._holder = holder
+        self._places = places
+        self._indices = indices
+        self.indices = [*indices.values()]
+        """The indices of the group's tensors that are inside."""
+        self._stand_in: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether an in-place operation changed the stand-in."""
+        return self._stand_in is not None and version_of(self._stand_in) != self._version
+
+    def put_on_device(self, views: list[torch.Tensor]) -> None:
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                stand_in = self._around(views)
+        else:  # to enter and leave both takes longer than all the rest
+            stand_in = self._around(views)
+        for place in self._places:
+            place.table[place.name] = stand_in
+        self._stand_in = stand_in
+        self._version = version_of(stand_in)
+
+    def _around(self, views: list[torch.Tensor]) -> torch.Tensor:
+        # Tensors of its own: a forward that replaces the data of one inside must not replace that of the view.
+        stand_in = rewrap(self._holder, {path: views[i].detach() for path, i in self._indices.items()})
+        if isinstance(self._holder, nn.Parameter):
+            # What nn.Parameter() makes of a tensor subclass, but for a copy of the wrapper.
+            stand_in.requires_grad_(self._holder.requires_grad)
+            stand_in._is_param = True
+        return stand_in
+
+    def replace_inner(self, tensors: list[torch.Tensor]) -> None:
+        """Replace this holder's tensors in the list by those that are inside the stand-in now."""
+        if self._stand_in is not None:
+            for path, index in self._indices.items():
+                tensors[index] = inner_of(self._stand_in, path)
+
+    def put_back(self) -> None:
+        for place in self._places:
+            if self._stand_in is not None and place.table.get(place.name) is self._stand_in:
+                place.table[place.name] = self._holder
+        self._stand_in = None
+
+
+def wrapped_holders(refs: Sequence[TensorRef]) -> list[WrappedHolder]:
+    found: dict[int, tuple[TensorRef, dict[tuple[str, ...], int]]] = {}
+    for index, ref in enumerate(refs):
+        if ref.is_wrapped:
+            found.setdefault(id(ref.holder), (ref, {}))[1][ref.path] = index
+    return [WrappedHolder(ref.holder, ref.places, indices) for ref, indices in found.values()]

@@ -3,105 +3,64 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain, repeat, starmap
 from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from ..base.layout import overlapping
 from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
-from .groups.group import Group
-from .groups.part import Part
-from .groups.tensors import Forms
+from .groups.group import Group, commit_replacements
+from .groups.part import Forms
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
 
 
-@dataclass(slots=True, eq=False)
-class Seen:
-    """The contents of a module when it was cut into groups."""
-
-    children: tuple[nn.Module, ...]
-    tables: tuple[dict[str, Any], ...]
-    members: tuple[tuple[Any, ...], ...]
-    """The values of each table; None for a parameter that FSDP2 exchanges."""
-    call: Any
-    """The module's compiled call, or its gate."""
-    left: frozenset[str] = frozenset()
-    """The names of parameters that FSDP2 exchanges."""
-
-    @classmethod
-    def of(cls, module: nn.Module, left: frozenset[str] = frozenset()) -> Seen:
-        call = module.__dict__.get(COMPILED_CALL)
-        if isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
-            return cls((), (), (), call)
-        tables = _tables(module.__dict__)
-        members = [tuple(table.values()) for table in tables]
-        if left:  # nothing here keeps alive what FSDP2 has replaced since
-            members[1] = tuple(None if name in left else value for name, value in tables[1].items())
-        return cls(
-            tuple(child for child in module._modules.values() if child is not None), tables, tuple(members), call, left
-        )
-
-
 class Watch:
-    """The groups that calls under one module can need, and tests whether modules and weights are still the same.
+    """A module as it was when it was cut into groups, and tests whether modules and weights are still the same.
 
     Every pass begins with these tests of every module and weight: so the data is flat, for loops in C code.
     """
 
     def __init__(
-        self,
-        top: nn.Module,
-        groups_of: Mapping[nn.Module, Sequence[Group]],
-        seen: Mapping[nn.Module, Seen],
-        *,
-        checks_all_calls: bool,
+        self, root: nn.Module, groups: Sequence[Group], called: Container[nn.Module] | None, left: PlacesOfFsdp
     ) -> None:
-        """Arguments as those of `Changes.expect`."""
-        scope: dict[Group, None] = {}
-        inside: dict[nn.Module, None] = {}
-        pending = [top]
-        while pending:
-            module = pending.pop()
-            if module in inside:
-                continue
-            inside[module] = None
-            scope.update(dict.fromkeys(groups_of.get(module, ())))
-            pending.extend(seen[module].children)
+        """
+        Args:
+            called: The modules on which a compiled call counts as a change; None for all.
+            left: Parameters that FSDP2 exchanges, which is no change.
+        """
+        self._all_tables = [*_tables_of(root)]
         self._tables: list[dict[str, Any]] = []
         self._members: list[Any] = []
         """The values of all these tables, one after another."""
         self._of_fsdp: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
         """The tables in which FSDP2 exchanges parameters, what was in them, and the names of these parameters."""
-        for each in map(seen.__getitem__, inside):
-            for table, values in zip(each.tables, each.members, strict=True):
-                if each.left and table is each.tables[1]:
-                    self._of_fsdp.append((table, dict(zip(table, values, strict=True)), each.left))
-                else:
-                    self._tables.append(table)
-                    self._members += values
+        exchanged = {id(module._parameters): names for module, names in left.items()}
+        for table in self._all_tables:
+            names = exchanged.get(id(table))
+            if names is None:
+                self._tables.append(table)
+                self._members += table.values()
+            else:  # nothing here keeps alive what FSDP2 has replaced since
+                before = {name: None if name in names else value for name, value in table.items()}
+                self._of_fsdp.append((table, before, names))
         self._sizes = [*map(len, self._tables)]
-        self._lazy = [member for member in self._members if is_lazy(member)]
+        modules = [*root.modules()]
         adapters = adapter_layers()
-        self.adapted: list[Any] = [module for module in inside if isinstance(module, adapters)]
+        self.adapted: list[Any] = [module for module in modules if isinstance(module, adapters)]
         """The layers of peft."""
-        self._call = seen[top].call
-        called = [each for each in inside if each is not top and (checks_all_calls or each in groups_of)]
-        self._names = [each.__dict__ for each in called]
-        self._calls = [seen[each].call for each in called]
-        self.scope = set(scope)
-        parts = [part for group in scope for part in group.parts]
+        self._call = root.__dict__.get(COMPILED_CALL)
+        self._names = [each.__dict__ for each in modules[1:] if called is None or each in called]
+        self._calls = [*map(_get, self._names, repeat(COMPILED_CALL))]
+        parts = [part for group in groups for part in group.parts]
         stores = dict.fromkeys(part.blob.store for part in parts)
         self.late = [store for store in stores if store.commits_late]
         """The stores whose edits may be committed in the middle of a pass."""
@@ -111,17 +70,20 @@ class Watch:
         self._wrapped = [part for part in parts if any(ref.path for ref in part.refs)]
         self._addresses = [address for part in parts for address in part.addresses]
 
-    def has_same_modules(self, top: nn.Module) -> bool:
-        """Whether `top`, which the watch was made for, has the modules inside that it had. (A watch keeps no `top` alive.)"""
+    def has_same_modules(self, root: nn.Module) -> bool:
+        """Whether the module has the modules inside that it had. (A watch does not keep it alive.)"""
         # Modules are not looked at, only their tables: the device has nothing to do meanwhile. See `Changes.recover`.
         return (
-            top.__dict__.get(COMPILED_CALL) is self._call
+            root.__dict__.get(COMPILED_CALL) is self._call
             and [*map(len, self._tables)] == self._sizes
             and all(map(is_, chain.from_iterable(map(_values, self._tables)), self._members))
-            and all(map(is_lazy, self._lazy))
             and all(starmap(_holds_the_same, self._of_fsdp))
             and all(map(is_, map(_get, self._names, repeat(COMPILED_CALL)), self._calls))
         )
+
+    def has_same_tables(self, root: nn.Module) -> bool:
+        """Whether no module has another table (`module._parameters = {...}`)."""
+        return [*map(id, _tables_of(root))] == [*map(id, self._all_tables)]
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
@@ -130,6 +92,12 @@ class Watch:
             and self._forms.are_of(self._tensors)
             and all(all(part.as_left()) for part in self._wrapped)
         )
+
+
+def _tables_of(root: nn.Module) -> Iterator[dict[str, Any]]:
+    for module in root.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # torch forbids changes of its tables
+            yield from _tables(module.__dict__)
 
 
 def _holds_the_same(table: dict[str, Any], before: dict[str, Any], left: frozenset[str]) -> bool:
@@ -147,13 +115,12 @@ class Changes:
         self._transfer = transfer
         self._groups: tuple[Group, ...] = ()
         self._groups_of: Mapping[nn.Module, Sequence[Group]] = {}
-        self._seen: weakref.WeakKeyDictionary[nn.Module, Seen] = weakref.WeakKeyDictionary()
-        self._watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
-        self._checks_all_calls = False
+        self._watch: Watch | None = None
+        """None if groups and gates may not fit the module: after an exception on the way there, for instance."""
+        self._scopes: weakref.WeakKeyDictionary[nn.Module, set[Group]] = weakref.WeakKeyDictionary()
+        """The groups that calls under a module can need."""
         self._late: dict[Store, None] = {}
         """The stores whose edits are committed before their first use in the pass in progress."""
-        self._is_known = False
-        """Whether groups and gates fit the module as last seen. False after an exception on the way there."""
 
     def expect(
         self,
@@ -172,39 +139,30 @@ class Changes:
             checks_all_calls: Whether a compiled call counts as a change on every module, not only on those with gates.
         """
         self._groups, self._groups_of = tuple(groups), groups_of
-        self._watches.clear()
-        self._seen.clear()
-        self._seen.update((module, Seen.of(module, left.get(module, frozenset()))) for module in root.modules())
-        self._checks_all_calls = checks_all_calls
-        self._is_known = True
+        self._scopes.clear()
+        self._watch = Watch(root, groups, None if checks_all_calls else groups_of, left)
 
     def invalidate(self) -> None:
         """Let `notice` find that the module has to be cut again, until the next `expect`."""
-        self._is_known = False
+        self._watch = None
 
     def clear(self) -> None:
         """Forget the module and its groups."""
         self.invalidate()
         self._groups, self._groups_of = (), {}
-        self._seen.clear()
-        self._watches.clear()
+        self._scopes.clear()
 
-    def recover(self) -> None:
-        """Look again after a pass that failed.
+    def recover(self, root: nn.Module | None) -> None:
+        """Look again after a pass that failed. A graph may outlive the module: then `root` is None.
 
-        The expected addresses are forgotten: weights may be bound to other places at rest. A module that has another table
-        (`module._parameters = {...}`) may be what it failed for: the new weights are at rest where torch looks for them.
+        A module that has another table may be what it failed for: the new weights are at rest where torch looks for them.
         """
         self.end_pass()
-        self._watches.clear()
-        self._is_known = self._is_known and self._has_same_tables()
+        if self._watch is not None and (root is None or not self._watch.has_same_tables(root)):
+            self.invalidate()
 
-    def _has_same_tables(self) -> bool:
-        seen = ((module, each.tables) for module, each in self._seen.items() if each.tables)
-        return all(all(map(is_, _tables(module.__dict__), tables)) for module, tables in seen)
-
-    def notice(self, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
-        """Commit changes of the weights under `top` since they were left at rest.
+    def notice(self, root: nn.Module, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
+        """Commit changes of the weights since they were left at rest.
 
         Args:
             all_edits: Whether edits are committed now wherever they are. If not, those of stores that can wait are committed by
@@ -216,27 +174,25 @@ class Changes:
         Raises:
             GroupFileError: A file was changed by another program. No weight is lost.
         """
-        if not self._is_known:
-            return None
-        watch = self._watches.get(top)
-        if watch is None:
-            watch = self._watches[top] = Watch(
-                top, self._groups_of, self._seen, checks_all_calls=self._checks_all_calls
-            )
-        if not watch.has_same_modules(top):
+        watch = self._watch
+        if watch is None or not watch.has_same_modules(root):
             return None
         if not watch.has_same_tensors():
-            if any(part.was_moved() for group in watch.scope for part in group.parts):
+            if any(part.was_moved() for group in self._groups for part in group.parts):
                 return None
-            replaced = [group for group in watch.scope if not all(all(part.as_left()) for part in group.parts)]
-            if not self._commit_replacements(replaced):
+            replaced = [group for group in self._groups if not all(all(part.as_left()) for part in group.parts)]
+            if not commit_replacements(replaced, self._groups):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
         found = [store.commit_edits(self._transfer.wait_for_copies) for store in now]
-        if any(found) and any(group.is_outdated for group in watch.scope):
+        if any(found) and any(group.is_outdated for group in self._groups):
             return None
-        return watch.scope
+        scope = self._scopes.get(top)
+        if scope is None:
+            needed = (self._groups_of.get(module, ()) for module in top.modules())
+            scope = self._scopes[top] = set(chain.from_iterable(needed))
+        return scope
 
     def commit_late(self, groups: Sequence[Group]) -> None:
         """Commit edits from before the pass, if that was left for now: these groups are about to be sent, or used."""
@@ -255,13 +211,14 @@ class Changes:
         """The pass is over. The next forward looks for edits again, also of weights that this one has not used."""
         self._late = {}
 
-    def undo_merges(self, top: nn.Module) -> bool:
+    def undo_merges(self) -> bool:
         """Take adapters that are switched off out of the weights that they are merged into. Returns whether there were any.
 
         peft does so in the next forward of the layer, through `weight.data`: an edit in a slot that leaves no trace. Call this
         before a forward that `notice` has returned the groups of.
         """
-        switched_off = [layer for layer in self._watches[top].adapted if layer.disable_adapters and layer.merged]
+        assert self._watch is not None
+        switched_off = [layer for layer in self._watch.adapted if layer.disable_adapters and layer.merged]
         for layer in switched_off:
             layer.unmerge()
         return bool(switched_off)
@@ -279,30 +236,10 @@ class Changes:
         if self._late:
             self.commit_late((group,))
         was_replaced = group.was_replaced()
-        if was_replaced and binds and not self._commit_replacements([group]):
+        if was_replaced and binds and not commit_replacements([group], self._groups):
             raise StateError(
                 f"A weight of {group.group_id!r} was given another dtype, shape or memory in the middle of a forward. Do that "
                 f"between forwards."
             )
         if group.was_touched() and (binds or not was_replaced):
             group.commit_edits(self._transfer)
-
-    def _commit_replacements(self, groups: list[Group]) -> bool:
-        """Commit values that replaced views at rest. Returns False if groups have to be laid out again for that."""
-        replaced: list[tuple[Group, Part, int]] = []
-        for group in groups:
-            group.check()
-            found = group.replaced()
-            if found is None:
-                return False
-            replaced += [(group, *place) for place in found]
-        if replaced:
-            # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
-            at_rest = [view for group in self._groups for part in group.parts for view in part.blob.rest]
-            values = [part.refs[index].tensor.detach() for _, part, index in replaced]
-            clusters = overlapping(values + at_rest)
-            if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
-                return False
-        for group, part, index in replaced:
-            group.commit_replacement(part, index)
-        return True

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
@@ -90,11 +89,11 @@ class Engine:
         if config.process_group is not None:
             self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
         self._packer = Packer(config, self.transfer, self._folder)
-        self.memory = DeviceMemory(config, self.transfer, self.counters)
+        self.memory = DeviceMemory(config, self.transfer, self.counters, type(root).__name__)
         self._changes = Changes(self.transfer)
         transfer, changes, recorder = self.transfer, self._changes, self.recorder
         files = CachedFiles(config, transfer.last_copies.synchronize)
-        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late, type(root).__name__)
+        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late)
         self.placer = Placer(config, ahead, recorder, self._packer)
         kind = SharedPasses if shares_passes(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
@@ -136,7 +135,7 @@ class Engine:
                 return
             self._passes.begin_work()
             try:
-                self._changes.recover()  # it looks at more than the beginning of a pass
+                self._changes.recover(self.root)  # it looks at more than the beginning of a pass
                 self._notice(self.root, all_edits=True)
             except BaseException:
                 self._passes.recover()  # now, because later edits must go to memory in which edits are detected
@@ -220,7 +219,7 @@ class Engine:
             The groups that calls under `top` can need.
         """
         scope = self._notice(top)
-        if self._changes.undo_merges(top):
+        if self._changes.undo_merges():
             scope = self._notice(top)
         if not kind.with_grad and first_of_two_runs() is None:
             return self._joined(top, scope)
@@ -254,13 +253,13 @@ class Engine:
 
     def _notice(self, top: nn.Module, *, all_edits: bool = False) -> set[Group]:
         """Commit changes under `top`, rebuild the groups if these need it, and return those that calls under `top` can need."""
-        scope = self._changes.notice(top, all_edits=all_edits)
+        scope = self._changes.notice(self.root, top, all_edits=all_edits)
         # Blobs that the first rebuild keeps may turn out to be edited: the second rebuild then makes them again.
         for _ in range(_MOST_REBUILDS):
             if scope is not None:
                 return scope
             self._check_and_rebuild()
-            scope = self._changes.notice(top, all_edits=True)
+            scope = self._changes.notice(self.root, top, all_edits=True)
         if scope is None:
             raise StateError(f"{self._passes.name} was changed by another thread while a forward began.")
         return scope
@@ -363,10 +362,6 @@ class Engine:
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         self._names = frozenset(ref.fqn for ref in self._refs)
-        with torch.no_grad():
-            for tensor in (*self.root.parameters(), *self.root.buffers()):
-                if is_lazy(tensor) and tensor.data.device != self.config.backend.device:
-                    tensor.data = tensor.to(self.config.backend.device)  # a lazy tensor gets its shape there
         if self._gates.records_graphs:
             share_counters(self.groups)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.

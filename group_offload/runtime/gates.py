@@ -429,23 +429,21 @@ class Gates:
 
         If this is interrupted, the next call of the root installs the gates again.
         """
-        needs: dict[nn.Module, list[Group]] = {self.root: []}
-        of_methods: dict[Method, list[Group]] = {}
+        needs: dict[nn.Module | Method, list[Group]] = {self.root: []}
         for group in groups:
-            for module in group.modules:
-                needs.setdefault(module, []).append(group)
-            for method in group.methods:
-                of_methods.setdefault(method, []).append(group)
+            for opener in group.openers:
+                needs.setdefault(opener, []).append(group)
         for child in self.root.children():
             if not isinstance(child, NEVER_CALLED):
                 needs.setdefault(child, [])  # calls of a part of the model (`vae.decode`) are passes too
-        opened = [self._opened(Gate, module, found) for module, found in needs.items()]
+        of_methods = [(each, found) for each, found in needs.items() if isinstance(each, Method)]
+        opened = [self._opened(Gate, each, found) for each, found in needs.items() if not isinstance(each, Method)]
         if self.sharing is not None:
             self.sharing.renew(partial(Gate.__call__, opened[0]))
         for module, held in self._needs_of_inner(opened).items():
             opened.append(self._opened(InnerGate, module, held))
         called = {*_modules_inside(self.root, ()), self.root}
-        for method, found in of_methods.items():
+        for method, found in of_methods:
             # Graphs that a module compiles for itself call methods too, and contain no gate.
             if method.module in called:
                 opened.append(self._opened(MethodGate, method, found))

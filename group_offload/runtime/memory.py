@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from .slots.berths import Berths
 from .slots.ring import Ring
 from .slots.slot import Slot
 
+logger = logging.getLogger("group_offload")
+
 _SHARED_SLOTS = 4
 """Slots where several GPUs share groups: each group waits for the slowest rank there, and the links go on meanwhile."""
 
@@ -33,8 +37,10 @@ class DeviceMemory(Holding):
     Order of calls: `reside` once groups are known; `claim`, `take`, then everything else, then `give_back` in each pass.
     """
 
-    def __init__(self, config: OffloadConfig, transfer: Transfer, counters: Counters) -> None:
+    def __init__(self, config: OffloadConfig, transfer: Transfer, counters: Counters, name: str) -> None:
         super().__init__()
+        self.name = name
+        """The model's name, for messages."""
         self._config = config
         self._backend = config.backend
         self.transfer = transfer
@@ -75,6 +81,7 @@ class DeviceMemory(Holding):
         """The events of freed slots: making an event takes longer than recording it."""
         self.was_freed = True
         """Whether memory was freed since the look-ahead walked through the groups that come next."""
+        self._has_warned_of_alias = False
 
     # ---------------------------------------------------------------- between passes
 
@@ -147,8 +154,8 @@ class DeviceMemory(Holding):
         self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
         return None if is_aliased else memory, unread
 
-    def fitting(self, blobs: Iterable[PlacedBlob], *, has_berths: bool = True) -> list[PlacedBlob]:
-        """The same blobs, of which those are sent unpacked whose packed bytes fit into no berth.
+    def blobs_of(self, run: Sequence[Group], *, has_berths: bool = True) -> list[PlacedBlob]:
+        """The blobs of `run`, one after another in one slot. Those whose packed bytes fit into no berth are sent unpacked.
 
         Args:
             has_berths: Whether there are berths by now, or will be.
@@ -158,11 +165,13 @@ class DeviceMemory(Holding):
         def fits(packed: PackedImage) -> bool:
             return has_berths and packed.layout.largest_strip <= (self._reading_bytes if packed.is_read else sent_bytes)
 
+        starts = accumulate((group.num_bytes for group in run), initial=0)
         return [
             placed
             if placed.packed is None or placed.on_device is not None or fits(placed.packed)
             else placed._replace(packed=None)
-            for placed in blobs
+            for group, start in zip(run, starts, strict=False)
+            for placed in group.blobs_at(start)
         ]
 
     def evict_residents(self, num_bytes: int) -> None:
@@ -275,6 +284,16 @@ class DeviceMemory(Holding):
                 self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
 
+    def slot_now(self, group: Group, *, is_first: bool) -> tuple[Slot[Group], list[Slot[Group]]]:
+        """Memory for a group that is needed now, and the slots of a ring that it takes the place of: see `Ring.place`."""
+        resident, ring = self.resident_slot(group), self.rings.get(group.height)
+        if resident is None and ring is not None:
+            found = ring.place(group.num_bytes, self._is_free, is_first=is_first)
+            if found is not None:
+                return found
+            self._warn_of_aliases(ring.slots)
+        return resident or self.pooled_slot(group.num_bytes), []
+
     def pooled_slot(self, num_bytes: int) -> Slot[Group]:
         """Memory from the device's own allocator, for one run of groups.
 
@@ -384,6 +403,20 @@ class DeviceMemory(Holding):
             if group in self.bound:
                 self.unbind(group)
         return not slot.is_aliased
+
+    def _is_free(self, slot: Slot[Group]) -> bool:
+        return not slot.is_held and self.try_unbind(slot)
+
+    def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
+        aliased = [slot for slot in slots if not (slot.is_held or self._is_free(slot))]
+        if aliased and not self._has_warned_of_alias:
+            self._has_warned_of_alias = True
+            logger.warning(
+                "Weights of %s in %s are still referenced after their call, so their device memory can't be reused. Check "
+                "hooks and autograd functions (use save_for_backward).",
+                " and ".join(group.group_id for slot in aliased for group in slot.groups),
+                self.name,
+            )
 
     def free(self, slot: Slot[Group]) -> None:
         """Take all groups out of a slot. If it is in no ring its memory is freed."""

@@ -43,7 +43,7 @@ from ..base.torch_internals import current_transform, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..config import OffloadConfig
-from ..errors import EXPECTED, GroupFileError, StateError
+from ..errors import EXPECTED, StateError
 from ..partition import Method
 from .budget.need import Kind
 from .changes import Changes
@@ -54,7 +54,6 @@ from .groups.group import Group
 from .groups.part import Part
 from .measure.recorder import Recorder
 from .placer import Placer
-from .slots.slot import Slot
 from .threads import where_it_waits
 
 _BACKWARD = "backward"
@@ -354,7 +353,7 @@ class Passes:
     # ---------------------------------------------------------------- a forward
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        top, method = call.module, call.entry.method
+        root, top, method = self.root, call.module, call.entry.method
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
                 f"{self.name} is offloaded and can't be recorded by torch.jit.trace: its weights move. Call handle.remove() "
@@ -365,7 +364,7 @@ class Passes:
                 f"{self.name} is offloaded and can't run inside torch.func transforms (grad, vmap, jvp). Use "
                 f"torch.autograd.grad or torch.autograd.functional, or call handle.remove() first."
             )
-        self.before_forward(self.root, inputs if top is self.root and method is None else {})
+        self.before_forward(root, inputs if top is root and method is None else {})
         self.counters.passes += 1
         self.begin_work()
         self._thread = threading.get_ident()
@@ -540,30 +539,11 @@ class Passes:
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
             if slot.job is not None:
-                slot = self._wait_for_files(group, slot)
+                slot = self.lookahead.wait_for_read(group, slot)
             self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
             stream.wait_event(slot.ready)
             slot.waited_on = stream
         slot.unused.discard(group)
-
-    def _wait_for_files(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
-        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
-
-        Returns:
-            The slot that holds the group.
-        """
-        assert slot.job is not None
-        try:
-            slot.job.wait()
-        except GroupFileError:
-            self.memory.free(slot)
-            self.lookahead.onload_now(group)
-            assert group.slot is not None
-            slot = group.slot
-            if slot.job is not None:
-                slot.job.wait()
-        slot.job = None
-        return slot
 
     def release(self, group: Group, stream: Stream) -> None:
         """End one use of the group: the work enqueued on `stream` so far is the last of that use."""
@@ -664,7 +644,7 @@ class Passes:
         self.memory.recover()
         self._recorder.forget_measured()
         self.placer.end_pass(completed=False)
-        self._changes.recover()
+        self._changes.recover(Passes.root.of(self))
         self._heir = None
         self.lookahead.recover(self._groups, is_whole=is_whole)
         self.placer.reside()

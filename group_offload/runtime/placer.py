@@ -52,7 +52,7 @@ class Placer:
     """
 
     def __init__(self, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer) -> None:
-        self._name = lookahead.model
+        self._name = lookahead.memory.name
         self._config = config
         self._backend = config.backend
         self._lookahead = lookahead  # which has the same device memory, transfer and files

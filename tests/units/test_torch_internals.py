@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from group_offload.base import torch_internals
-from group_offload.runtime.groups.tensors import Forms
+from group_offload.runtime.groups.part import Forms
 
 from ..support.processes import run_code
 from ..support.several import world_of_one

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch.profiler import record_function
 
-from ...base.device import Event, Stream
+from ...base.device import Event, Stream, plain_empty
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage
@@ -238,12 +238,14 @@ class Transfer:
             return _moves_of(blobs)
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copy device bytes that compute changes before `after` back to the host, and wait for them."""
+    def fetch(self, source: torch.Tensor, after: Event) -> torch.Tensor:
+        """Device bytes that compute changes before `after`, on the host, which waits for them."""
+        target = plain_empty(source.numel(), torch.device("cpu"))
         stream = self._backend.current_stream()
         stream.wait_event(after)
         self._backend.copy(target, source, stream, blocking=True)
         self._num_copies += 1
+        return target
 
     def wait_for_copies(self) -> None:
         """Wait until no copy reads a blob any more, because blobs are about to change.

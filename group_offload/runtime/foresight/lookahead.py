@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import EXPECTED
+from ...errors import EXPECTED, GroupFileError
 from ...stores.base import PlacedBlob
 from ...stores.moves import Tier
 from ..copies.cached import CachedFiles
@@ -19,8 +17,6 @@ from ..groups.group import Group
 from ..memory import DeviceMemory
 from ..slots.slot import Slot
 from .schedule import Schedule, first_guess
-
-logger = logging.getLogger("group_offload")
 
 _LOOK_BEYOND = 16
 """The number of further groups looked at once there is no room for a group whose modules contain no other group."""
@@ -38,18 +34,15 @@ class LookAhead:
         memory: DeviceMemory,
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
-        model: str,
     ) -> None:
         """
         Args:
             before_send: A function that is called with groups whose blobs are about to be sent, or read.
-            model: Name of the model in messages.
         """
         self.memory = memory
         self.transfer, self.counters = memory.transfer, memory.counters
         self.files = files
         self._before_send = before_send
-        self.model = model
         self._use_stream = config.use_stream
         """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
@@ -71,7 +64,6 @@ class LookAhead:
         """The size of the run just in time that had no space at the last look; 0 if all had."""
         self._blockers: dict[Group, set[Group]] = {}
         """The groups in whose slots the next run has to wait, each with those of its slot that are still needed."""
-        self._has_warned_of_alias = False
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
         """The module was partitioned.
@@ -142,15 +134,26 @@ class LookAhead:
         """Start the blobs of a group that is needed and was not predicted."""
         # Without a stream no rank starts anything ahead. With one, the others have predicted another group.
         alone = self._looks_again = self._use_stream
-        resident = self.memory.resident_slot(group)
-        if resident is not None:
-            self._send([group], resident, [], alone=alone)
-            return
-        ring = self.memory.rings.get(group.height)
-        found = None if ring is None else ring.place(group.num_bytes, self._is_free, is_first=not self._use_stream)
-        if ring is not None and found is None:
-            self._warn_of_aliases(ring.slots)
-        self._send([group], *(found or (self.memory.pooled_slot(group.num_bytes), [])), alone=alone)
+        self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream), alone=alone)
+
+    def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
+        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
+
+        Returns:
+            The slot that holds the group.
+        """
+        assert slot.job is not None
+        try:
+            slot.job.wait()
+        except GroupFileError:
+            self.memory.free(slot)
+            self.onload_now(group)
+            assert group.slot is not None
+            slot = group.slot
+            if slot.job is not None:
+                slot.job.wait()
+        slot.job = None
+        return slot
 
     def abandon(self) -> None:
         """Cancel all reads ahead: no call waits for them."""
@@ -186,7 +189,7 @@ class LookAhead:
                 if resident is not None:
                     self._send([group], resident, [])
                     continue
-                if early is not None and early.run[0] is group and self._is_good(early):
+                if early is not None and early.run[0] is group and self._is_good(early, memory.blobs_of(early.run)):
                     self._start_run(early.run, walk)
                     walk.soon.update(early.run)
                     continue
@@ -231,9 +234,9 @@ class LookAhead:
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         early = self._ahead.get(run[0])
-        if early is None or early.run != run or not self._is_good(early):
+        if early is None or early.run != run or not self._is_good(early, self.memory.blobs_of(run)):
             self._before_send(run)
-            blobs = self.memory.fitting(_blobs_of(run))
+            blobs = self.memory.blobs_of(run)
             self._take_ahead(run, None)
             reads = self.transfer.reads_of(blobs)
             if not reads:
@@ -259,11 +262,10 @@ class LookAhead:
                 early.job.cancel()
         return job
 
-    def _is_good(self, early: _EarlyRead, blobs: list[PlacedBlob] | None = None) -> bool:
+    def _is_good(self, early: _EarlyRead, blobs: Sequence[PlacedBlob]) -> bool:
         """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
         if early.job.is_over:  # a forked child has no threads that would go on
             return False
-        blobs = self.memory.fitting(_blobs_of(early.run)) if blobs is None else blobs
         return early.states == _states_of(blobs) and all(group.slot is None for group in early.run)
 
     def _run_limit(self, group: Group) -> int:
@@ -306,27 +308,13 @@ class LookAhead:
                 return each is group
         return False
 
-    def _is_free(self, slot: Slot[Group]) -> bool:
-        return not slot.is_held and self.memory.try_unbind(slot)
-
-    def _warn_of_aliases(self, slots: Sequence[Slot[Group]]) -> None:
-        aliased = [slot for slot in slots if not (slot.is_held or self._is_free(slot))]
-        if aliased and not self._has_warned_of_alias:
-            self._has_warned_of_alias = True
-            logger.warning(
-                "Weights of %s in %s are still referenced after their call, so their device memory can't be reused. Check "
-                "hooks and autograd functions (use save_for_backward).",
-                " and ".join(group.group_id for slot in aliased for group in slot.groups),
-                self.model,
-            )
-
     def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
         if self.memory.resident_limit:
             for group in run:
                 self._bring_packed(group)
         berths = self.memory.berths
-        blobs = self.memory.fitting(_blobs_of(run), has_berths=berths is not None)
+        blobs = self.memory.blobs_of(run, has_berths=berths is not None)
         job = self._take_ahead(run, blobs) if self._ahead else None
         after = self.memory.occupy(slot, run, evicted)
         after += [group.packed.slot.ready for group in run if group.packed.slot is not None]
@@ -380,9 +368,3 @@ class _EarlyRead:
 def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:
     """The states of blobs that decide how they are read: a pinned blob is copied from its place, not read."""
     return [(blob.generation, blob.is_outdated, blob.pinned_bytes, packed) for _, _, blob, packed, _ in blobs]
-
-
-def _blobs_of(run: Sequence[Group]) -> list[PlacedBlob]:
-    """The blobs of `run`, placed one after another in one slot."""
-    starts = accumulate((group.num_bytes for group in run), initial=0)
-    return [blob for group, start in zip(run, starts, strict=False) for blob in group.blobs_at(start)]

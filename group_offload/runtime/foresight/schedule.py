@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -44,9 +45,8 @@ class Schedule:
         """Whether this is the first pass of its kind."""
         self.has_news = False
         """Whether a pass has taken a new route since `followers` was asked."""
-        self._after: defaultdict[str, set[str]] = defaultdict(set)
-        """For each layer, all that came next in a pass; "" stands for what is no layer, and for the ends of a pass."""
-        self._before: defaultdict[str, set[str]] = defaultdict(set)
+        self._neighbors: set[tuple[str, str]] = set()
+        """Layers that came one after another in a pass; "" stands for what is no layer, and for the ends of a pass."""
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Start a pass in which only groups of `scope` can be needed.
@@ -123,13 +123,12 @@ class Schedule:
                 # In fewer calls not all layers were called, and it is not known which.
                 is_whole = group.may_join and len([*calls]) >= len(group.layers)
                 layers += group.layers if is_whole else [name for layer in group.layers for name in ("", layer, "")]
-            for first, second in pairwise((*layers, "")):
-                self._after[first].add(second)
-                self._before[second].add(first)
+            self._neighbors.update(pairwise((*layers, "")))
+        before, after = (Counter(map(itemgetter(side), self._neighbors)) for side in (0, 1))
         return {
             first: second
-            for first, (second, *others) in self._after.items()
-            if first and second and not others and len(self._before[second]) == 1 and _block(first, second)
+            for first, second in self._neighbors
+            if first and second and before[first] == after[second] == 1 and _block(first, second)
         }
 
     def take_over(self, before: Schedule, groups: Iterable[Group]) -> None:
@@ -143,7 +142,7 @@ class Schedule:
 
         self._routes = {key: [_route(now(order)) for order, _ in known] for key, known in before._routes.items()}
         self._key, self._followed_by = before._key, before._followed_by
-        self._after, self._before = before._after, before._before
+        self._neighbors = before._neighbors
 
 
 def _block(first: str, second: str) -> bool:
@@ -162,5 +161,5 @@ def _route(groups: Iterable[Group]) -> _Route:
 
 def first_guess(groups: Iterable[Group]) -> list[Group]:
     """A guess of the first pass's order: outer groups first, then each group once for each module that needs it."""
-    order = [group for group in groups if group.num_bytes for _ in (group.modules if not group.height else (None,))]
+    order = [group for group in groups if group.num_bytes for _ in range(1 if group.height else group.num_modules)]
     return sorted(order, key=lambda group: -group.height)

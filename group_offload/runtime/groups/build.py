@@ -32,10 +32,9 @@ from ...stores.folder import Folder
 from ...stores.moves import Tier
 from ...stores.packed import is_packable
 from ...stores.pinned import HostMemory, RamBlob, Segment
-from ...weights import TensorRef
+from ...weights import TensorRef, fit_for
 from .group import Group
 from .part import Part
-from .tensors import fit_for
 from .trained import may_be_trained
 
 logger = logging.getLogger("group_offload")

@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.device import plain_empty
-from ...base.layout import as_bytes, span_bytes
+from ...base.layout import as_bytes, overlapping
 from ...base.mapping import expect_single_pages
-from ...partition import GroupSpec
+from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
 from ...stores.packed import PackedImage
+from ...weights import fit_for, tracks_version, version_of, wrapped_holders
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
-from .part import Part, SharedCounter
-from .tensors import Forms, fit_for, is_kept, same_bits, same_form, same_memory, tracks_version, version_of
-from .wrapped import wrapped_holders
+from .part import Forms, Part, SharedCounter, is_kept, same_bits, same_form, same_memory
 
 
 class Group:
@@ -39,13 +37,13 @@ class Group:
             may_compute_at_rest: Whether modules may compute with weights in RAM where they are: on the CPU.
         """
         self.group_id = spec.group_id
-        self._modules = [*map(weakref.ref, spec.modules)]
-        self.methods = spec.methods
+        self._openers = [each if isinstance(each, Method) else weakref.ref(each) for each in spec.openers]
+        self.num_modules = sum(isinstance(each, nn.Module) for each in spec.openers)
         self.is_table = spec.is_table
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.layers = spec.joined or (spec.group_id,)
         """The ids of the groups that were joined to this one."""
-        self.may_join = bool(spec.joined) or not (spec.height or spec.methods or len(spec.modules) > 1)
+        self.may_join = bool(spec.joined) or not (spec.height or len(spec.openers) > 1)
         """Whether one layer alone needs the group, or did before."""
         self.height = spec.height
         self.parts = tuple(parts)
@@ -92,9 +90,10 @@ class Group:
         """Whether tensors were changed and their blobs do not have the edits yet."""
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that need the group when they are called."""
-        return tuple(module for each in self._modules if (module := each()) is not None)
+    def openers(self) -> tuple[nn.Module | Method, ...]:
+        """The modules and methods that need the group when they are called."""
+        found = (each if isinstance(each, Method) else each() for each in self._openers)
+        return tuple(opener for opener in found if opener is not None)
 
     @property
     def is_in_file(self) -> bool:
@@ -182,17 +181,15 @@ class Group:
                 self._recast[index] = (tensor.detach(), tensor.detach().cpu())
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
-            if slot is None:
-                if same_memory(tensor, self._bound[index]):
-                    num_changed += 1  # at rest
-                    continue
-                value = as_bytes(tensor)
-            else:
-                value = plain_empty(span_bytes(tensor), torch.device("cpu"))
-                transfer.fetch(value, as_bytes(tensor), slot.last_use())
+            if slot is None and same_memory(tensor, self._bound[index]):
+                num_changed += 1  # at rest
+                continue
+            value, kept = as_bytes(tensor), as_bytes(rest)
+            if slot is not None:
+                value = transfer.fetch(value, slot.last_use())
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
-                if not torch.equal(value, as_bytes(rest)):
+                if not torch.equal(value, kept):
                     part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
                     part.blob.drop_packed()
@@ -449,6 +446,27 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
+
+
+def commit_replacements(groups: Sequence[Group], all_groups: Sequence[Group]) -> bool:
+    """Commit values that replaced views of `groups` at rest. Returns False if groups have to be laid out again for that."""
+    replaced: list[tuple[Group, Part, int]] = []
+    for group in groups:
+        group.check()
+        found = group.replaced()
+        if found is None:
+            return False
+        replaced += [(group, *place) for place in found]
+    if replaced:
+        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
+        at_rest = [view for group in all_groups for part in group.parts for view in part.blob.rest]
+        values = [part.refs[index].tensor.detach() for _, part, index in replaced]
+        clusters = overlapping(values + at_rest)
+        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
+            return False
+    for group, part, index in replaced:
+        group.commit_replacement(part, index)
+    return True
 
 
 def share_counters(groups: Sequence[Group]) -> None:

@@ -1,16 +1,23 @@
-"""One blob of a group, and the tensors whose bytes it has."""
+"""One blob of a group, and the tensors whose bytes it has: they are bound to other memory again and again."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter, eq
+from typing import Any
 
 import torch
 
+from ...base.layout import num_uses
+from ...base.torch_internals import TensorGuards
 from ...stores.base import Blob
 from ...stores.moves import Tier
-from ...weights import TensorRef
-from .tensors import same_memory, version_of
+from ...weights import TensorRef, version_of
+
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 
 
 @dataclass(slots=True, eq=False)
@@ -84,3 +91,52 @@ class Part:
             return [False] * len(self.refs)
         places = zip(self.refs, self.blob.rest, strict=True)
         return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
+
+
+def is_kept(view: torch.Tensor, num_ours: int) -> bool:
+    """Whether there are tensors of the storage of `view` beside ours, which are `num_ours`.
+
+    A view keeps the tensor that it is a view of, which is one more.
+    """
+    return num_uses(view) > num_ours + view._is_view()
+
+
+def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and strides."""
+    return tensor.dtype == view.dtype and tensor.shape == view.shape and tensor.stride() == view.stride()
+
+
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same form have the same bits. (As numbers, 0.0 is -0.0, and NaN is not NaN.)"""
+    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))
+    return torch.equal(first, second)
+
+
+def same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether two tensors have the same form and begin at the same address."""
+    return tensor.data_ptr() == view.data_ptr() and same_form(tensor, view)
+
+
+class Forms:
+    """Sizes, strides and dtypes of tensors.
+
+    Every weight is checked when a pass begins, while the device has nothing to do. The guards of torch's compiler compare
+    all of them in one call. Where they find another difference, each tensor is compared alone.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._known = [list(map(form, tensors)) for form in _FORMS]
+        self._guards: Any = None
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors`, as many, have these forms."""
+        if self._guards is not None and self._guards.check(*tensors):
+            return True
+        if not all(all(map(eq, map(form, tensors), known)) for form, known in zip(_FORMS, self._known, strict=True)):
+            return False
+        # Guards compare more, such as `requires_grad` and modes of torch. They are made again for the present state.
+        self._guards = None
+        if tensors:
+            with suppress(TypeError, RuntimeError):  # another version of torch, or a tensor that guards do not support
+                self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return True
