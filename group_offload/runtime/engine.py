@@ -5,7 +5,7 @@ The steps of a forward are in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,6 @@ from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
-from .foresight.succession import Succession
 from .gates import Gates, root_of
 from .groups.build import Builder, materialise
 from .groups.group import Group, share_counters
@@ -390,16 +389,3 @@ class Engine:
         self._gates.install(self.groups)
         gates, checks_all = self._gates, self._gates.records_graphs or self.config.is_leaf_level
         self._changes.expect(self.root, self.groups, gates.groups_of, self._of_fsdp, checks_all_calls=checks_all)
-
-
-def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:
-    """Let the models of a pipeline predict which of them runs next.
-
-    Args:
-        order: Those whose order is known before they run, in this order.
-        run_once: Those that are taken to run once for an image.
-    """
-    models, in_order, once = ([engine._passes for engine in some] for some in (engines, order, run_once))
-    succession = Succession(models, in_order, once)
-    for each in models:
-        each.succession = succession
