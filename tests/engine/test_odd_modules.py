@@ -226,8 +226,7 @@ class Unbound(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = [linear.weight.data_ptr() for linear in (*self.blocks, self.last)]
-        for block in self.blocks:
-            x = nn.Linear.forward(block, x)
+        x = nn.Linear.forward(self.blocks[2], nn.Linear.forward(self.blocks[1], nn.Linear.forward(self.blocks[0], x)))
         return nn.Linear.forward(self.last, x)
 
 

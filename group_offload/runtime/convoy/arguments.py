@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -154,8 +155,7 @@ class Arguments:
         """
         if self._form != now._form or now._first is None or not (self.shared and self.shared[now._first]):
             return None
-        foreseen = Arguments.__new__(Arguments)
-        foreseen._form, foreseen._first, foreseen.shared, foreseen.other = self._form, self._first, self.shared, None
+        foreseen = copy.copy(self)
         pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
         foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
         return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None
