@@ -160,11 +160,10 @@ class SharingPolicy:
         if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
         if len(calls) > room and self._passes.counters.passes:
-            is_vain, most = (
-                self._passes.placer.sends_nothing,
-                f"the device has space for {room} at once, not for {len(calls)}",
-            )
-            self._say("by its plan, forwards transfer no weights" if is_vain else most)
+            reason = f"the device has space for {room} at once, not for {len(calls)}"
+            if self._passes.placer.sends_nothing:
+                reason = "by its plan, forwards transfer no weights"
+            self._say(reason)
         calls = calls[:room]
         if room == 1 or not self._pays(calls, min(num_callers, room)) or self._examined() is not None:
             return self.alone(*args, **kwargs)
