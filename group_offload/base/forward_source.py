@@ -266,10 +266,6 @@ class _Reader(ast.NodeVisitor):
         arguments += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
         given = tuple((at, place) for at, value in arguments if (place := self._place(value)) is not None)
         place = self._place(node.func)
-        if place is None and isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and given[:1]:
-            # `Block.forward(self.block, x)` is `self.block.forward(x)`
-            place = _Place(given[0][1].name, (*given[0][1].steps, "forward"))
-            given = tuple((at - 1 if isinstance(at, int) else at, value) for at, value in given[1:])
         if place is not None and not (len(place.steps) > 1 and place.steps[-1] in _NEEDS_NO_VALUES):
             self.uses[_Use(place, given=given, is_call=True)] = None
         elif isinstance(node.func, ast.Name) and given:

@@ -226,7 +226,8 @@ class Unbound(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = [linear.weight.data_ptr() for linear in (*self.blocks, self.last)]
-        x = nn.Linear.forward(self.blocks[2], nn.Linear.forward(self.blocks[1], nn.Linear.forward(self.blocks[0], x)))
+        for block in self.blocks:
+            x = nn.Linear.forward(block, x)
         return nn.Linear.forward(self.last, x)
 
 

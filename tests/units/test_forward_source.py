@@ -70,10 +70,6 @@ class ReadsInBase(Reads):
 # Forwards of `Parent`.
 
 
-def calls_unbound(self: Any, x: torch.Tensor) -> Any:
-    return nn.Linear.forward(self.child, x)
-
-
 def gives_itself(self: Any, x: torch.Tensor) -> Any:
     return self.processor(self, x)
 
@@ -106,7 +102,6 @@ def only_calls(self: Any, x: torch.Tensor) -> Any:
 
 
 FORWARDS: dict[Forward, list[str]] = {
-    calls_unbound: ["child"],
     gives_itself: ["child", "inner.0"],
     reads_by_another_name: ["inner.0"],
     reads_in_a_lambda: ["child"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -156,7 +155,8 @@ class Arguments:
         """
         if self._form != now._form or now._first is None or not (self.shared and self.shared[now._first]):
             return None
-        foreseen = copy.copy(self)
+        foreseen = Arguments.__new__(Arguments)
+        foreseen._form, foreseen._first, foreseen.shared, foreseen.other = self._form, self._first, self.shared, None
         pairs = zip(self.shared, self._leaves, now._leaves, strict=True)
         foreseen._leaves = [current if is_shared else mine for is_shared, mine, current in pairs]
         return foreseen if all(leaf.is_still() for leaf in foreseen._leaves) else None
