@@ -246,13 +246,22 @@ def _home(path: str, homes: Mapping[str, _Unit]) -> _Unit | None:
 
 
 def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], homes: Mapping[str, _Unit]) -> None:
-    """Add the modules and methods that compute with weights of a unit without a call of the unit's own modules."""
+    """Add the modules and methods that compute with weights of a unit without a call of the unit's own modules.
+
+    A forward that reads in a loop what is most of the module is left alone: all of that would be on the device for the length
+    of its call. It mostly looks at weights, or edits them. (Where it computes with them, torch raises.)
+    """
     lists = [each for each in modules.values() if isinstance(each, NEVER_CALLED)]
     blocks = {block for each in lists for block in each.children() if not isinstance(block, NEVER_CALLED)}
     # The methods of what is inside of a block are called in the block's call.
     outside = {*modules.values()} - {part for block in blocks for part in block.modules() if part is not block}
     home_of = {module: home for path, module in modules.items() if (home := _home(path, homes)) is not None}
     opening = {unit: frozenset(unit.modules) for unit in units}
+
+    @cache
+    def size_of(unit: _Unit) -> int:
+        weights = [each for part, home in home_of.items() if home is unit for each in part.parameters(recurse=False)]
+        return sum(weight.nbytes for weight in weights if not is_lazy(weight))
 
     for path, module in modules.items():
         above = {modules[part] for part in (path, *_ancestors(path))}
@@ -264,6 +273,9 @@ def _open_for_parts_used(modules: dict[str, nn.Module], units: list[_Unit], home
             )
             if name == "forward":
                 read = {part: unit for part, unit in read.items() if above.isdisjoint(opening[unit])}
+            in_loops = {unit for part, unit in read.items() if used.read[part]}
+            if len(in_loops) > 1 and sum(map(size_of, in_loops)) * 2 > sum(map(size_of, units)):
+                read = {part: unit for part, unit in read.items() if not used.read[part]}
             openers = [(unit, part) for part, unit in called.items() if above.isdisjoint(opening[unit])]
             if name == "forward":
                 openers = [*((unit, module) for unit in read.values()), *openers]

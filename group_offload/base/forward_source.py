@@ -51,8 +51,8 @@ _GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 _MOST_KNOWN = 4096
 """The number of functions that are remembered."""
 
-Step = str | int
-"""An attribute, or an index."""
+Step = str | int | None
+"""An attribute, an index, or None for any index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class UsedParts:
     root: nn.Module
     """Its own."""
     apart: Container[nn.Module]
-    read: dict[nn.Module, None] = field(default_factory=dict)
-    """Modules whose parameters or buffers it reads, its own among them."""
+    read: dict[nn.Module, bool] = field(default_factory=dict)
+    """Modules whose parameters or buffers it reads, its own among them, and whether only in a loop over modules."""
     called: dict[nn.Module, None] = field(default_factory=dict)
     """Modules that it calls."""
     known: set[tuple[Any, ...]] = field(default_factory=set)
@@ -156,49 +156,51 @@ def _follow(function: Any, given: Mapping[int | str, nn.Module], found: UsedPart
         return
     found.known.add(key)
     for use in uses:
-        reached = ((at, *_reached(modules, place)) for at, place in use.given)
-        arguments = {at: module for at, module, rest in reached if module is not None and not rest}
+        arguments = {at: module for at, place in use.given for module, rest in _reached(modules, place) if not rest}
         if use.place is None:
             _follow(scope.get(use.function), arguments, found)
             continue
         behind_self = {at + 1 if isinstance(at, int) else at: module for at, module in arguments.items()}
-        at, rest = _reached(modules, use.place)
-        if at is None:
-            continue
-        if not rest:
-            if use.is_call and at is not found.root:
-                found.called[at] = None
-            continue
-        name = rest[0]
-        if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
-            found.read[at] = None
-        elif len(rest) == 1 and isinstance(name, str):
-            if at is not found.root and at in found.apart and name in methods_of(at):
+        for at, rest in _reached(modules, use.place):
+            with_self = {0: at, **behind_self}
+            if not rest:
+                if use.is_call and at is not found.root:
+                    found.called[at] = None
+                    if arguments:
+                        _follow(inspect.getattr_static(type(at), "forward"), with_self, found)
                 continue
-            for method in _overridden(type(at), name):
-                _follow(method, {0: at, **behind_self}, found)
-            held = vars(at).get(name)
-            if use.is_call and held is not None:
-                _follow(getattr(type(held), "__call__", None), behind_self, found)  # noqa: B004
+            name = rest[0]
+            if any(_found(table, name) is not None for table in (at._parameters, at._buffers)):
+                found.read[at] = found.read.get(at, True) and None in use.place.steps
+            elif len(rest) == 1 and isinstance(name, str):
+                if at is not found.root and at in found.apart and name in methods_of(at):
+                    continue
+                for method in _overridden(type(at), name):
+                    _follow(method, with_self, found)
+                held = vars(at).get(name)
+                if use.is_call and inspect.isfunction(held):
+                    _follow(held, arguments, found)
+                elif use.is_call and held is not None:
+                    _follow(getattr(type(held), "__call__", None), behind_self, found)  # noqa: B004
 
 
-def _reached(modules: Mapping[str, nn.Module], place: _Place) -> tuple[nn.Module | None, tuple[Step, ...]]:
-    """The last module on the way to a place, if there is one, and the steps that lead on from there."""
-    at, steps = modules.get(place.name), place.steps
-    while at is not None and steps:
-        child = _child(at, steps[0])
-        if child is None:
-            break
-        at, steps = child, steps[1:]
-    return at, steps
-
-
-def _child(module: nn.Module, step: Step) -> nn.Module | None:
-    if isinstance(step, str):
-        found: nn.Module | None = _found(module._modules, step)
-        return found
-    children: list[nn.Module] = [*module] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
-    return children[step] if -len(children) <= step < len(children) else None
+def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:
+    """The last module on the way to a place, and the steps that lead on from there. An open index leads to several."""
+    start = modules.get(place.name)
+    pending = [] if start is None else [(start, place.steps)]
+    while pending:
+        at, steps = pending.pop()
+        children = at._modules
+        if steps and isinstance(steps[0], str) and _found(children, steps[0]) is not None:
+            pending.append((_found(children, steps[0]), steps[1:]))
+        elif steps and not isinstance(steps[0], str) and isinstance(at, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            inside = [child for child in children.values() if child is not None]
+            index = steps[0]
+            if isinstance(index, int):
+                inside = inside[index : index + 1 or None]
+            pending.extend((child, steps[1:]) for child in inside)
+        else:
+            yield at, steps
 
 
 def _found(table: Any, name: Any) -> Any:
@@ -235,12 +237,14 @@ class _Reader(ast.NodeVisitor):
             start = self._place(node.value)
             if start is None:
                 return None
+            step: Step = None
             if isinstance(node, ast.Attribute):
-                return _Place(start.name, (*start.steps, node.attr))
-            with suppress(ValueError):
-                index = ast.literal_eval(node.slice)
-                if isinstance(index, (int, str)):
-                    return _Place(start.name, (*start.steps, index))
+                step = node.attr
+            else:
+                with suppress(ValueError):
+                    index = ast.literal_eval(node.slice)
+                    step = index if isinstance(index, (int, str)) else None
+            return _Place(start.name, (*start.steps, step))
         return None
 
     def _bind(self, target: ast.expr, place: _Place | None) -> None:
@@ -251,6 +255,20 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             self._bind(target, self._place(node.value))
+
+    def visit_For(self, node: ast.For) -> None:
+        """`for block in self.blocks`, also `enumerate(self.blocks)` and `zip(self.blocks, others)`."""
+        sources, targets = [node.iter], [node.target]
+        if (
+            isinstance(node.iter, ast.Call)
+            and isinstance(node.iter.func, ast.Name)
+            and isinstance(node.target, ast.Tuple)
+        ):
+            sources, targets = node.iter.args, node.target.elts[node.iter.func.id == "enumerate" :]
+        for source, target in zip(sources, targets, strict=False):
+            place = self._place(source)
+            self._bind(target, place and _Place(place.name, (*place.steps, None)))
+        self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         place = self._place(node)
@@ -266,6 +284,10 @@ class _Reader(ast.NodeVisitor):
         arguments += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
         given = tuple((at, place) for at, value in arguments if (place := self._place(value)) is not None)
         place = self._place(node.func)
+        if place is None and isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and given[:1]:
+            # `Block.forward(self.block, x)` is `self.block.forward(x)`
+            place = _Place(given[0][1].name, (*given[0][1].steps, "forward"))
+            given = tuple((at - 1 if isinstance(at, int) else at, value) for at, value in given[1:])
         if place is not None and not (len(place.steps) > 1 and place.steps[-1] in _NEEDS_NO_VALUES):
             self.uses[_Use(place, given=given, is_call=True)] = None
         elif isinstance(node.func, ast.Name) and given:

@@ -51,7 +51,7 @@ class Parent(nn.Module):
         self.inner.named = nn.Linear(4, 4)
         self.inner.missing = nn.Linear(4, 4, bias=False)
         self.scale = nn.Parameter(torch.ones(4))
-        self.method, self.processor = Method(), Processor()
+        self.method, self.processor, self.function = Method(), Processor(), project
 
     def helper(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.child.weight)
@@ -70,13 +70,23 @@ class ReadsInBase(Reads):
 # Forwards of `Parent`.
 
 
+def calls_unbound(self: Any, x: torch.Tensor) -> Any:
+    return nn.Linear.forward(self.child, x)
+
+
 def gives_itself(self: Any, x: torch.Tensor) -> Any:
     return self.processor(self, x)
 
 
-def reads_by_another_name(self: Any, x: torch.Tensor) -> Any:
-    layer = self.inner[0]
-    return x @ layer.weight
+def gives_itself_to_its_function(self: Any, x: torch.Tensor) -> Any:
+    return self.function(x, self)
+
+
+def reads_in_a_loop(self: Any, x: torch.Tensor) -> Any:
+    for layer in self.inner:
+        weight = layer.weight
+        x = x @ weight
+    return x
 
 
 def reads_in_a_lambda(self: Any, x: torch.Tensor) -> Any:
@@ -102,8 +112,10 @@ def only_calls(self: Any, x: torch.Tensor) -> Any:
 
 
 FORWARDS: dict[Forward, list[str]] = {
+    calls_unbound: ["child"],
     gives_itself: ["child", "inner.0"],
-    reads_by_another_name: ["inner.0"],
+    gives_itself_to_its_function: ["child"],
+    reads_in_a_loop: ["inner.0", "inner.named", "inner.missing"],
     reads_in_a_lambda: ["child"],
     reads_below: ["inner.named"],
     calls_itself: ["child"],
