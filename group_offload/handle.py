@@ -198,10 +198,7 @@ class OffloadHandle(NotCopied):
             counters = engine.counters
             notes = [] if engine.sharing is None else [engine.sharing.describe()]
             if counters.shared or engine.config.share_passes is True:
-                notes.append(
-                    f"share_passes: {counters.shared} of {counters.passes} forwards ran together with others, which saved "
-                    f"{describe_bytes(counters.bytes_spared)} of transfers and reads."
-                )
+                notes.append(f"share_passes: {counters.shared} of {counters.passes} forwards ran together with others.")
             return OffloadPlan(
                 self._name,
                 engine.placer.current_plan(),

@@ -43,7 +43,7 @@ from tqdm import tqdm
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 from group_offload.base.saved import Kept
-from group_offload.runtime.engine import follow_one_another
+from group_offload.runtime.foresight.succession import Succession
 
 from .support import simulated
 from .support.activations import on
@@ -307,8 +307,10 @@ class Rig:
     def apply(self) -> None:
         self.handle = apply_group_offloading(self.model, "cpu", **self.options)
         if self.in_pipeline:
-            engines = [engine_of(self.handle), engine_of(self.other_handle)]
-            follow_one_another(engines, engines, engines)
+            models = [engine_of(each)._passes for each in (self.handle, self.other_handle)]
+            succession = Succession(models, models, models)
+            for each in models:
+                each.succession = succession
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -14,7 +14,7 @@ from ..base.tuning import tuning
 from ..plan.budgets import Budget, parse_budget, total_ram
 from ..plan.ram_shares import ComponentLoad, ram_for_weights, share_ram
 from ..runtime.convoy.contract import DENOISERS
-from ..runtime.engine import follow_one_another
+from ..runtime.foresight.succession import Succession
 from ..stores.files import FileMap
 from ..stores.safetensors_file import DATA_ALIGNMENT
 
@@ -73,14 +73,16 @@ def shares_of(
 
 def put_in_order(pipeline: Any, models: Mapping[str, nn.Module]) -> None:
     """Let the offloaded models of a pipeline foresee which of them runs next, at first as the pipeline's class says."""
-    engines = {name: handle._live for name, model in models.items() if (handle := handle_of(model)) is not None}
+    passes = {name: handle._live._passes for name, model in models.items() if (handle := handle_of(model)) is not None}
     order = getattr(pipeline, "model_cpu_offload_seq", None)
     names = order.split("->") if isinstance(order, str) else ()
-    follow_one_another(
-        [*dict.fromkeys(engines.values())],
-        [*dict.fromkeys(engines[name] for name in names if name in engines)],
-        [engine for name, engine in engines.items() if not name.startswith(DENOISERS)],
+    succession = Succession(
+        [*dict.fromkeys(passes.values())],
+        [*dict.fromkeys(passes[name] for name in names if name in passes)],
+        [each for name, each in passes.items() if not name.startswith(DENOISERS)],
     )
+    for each in passes.values():
+        each.succession = succession
 
 
 def _bytes_of(model: nn.Module, tables: Collection[int]) -> tuple[int, int, int, int]:

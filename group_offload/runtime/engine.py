@@ -5,7 +5,7 @@ The steps of a forward are in passes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,12 +26,11 @@ from . import turns
 from .backward import Backward
 from .budget.need import Kind
 from .changes import Changes
-from .convoy.contract import shares_passes
+from .convoy.contract import is_function
 from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
-from .foresight.succession import Succession
 from .gates import Gates, root_of
 from .groups.build import Builder, materialise
 from .groups.group import Group, share_counters
@@ -95,7 +94,7 @@ class Engine:
         files = CachedFiles(config, transfer.last_copies.synchronize)
         self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late)
         self.placer = Placer(config, ahead, recorder, self._packer)
-        kind = SharedPasses if shares_passes(config, root) else Passes
+        kind = SharedPasses if config.share_passes and is_function(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
@@ -385,16 +384,3 @@ class Engine:
         self._gates.install(self.groups)
         gates, checks_all = self._gates, self._gates.records_graphs or self.config.is_leaf_level
         self._changes.expect(self.root, self.groups, gates.groups_of, self._of_fsdp, checks_all_calls=checks_all)
-
-
-def follow_one_another(engines: Sequence[Engine], order: Sequence[Engine], run_once: Collection[Engine]) -> None:
-    """Let the models of a pipeline predict which of them runs next.
-
-    Args:
-        order: Those whose order is known before they run, in this order.
-        run_once: Those that are taken to run once for an image.
-    """
-    models, in_order, once = ([engine._passes for engine in some] for some in (engines, order, run_once))
-    succession = Succession(models, in_order, once)
-    for each in models:
-        each.succession = succession

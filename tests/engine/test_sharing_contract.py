@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from group_offload import OffloadStats, apply_group_offloading, handle_of
 from group_offload.base.tuning import tuning
+from group_offload.runtime.convoy.arguments import Arguments
 from group_offload.runtime.convoy.speculation import Speculation
-from group_offload.runtime.convoy.steps import announce, begin_step
 from group_offload.runtime.copies.transfer import Transfer
+from group_offload.runtime.placer import Placer
 
 from ..support.faults import raise_at
 from ..support.inside import engine_of
@@ -64,18 +65,11 @@ class Denoiser(nn.Module):
         return x * self.scale * self.settings["gain"]
 
 
-class Branch:
-    """As those that guiders prepare."""
-
-    def __init__(self, prompt: torch.Tensor) -> None:
-        self.prompt = prompt
-
-
 class Loop:
     """A loop with guidance: two calls of its model in a step."""
 
-    announces = False
-    """Whether it says at the begin of a step which calls will come. Then latents are cast anew for each call."""
+    casts = False
+    """Whether latents are made anew for each call."""
 
     def __init__(self, kind: type[nn.Module] = Denoiser, num_prompts: int = 2) -> None:
         torch.manual_seed(0)
@@ -103,14 +97,10 @@ class Loop:
         prompts, latents, found = [put(each) for each in self.prompts], put(torch.ones(6, 8)), []
         for step in range(num_steps):
             t, outputs = put(torch.tensor([step + 1.0])), []
-            begin_step()
-            branches = [Branch(prompt) for prompt in prompts] if self.announces else []
-            for number, branch in enumerate(branches):
-                announce(branch, number)
             for call in range(self.num_calls(step)):
                 with torch.no_grad(), self.around(step, call):
                     try:
-                        x = latents.clone() if self.announces else latents
+                        x = latents.clone() if self.casts else latents
                         output = self.model(x, t / 10, prompts[call], self.other(step, call))
                         outputs.append(output.to_dense() if output.is_sparse else output.real)
                     except self.error:
@@ -120,7 +110,6 @@ class Loop:
                     self.between(step, self.model)
             latents = latents - 0.05 * (outputs[0] + 1.5 * (outputs[0] - outputs[-1])).float()
             self.after(step, prompts)
-        begin_step()
         return found
 
 
@@ -177,12 +166,10 @@ def device() -> Iterator[SimulatedDevice]:
 # ---------------------------------------------------------------- guidance
 
 
-@pytest.mark.parametrize(("num_prompts", "announces"), [(2, False), (3, False), (3, True)])
-def test_the_calls_of_a_step_share_a_pass(
-    num_prompts: int, announces: bool, any_device: SimulatedDevice | None
-) -> None:
+@pytest.mark.parametrize(("num_prompts", "casts"), [(2, False), (3, False), (3, True)])
+def test_the_calls_of_a_step_share_a_pass(num_prompts: int, casts: bool, any_device: SimulatedDevice | None) -> None:
     loop = Loop(num_prompts=num_prompts)
-    loop.announces = announces
+    loop.casts = casts
     expected = loop.run()
     handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
     assert_same(loop.run(any_device), expected)
@@ -195,26 +182,41 @@ def test_the_calls_of_a_step_share_a_pass(
     handle.remove()
 
 
-def test_nothing_is_kept_once_the_branches_are_gone() -> None:
-    loop = Loop()
-    loop.announces = True
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_step_with_more_calls_than_have_space(casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placer, "forwards_that_fit", lambda *_: 2)
+    loop = Loop(num_prompts=3)
+    loop.casts = casts
+    expected = loop.run()
     handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
-    loop.run(num_steps=3)
-    branches, latents = [Branch(prompt) for prompt in loop.prompts], torch.ones(6, 8)
-    for at in range(2):
-        announce(branches[at], at)
-    with torch.no_grad():
-        loop.model(latents, torch.ones(1), loop.prompts[0])
-    seen = weakref.ref(latents)
-    assert handle.stats().passes_predicted == 3
-    del latents
-    assert seen() is not None, "kept for the call that is to come"
-    branches.clear()
+    assert_same(loop.run(), expected)
+    stats = handle.stats()
+    assert (stats.passes_predicted, stats.passes_discarded) == (NUM_STEPS - 1, 0)
+    handle.remove()
+
+
+@pytest.mark.parametrize(("num_prompts", "changes"), [(1, True), (1, False), (2, True)])
+def test_no_inputs_are_kept(num_prompts: int, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last call of a step lets go of them. Where steps have one call, only the first few are kept and compared."""
+    loop, seen, compared = Loop(num_prompts=num_prompts), list[Any](), list[int]()
+    loop.casts = True
+    if not changes:
+        loop.model.scale = 0.0
+    handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
+    plain, is_of_same_step = Denoiser.forward, Arguments.is_of_same_step
+
+    def compare(self: Arguments, *args: Any, by_value: bool = False) -> bool:
+        compared.extend([1] * by_value)
+        return is_of_same_step(self, *args, by_value=by_value)
+
+    monkeypatch.setattr(Arguments, "is_of_same_step", compare)
+    monkeypatch.setattr(
+        Denoiser, "forward", lambda self, x, *args: seen.append(weakref.ref(x)) or plain(self, x, *args)
+    )
+    loop.run(num_steps=12)
     gc.collect()
-    assert seen() is None
-    with torch.no_grad():
-        loop.model(torch.zeros(6, 8), torch.ones(1), loop.prompts[1])
-    assert handle.stats().passes_discarded == 1
+    assert len(seen) > 11 and not any(each() is not None for each in seen)
+    assert len(compared) <= (8 if num_prompts == 1 else 4)
     handle.remove()
 
 
@@ -240,12 +242,14 @@ BETWEEN: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("change", [*AFTER, *BETWEEN, "guidance ends"])
-def test_what_was_foreseen_is_not_called_for(change: str, device: SimulatedDevice) -> None:
+def test_what_was_foreseen_is_not_called_for(change: str, casts: bool, device: SimulatedDevice) -> None:
     """A callback changes the embeddings, guidance is switched off half way, or weights and modules are edited between the calls
     of a step: the second one computes with what is there then."""
 
     def prepare(loop: Loop) -> None:
+        loop.casts = casts
         if change == "guidance ends":
             loop.num_calls = lambda step: 2 if step < 4 else 1
         loop.after = lambda step, prompts: step == 3 and change in AFTER and AFTER[change](prompts)

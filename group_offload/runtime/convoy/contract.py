@@ -61,7 +61,3 @@ def _is_whole(root: nn.Module) -> bool:
     parts = [*kinds, *(kind.forward for kind in kinds)]
     parts += [type(each) for module in root.modules() if (each := module.__dict__.get("processor")) is not None]
     return all(_name(part) in _LIBRARIES for part in parts)
-
-
-def shares_passes(config: OffloadConfig, root: nn.Module) -> bool:
-    return bool(config.share_passes) and is_function(config, root)

@@ -69,8 +69,6 @@ class Convoy:
         """Whether a traveller has left that still held groups."""
         self.users: dict[Any, set[Traveller]] = {}
         """For each group that the convoy holds until all have used it, the travellers that have."""
-        self.bytes_before = 0
-        """The bytes sent before the pass began."""
 
 
 class TurnLock:

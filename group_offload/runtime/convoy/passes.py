@@ -76,11 +76,6 @@ class SharedPasses(Passes):
         """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
         return any(group.was_touched() or group.was_replaced() for group in self._groups)
 
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether no pass sends weights, so that forwards save nothing by sharing one."""
-        return self.placer.sends_nothing
-
     def gain_from_sharing(self, all_shapes: Sequence[Any]) -> float | None:
         """The share of time that forwards with inputs of these shapes save in one pass; None if that isn't known yet.
 
@@ -169,15 +164,10 @@ class SharedPasses(Passes):
             self.before_forward(self.root, inputs)
             self.counters.passes += 1
         else:
-            convoy.bytes_before = self._bytes_sent
             super()._begin(call, Kind.of_all([replace(kind, shapes=each.shapes) for each in convoy.travellers]), inputs)
             convoy.has_begun = True
         if convoy.size > 1:
             self.counters.shared += 1
-
-    @property
-    def _bytes_sent(self) -> int:
-        return sum(self._transfer.bytes_sent.values())
 
     def _may_linger(self, call: Call) -> bool:
         return self.turns.here is None and super()._may_linger(call)  # travellers meet at each gate
@@ -194,7 +184,6 @@ class SharedPasses(Passes):
             self._state = State.UNKNOWN
         if self._state is State.OPEN:
             self._drop_lingering(traveller)
-            self.counters.bytes_spared += (convoy.size - 1) * (self._bytes_sent - convoy.bytes_before)
         super()._end()
 
     def leave(self) -> None:

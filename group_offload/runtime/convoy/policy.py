@@ -9,12 +9,11 @@ the same way: see `Arguments.key`. In a convoy all come to a group before one go
 in the modules for the length of its forward is met by the others in the trial as in any later pass.
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
-tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
-was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
-tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
-The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
-were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
-miss, the calls of steps of that kind are not foreseen again.
+tensor (the latents, or copies of them). If the last step had several, the first call of the next one foresees the arguments of
+the others: what was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads
+of their own. The first call returns once the pass is over. If the caller then calls with the same arguments, and no weight or
+module was changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with
+such a miss, the calls of steps of that kind are not foreseen again.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class SharingPolicy:
         foreseen = []
         if not steps.goes_on_with(now):
             self._discard(steps)
-            foreseen = steps.begin(now, args, kwargs)
+            foreseen = steps.begin(now)
         if foreseen and self._backend.has_streams and not (scans_quickly() and self._passes.detects_edits):
             self._say("edits of weights between two calls of a step can't be detected quickly here")
             foreseen = []
@@ -161,8 +160,10 @@ class SharingPolicy:
         if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
         if len(calls) > room and self._passes.counters.passes:
-            is_vain, most = self._passes.sends_nothing, f"the device has space for {room} at once, not for {len(calls)}"
-            self._say("by its plan, forwards transfer no weights" if is_vain else most)
+            reason = f"the device has space for {room} at once, not for {len(calls)}"
+            if self._passes.placer.sends_nothing:
+                reason = "by its plan, forwards transfer no weights"
+            self._say(reason)
         calls = calls[:room]
         if room == 1 or not self._pays(calls, min(num_callers, room)) or self._examined() is not None:
             return self.alone(*args, **kwargs)

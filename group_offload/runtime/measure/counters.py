@@ -18,8 +18,6 @@ class Counters:
     """Forwards that ran before they were called."""
     discarded: int = 0
     """Those of them whose results nobody called for."""
-    bytes_spared: int = 0
-    """Bytes that were not sent again, because forwards shared a pass."""
     onloads: int = 0
     stalls: int = 0
     changed: int = 0
