@@ -112,12 +112,11 @@ class SharedFiles:
         ctypes.memmove(address, source.data_ptr(), source.numel())
 
 
-def use_peer_links() -> pytest.MonkeyPatch:
-    """Let this process, which computes on the CPU, send as GPUs do until that is undone."""
+def use_peer_links() -> None:
+    """Let this process, which computes on the CPU, send as GPUs do."""
     files, patch = SharedFiles(), pytest.MonkeyPatch()
     patch.setattr(Backend, "empty", lambda self, num_bytes, stream=None: files.empty(num_bytes))
     patch.setattr(crew, "_connect", partial(_connect, files))
-    return patch
 
 
 def _connect(files: Any, backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, None]:
