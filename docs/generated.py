@@ -42,7 +42,6 @@ TOPICS = {
     ),
     "Activations in training": (
         "apply_activation_offloading",
-        "no_activation_offloading",
         "ActivationOffloadHandle",
         "ActivationStats",
         "ActivationOffloadCallback",

@@ -4,7 +4,6 @@ from .activations import (
     ActivationOffloadHandle,
     ActivationStats,
     apply_activation_offloading,
-    no_activation_offloading,
 )
 from .api import apply_group_offloading, free_slots, handle_of, remove_group_offloading
 from .base.progress import disable_progress_bar, enable_progress_bar
@@ -51,7 +50,6 @@ __all__ = [
     "from_pretrained",
     "handle_of",
     "handles_of",
-    "no_activation_offloading",
     "patch_diffusers",
     "remove_group_offloading",
     "unpatch_diffusers",

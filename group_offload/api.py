@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,15 +110,25 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
     """
     known = handle_of(module)
     config = OffloadConfig.from_options(options, module)
-    handle = shared_handle(known, config, given, owner=known and known.module) or offload(module, config)
+    handle = shared_handle(known, config, given, owner=known and known.module)
+    if handle is None:
+        return offload(module, config)
     add_owner(handle, handle.module)
     return handle
 
 
 def offload(
-    module: nn.Module, config: OffloadConfig, casts: Mapping[str, torch.dtype] = MappingProxyType({})
+    module: nn.Module,
+    config: OffloadConfig,
+    casts: Mapping[str, torch.dtype] = MappingProxyType({}),
+    *,
+    pipeline: Any = None,
 ) -> OffloadHandle:
-    """`apply_group_offloading` with checked options. Meanwhile, weights named in `casts` are cast, one group after another."""
+    """`apply_group_offloading` with checked options. Meanwhile, weights named in `casts` are cast, one group after another.
+
+    Args:
+        pipeline: The owner of the handle. Default: the module itself. See [Note: Owners].
+    """
     module = getattr(module, "_orig_mod", module)
     _refuse_offloaded(module)
     for listener in listeners:
@@ -126,6 +137,7 @@ def offload(
     by_id = {id(tensors[name]): dtype for name, dtype in casts.items() if tensors[name].dtype != dtype}
     engine = Engine(module, config)
     handle = OffloadHandle(module, engine)
+    add_owner(handle, module if pipeline is None else pipeline)  # first: an interrupt leaves no module without an owner
     try:
         engine.start(by_id)
         module.__dict__[HANDLE] = handle

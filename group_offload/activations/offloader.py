@@ -68,8 +68,7 @@ class Stash:
         # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
         if self.state is not StashState.ON_DEVICE and self.state is not StashState.LOST:
             memory = None if self.guard is None else self.memory
-            inflight_bytes = self.num_bytes if self.state is StashState.OFFLOADING else 0
-            self.remains.append(Remains(memory, self.guard, self.streams, self.host, inflight_bytes))
+            self.remains.append(Remains(memory, self.guard, self.streams, self.host))
 
 
 class Remains(NamedTuple):
@@ -80,7 +79,6 @@ class Remains(NamedTuple):
     guard: Event | None
     streams: list[Stream]
     host: torch.Tensor | None
-    inflight_bytes: int
 
 
 class DeviceOffloader:
@@ -107,7 +105,7 @@ class DeviceOffloader:
         self._streams.drain()
         self.remains.clear()
         stats = self._stats
-        stats.inflight_bytes = stats.host_bytes = stats.pinned_bytes = stats.used_host_bytes = 0
+        stats.host_bytes = stats.pinned_bytes = stats.used_host_bytes = 0
 
     # To host memory
 
@@ -123,14 +121,13 @@ class DeviceOffloader:
             assert stash.state is StashState.ON_DEVICE
             stash.host = self._pool.take(stash.num_bytes)
             if stash.host is None:
+                stats.refused_bytes += stash.num_bytes
                 continue
             stash.state = StashState.OFFLOADING
             stats.offloads += 1
             stats.offloaded_bytes += stash.num_bytes
-            stats.inflight_bytes += stash.num_bytes
             leaving.append(stash)
             self._offloading.append(weakref.ref(stash))
-        stats.peak_inflight_bytes = max(stats.peak_inflight_bytes, stats.inflight_bytes)
         for stream, group in groupby(leaving, lambda stash: stash.streams[0]):
             mine = [*group]
             copies = [(stash.host, stash.memory) for stash in mine]
@@ -162,26 +159,22 @@ class DeviceOffloader:
         if stash.guard is not None:
             for stream in stash.streams:
                 self._wait(stream, stash.guard)
-        if stash.state is StashState.OFFLOADING:
-            self._stats.inflight_bytes -= stash.num_bytes
         stash.state = StashState.OFFLOADED
         stash.memory = stash.guard = None
 
     def _stay(self, stash: Stash) -> None:
         """Backward, or a later group, needs a stash before its device memory was freed: nothing has to come back."""
-        self._stats.inflight_bytes -= stash.num_bytes
         stash.state = StashState.RELOADED
         stash.arrived = stash.left  # a backward may change the bytes in place: behind the copy that reads them
 
     def clean_up(self) -> None:
         """Free what dead stashes left behind."""
         for _ in range(len(self.remains)):  # more may come meanwhile
-            memory, guard, streams, host, inflight_bytes = self.remains.popleft()
+            memory, guard, streams, host = self.remains.popleft()
             if guard is not None:
                 for stream in streams:
                     self._wait(stream, guard)
             del memory
-            self._stats.inflight_bytes -= inflight_bytes
             if host is not None:
                 self._pool.give(host)
 

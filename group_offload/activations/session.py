@@ -54,29 +54,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Thread(threading.local):
-    num_off = 0
-    """`no_activation_offloading` blocks that this thread is in."""
-
-
-_thread = _Thread()
-
-
-class no_activation_offloading:
-    """Keep tensors that are saved for backward inside the `with` block on the device, in this thread.
-
-    Example:
-        >>> with no_activation_offloading():
-        ...     loss = head(features)
-    """
-
-    def __enter__(self) -> None:
-        _thread.num_off += 1
-
-    def __exit__(self, *exception: object) -> None:
-        _thread.num_off -= 1
-
-
 def _guarded(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
     """A method that works with the offloader, for one thread at a time. It calls no other method that is guarded.
 
@@ -215,11 +192,6 @@ class Session:
         if self._offloader is not None:
             self._let_leave(tape, tape.position + 1 - self._config.keep_last, self._offloader)
             self._offloader.clean_up()
-            for position in range(tape.position + 1):
-                stayed = [each for each in tape.at(position) if each.state is StashState.ON_DEVICE]
-                num_bytes = sum(each.num_bytes for each in stayed if each.position == position)
-                self._stats.refused_bytes += num_bytes if position < tape.num_left else 0
-                self._stats.kept_bytes += num_bytes if position >= tape.num_left else 0
 
     @_guarded
     def enter(self, name: str) -> None:
@@ -262,7 +234,6 @@ class Session:
             and tape.position >= 0
             and self._config.offloads(tensor.device)
             and current_graph_task_id() == -1
-            and not _thread.num_off
             and not tensor.is_quantized
             and not tensor.is_nested
             and not tensor.is_conj()

@@ -19,20 +19,14 @@ class ActivationStats:
     """Copies to host memory."""
     offloaded_bytes: int = 0
     """Bytes of these copies."""
-    kept_bytes: int = 0
-    """Bytes that stayed on the device because one of the last groups of a forward saved them."""
     refused_bytes: int = 0
-    """Bytes that stayed on the device because the system pins no more host memory."""
+    """Bytes that were not copied because the system pins no more host memory. What later groups save too counts again."""
     reloads: int = 0
     """Copies back to the device."""
     reloaded_bytes: int = 0
     """Bytes of these copies."""
     stalls: int = 0
     """Tensors whose copy back started only when backward reached their group, not ahead of it."""
-    inflight_bytes: int = 0
-    """Device memory that copies to host memory hold now."""
-    peak_inflight_bytes: int = 0
-    """The most that `inflight_bytes` has been."""
     host_bytes: int = 0
     """Host memory in the pool."""
     pinned_bytes: int = 0

@@ -11,7 +11,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -158,20 +157,6 @@ def store_of_processes() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
-
-
-def new_gloo_group(name: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
-    """A process group for tensors on the CPU, which the other processes of `torch.distributed` do not have to know of.
-
-    (`new_group` numbers groups: it waits for ever if two processes are in different numbers of groups.)
-
-    Raises:
-        RuntimeError: the ranks do not reach each other.
-    """
-    from torch.distributed import distributed_c10d
-
-    c10d: Any = distributed_c10d
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store_of_processes()), rank, num_ranks, timeout=timeout)
 
 
 def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:

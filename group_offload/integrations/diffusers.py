@@ -163,7 +163,7 @@ def offload_pipeline(
                 continue
             if model not in dropped:
                 undo.callback(remove_group_offloading, model)
-            offload(model, planned.config, casts)
+            offload(model, planned.config, casts, pipeline=pipeline)
         for model in excluded:
             if model not in dropped:
                 undo.callback(_move_back, {each: each.device for each in (*model.parameters(), *model.buffers())})

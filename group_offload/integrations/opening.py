@@ -21,7 +21,6 @@ from ..base.system import forked_free
 from ..base.text import short
 from ..config import ModelOptions, OffloadConfig
 from ..errors import ConfigError, GroupFileError, GroupOffloadError
-from ..owners import add_owner
 from .casts import PostponedCasts
 from .diffusers import FILL, PipelineOptions, models_of, offload_pipeline, refuse_unsupported
 from .quantising import Quantising, take_off_meta
@@ -92,7 +91,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
         _refuse(given, _OF_PIPELINES - _OF_MODELS, model_class)
         refuse_unsupported(found)
         _refuse_missing(found, pretrained_model_name_or_path)
-        add_owner(offload(found, OffloadConfig.from_options(for_model, found), casts.casts_of(found)), found)
+        offload(found, OffloadConfig.from_options(for_model, found), casts.casts_of(found))
     elif isinstance(getattr(found, "components", None), Mapping):
         _refuse(given, _OF_MODELS - _OF_PIPELINES, model_class)
         models = {*models_of(found).values()}

@@ -48,7 +48,7 @@ class ActivationOffloadCallback:
             self.handle.remove()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add offloaded GiB and stalls since the last logs, and peaks in GiB since the beginning of the training."""
+        """Add offloaded GiB and stalls since the last logs, and the peak of host memory since the beginning of the training."""
         if self.handle is None or not self.handle.is_active or logs is None or "loss" not in logs:
             return
         now, before = self.handle.stats(), self._reported
@@ -56,7 +56,6 @@ class ActivationOffloadCallback:
         figures = {
             "activations_offloaded_gib": (now.offloaded_bytes - before.offloaded_bytes) / 2**30,
             "activations_host_peak_gib": now.peak_used_host_bytes / 2**30,
-            "activations_inflight_peak_gib": now.peak_inflight_bytes / 2**30,
             "activations_stalls": now.stalls - before.stalls,
         }
         logs.update(figures)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import ConfigError, DeviceError, ModuleError, StateError
-from group_offload.activations import apply_activation_offloading, no_activation_offloading
+from group_offload.activations import apply_activation_offloading
 from group_offload.activations.config import ActivationConfig
 from group_offload.activations.gates import GroupGate
 from group_offload.activations.offloader import DeviceOffloader
@@ -208,7 +208,7 @@ def test_host_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture, mon
     with caplog.at_level(logging.WARNING, "group_offload"):
         stats = check(plain, "random")
     everything = check(plain, "cpu")
-    assert stats.offloads == 0 and 0 < stats.refused_bytes <= everything.offloaded_bytes + everything.kept_bytes
+    assert stats.offloads == 0 and 0 < everything.offloaded_bytes <= stats.refused_bytes
     assert [record.message.partition(" 16 KiB")[0] for record in caplog.records] == ["Couldn't pin"]
 
 
@@ -324,21 +324,6 @@ def test_parameters_never_move() -> None:
         loss = model(torch.randn(4, DIM)).sum()
     loss.backward()
     assert seen and all(tensor.shape[0] == 4 for tensor in seen)
-
-
-def test_no_activation_offloading() -> None:
-    def without(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        with no_activation_offloading(), no_activation_offloading():
-            result: torch.Tensor = block(*args)
-        return result
-
-    model = make(run_block=without)
-    handle = offload(model, keep_last=0)
-    plain(model, torch.clone)
-    assert handle.stats().saved_tensors == 1  # the head's
-    with no_activation_offloading():
-        plain(model, torch.clone)
-    assert handle.stats().saved_tensors == 1
 
 
 def test_forwards_without_backward_are_left_alone() -> None:

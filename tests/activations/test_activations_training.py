@@ -151,7 +151,8 @@ def test_models_that_are_compiled(what: str, when: str) -> None:
     assert len(actual) == len(bits)
     assert all(torch.allclose(one, other) for one, other in zip(actual, bits, strict=True))
     stats = handle.stats()
-    assert stats.passes == 2 and stats.offloads > 0 and stats.stalls == 0 and stats.kept_bytes > 0
+    assert stats.passes == 2 and stats.stalls == 0
+    assert 0 < stats.offloads < stats.saved_tensors - stats.shared_tensors  # what the last group saved stays
     handle.remove()
     if what == "blocks":
         assert_same_bits(actual, bits)

@@ -29,6 +29,7 @@ from group_offload import (
     GroupFileError,
     ModuleError,
     StateError,
+    api,
     apply_group_offloading,
     enable_group_offload,
     free_slots,
@@ -357,6 +358,19 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
 
 
 # ---------------------------------------------------------------- threads
+
+
+def test_an_interrupt_before_a_module_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not offloaded then."""
+    model = make()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "add_owner", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        offload_to(None, model)
+    assert handle_of(model) is None
 
 
 def wait_until_blocked(number: int) -> None:

@@ -24,6 +24,7 @@ from ..support.models import WIDTH, Model, make
 from ..support.on_device import any_mode, forward, raise_interrupt
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.speeds import use_speeds
 from ..support.travellers import in_threads
 from ..support.tuning import tune
 
@@ -341,6 +342,38 @@ def test_a_model_that_runs_is_not_displaced(device: SimulatedDevice) -> None:
     assert engine_of(pipe.handles["vae"]).memory.residents == []
     pipe.image()
     handle.remove()
+    pipe.remove()
+
+
+def test_a_backward_takes_what_its_forward_left(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that is trained runs once before others run again, so it gives its own residents up first. No model waits for
+    its backward, which takes theirs."""
+    use_speeds(monkeypatch, h2d=2)  # so that what fits stays, however long compute takes
+    pipe = PretendPipeline(device)
+    model = pipe.components["transformer"].requires_grad_(False)
+    model.get_parameter("proj_in.bias").requires_grad_(True)
+    pipe.offload(vram_budget=EVERYTHING)
+    memory, handle = engine_of(pipe.handles["transformer"]).memory, pipe.handles["transformer"]
+    own_gave_way: list[bool] = []
+
+    def give_way(*_: Any) -> None:
+        before, before_of_all = handle.stats().resident_bytes, memory.arena.resident_bytes
+        memory.arena.give_way(1, memory)
+        assert 0 < before < before_of_all and memory.arena.resident_bytes < before_of_all
+        own_gave_way.append(handle.stats().resident_bytes < before)
+
+    def look(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        give_way()
+        output.register_hook(give_way)
+
+    for step in range(4):
+        pipe.image(("encoder", "vae"))
+        hook = model.get_submodule("blocks.1").register_forward_hook(look) if step == 3 else None
+        with device.running():
+            model(device.put(torch.randn(3, WIDTH))).square().mean().backward()
+    assert hook is not None
+    hook.remove()
+    assert own_gave_way == [True, False]
     pipe.remove()
 
 

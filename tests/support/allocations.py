@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
 from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.sharing.roll import Roll
 
 
 class FakeMemory:
@@ -110,8 +112,12 @@ class SharedFiles:
         ctypes.memmove(address, source.data_ptr(), source.numel())
 
 
-def use_peer_links(num_ranks: int) -> None:
+def use_peer_links() -> None:
     """Let this process, which computes on the CPU, send as GPUs do."""
     files, patch = SharedFiles(), pytest.MonkeyPatch()
     patch.setattr(Backend, "empty", lambda self, num_bytes, stream=None: files.empty(num_bytes))
-    patch.setattr(crew, "CollectiveLink", lambda backend, rank, group: PeerLink(backend, rank, num_ranks, files))
+    patch.setattr(crew, "_connect", partial(_connect, files))
+
+
+def _connect(files: Any, backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, None]:
+    return PeerLink(backend, here.index(roll.rank), len(here), files), None

@@ -17,10 +17,10 @@ from group_offload.base.layout import as_bytes
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
-from group_offload.runtime.sharing.courier import Peer
 from group_offload.runtime.sharing.crew import Crew
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
+from group_offload.runtime.sharing.roll import Peer
 from group_offload.runtime.sharing.sharing import Part, Shareable, Sharing
 from group_offload.stores.base import PlacedBlob
 from group_offload.stores.moves import Gather

@@ -45,6 +45,7 @@ from .processes import fork, run_code, status_of
 from .training import DIM, TrainingBlock, TrainingModel
 from .tuning import tune as tune_until_undone
 
+connect = crew._connect
 KILLED = 9
 DEVICE = torch.device("cpu")
 """Of this rank."""
@@ -96,7 +97,9 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
     signal.alarm(260)
     torch.set_num_threads(1)
     share_little()
-    if device != "cpu":
+    if device == "cpu":
+        use_peer_links()
+    else:
         DEVICE = torch.device(device, rank)
         torch.accelerator.set_device_index(rank)
     of_the_device = (trains.__name__, offloads_activations.__name__)
@@ -189,11 +192,6 @@ def fails_alike(fault: type[Exception], match: str, offloaded: nn.Module, **opti
     dist.all_gather_object(said, repr(caught.value))
     assert said == [said[0]] * len(said)
     assert all(same_bits(value, before[name]) for name, value in offloaded.state_dict().items())
-
-
-def sends_as_gpus_do(rank: int) -> None:
-    """From here on, ranks copy their parts into the memory of the others."""
-    use_peer_links(dist.get_world_size())
 
 
 def has_same_bits(rank: int, offload_type: str) -> None:
@@ -523,7 +521,7 @@ def is_on_two_hosts(rank: int) -> None:
 def has_one_copy(rank: int) -> None:
     """Weights that are in no file are in RAM once, and edits of one rank are not seen by the others.
 
-    With "auto" the CPU computes with that copy.
+    Where sharing does not pay, each loads from that copy; the CPU computes with it.
     """
     for shares in (True, "auto"):
         offloaded, reference = model(), resident()
@@ -540,12 +538,28 @@ def has_one_copy(rank: int) -> None:
         dist.barrier()
         check(offloaded, reference)
         if DEVICE.type == "cpu" and shares == "auto":
-            assert "loads its own weights: the CPU uses weights in RAM in place" in str(handle.plan)
             assert not handle.stats().copies
         else:
             assert handle.stats().copies
         handle.remove()
         check(offloaded.to(DEVICE), reference)
+
+
+def is_on_the_cpu(rank: int) -> None:
+    """Which shares one copy in RAM, and sends nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "_connect", connect)
+        why = "share=True, but rank 0 can't share: the CPU uses weights in RAM in place"
+        fails_alike(ConfigError, why, model())
+        offloaded, reference = model(), resident()
+        handle = share(offloaded, share="auto")
+    mapping = FileMappings().at(next(offloaded.parameters()).data_ptr())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mapping and mapping.identity)
+    assert found == [found[0]] * len(found) and found[0] is not None
+    check(offloaded, reference)
+    assert "loads its own weights: the CPU uses weights in RAM in place" in str(handle.plan)
+    handle.remove()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, *, fails: str = "", device: str = "
 @pytest.mark.parametrize(
     ("fault", "why", "num_topics"),
     [
-        ({"device": "cpu"}, "needs CUDA", 1),
+        ({"device": "xpu:0"}, "needs CUDA", 1),
         ({"fails": "open"}, "open failed", 1),
         ({"said": "1/memory"}, "rank 1 failed", 1),
         ({"fails": "share"}, "share failed", 3),

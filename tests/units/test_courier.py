@@ -15,9 +15,10 @@ from group_offload import StateError
 from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
-from group_offload.runtime.sharing.courier import Courier, Peer
+from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
 from group_offload.runtime.sharing.links import PeerLink, SharedBytes
+from group_offload.runtime.sharing.roll import Peer
 
 from ..support.allocations import FakeMemory
 from ..support.tuning import tune

@@ -147,12 +147,15 @@ class Transfer:
         if shared is None:
             return self._send(labels, moves, landing, job)
         landing.ready = shared.sent
-        with shared.cancelled_on_error():
+        try:
             shared.reads = self._send(labels, moves, landing, job, shared)
-            sharing.submit(shared)
+            shared.post("submit", shared)
             if self._copy_stream is not None:
                 return shared
             shared.wait()  # copies run on the stream that computes: no kernel may come in between
+        except BaseException:
+            shared.cancel()
+            raise
         return None
 
     def _bring_rest(self, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None) -> None:
@@ -191,15 +194,17 @@ class Transfer:
             begun = self._recorder.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
-            shared.begin(stream)
+            shared.begun.record(stream)
         has_failed = True
         try:
             for move in moves:
                 match move:
                     case Gather():
                         assert shared is not None and self.sharing is not None
-                        # Threads enqueue copies of what they read later.
-                        landed = shared.sent if reads else self.sharing.record(stream)
+                        landed = shared.sent  # threads enqueue copies of what they read later
+                        if not reads:
+                            landed = self._backend.new_event()
+                            landed.record(stream)
                         self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
                         self._wait_for_room(landing)

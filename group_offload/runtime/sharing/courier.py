@@ -14,12 +14,12 @@ from itertools import islice
 from typing import Any
 
 from ...base.device import Event
-from ...base.system import started_at
 from ...base.tuning import tuning
 from ...errors import StateError
 from .board import Board, State
 from .jobs import Progress, Shared, ShareJob
-from .links import Link
+from .links import PeerLink
+from .roll import Peer
 
 logger = logging.getLogger("group_offload")
 
@@ -35,20 +35,6 @@ _MOST_HALVINGS = 5
 """Of a pass's patience. With less, ranks that have gone apart for long would never meet again."""
 _LOOK_SECONDS = 0.05
 """The time between two looks at whether the other ranks are still there, while something waits for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process of a rank."""
-
-    rank: int
-    """Its number among all processes."""
-    pid: int
-    started: str | None
-
-    @property
-    def is_there(self) -> bool:
-        return started_at(self.pid) == self.started
 
 
 @dataclass(slots=True)
@@ -96,7 +82,7 @@ class _OnWay:
 class Courier:
     """One thread, for all models that a rank shares with the same other ranks. Only the thread uses the board."""
 
-    def __init__(self, board: Board, peers: Sequence[Peer], link: Link, enter: Callable[[], None]) -> None:
+    def __init__(self, board: Board, peers: Sequence[Peer], link: PeerLink, enter: Callable[[], None]) -> None:
         """
         Args:
             peers: The processes of all ranks, in order.

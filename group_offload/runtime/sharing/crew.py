@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -24,18 +23,16 @@ from ...base.peer_memory import PeerMemory
 from ...base.system import (
     name_of_shared_file,
     new_shared_file,
-    on_fork,
     open_shared_file,
     place_of_process,
     started_at,
 )
-from ...base.torch_internals import new_gloo_group
 from ...base.tuning import tuning
 from ...errors import ConfigError
 from .board import BOARD_BYTES, Board
-from .courier import Courier, Peer
-from .links import CollectiveLink, Link, PeerLink, Place, SharedBytes
-from .roll import Roll
+from .courier import Courier
+from .links import PeerLink, Place, SharedBytes
+from .roll import Peer, Roll
 
 logger = logging.getLogger("group_offload")
 
@@ -61,7 +58,7 @@ class Crew:
     """The ranks of this host that share models, as one of them sees it. It lives as long as the process group."""
 
     def __init__(
-        self, backend: Backend, board: Board, peers: list[Peer], link: Link, speeds: GatherSpeeds | None = None
+        self, backend: Backend, board: Board, peers: list[Peer], link: PeerLink, speeds: GatherSpeeds | None = None
     ) -> None:
         self.backend = backend
         self.rank, self.num_ranks = board.rank, board.num_ranks
@@ -72,14 +69,10 @@ class Crew:
         self.link = link
         """Used by the courier's thread once this is there."""
         self.speeds = speeds
-        self.ranks = [peer.rank for peer in peers]
-        """The ranks of the crew, as the process group numbers all of them."""
         self.courier = Courier(board, peers, link, self._enter)
         Finalize(
             None, _leave, (weakref.ref(self.courier),), exitpriority=100
         )  # `atexit` is not called in children of Python
-        self.is_forked = False
-        """Whether this process is a fork of the one that takes part."""
 
     def _enter(self) -> None:
         if self.backend.has_streams and self.backend.device.index is not None:
@@ -94,19 +87,6 @@ def _leave(courier: weakref.ref[Courier]) -> None:
 
 
 _crews: dict[tuple[object, ...], tuple[Any, Roll, Crew | None]] = {}
-_of_parent: list[Any] = []
-"""In a fork, what its parent had in `_crews`: to end a process group whose threads are not there crashes."""
-
-
-def _forget_all() -> None:
-    for _, _, crew in _crews.values():
-        if crew is not None:
-            crew.is_forked = True
-    _of_parent.extend(_crews.values())
-    _crews.clear()
-
-
-on_fork(after_in_child=_forget_all)
 
 
 def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
@@ -157,19 +137,18 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
     here = next(ranks for ranks in hosts.values() if roll.rank in ranks)
     if len(here) == 1:
         return None, "no other rank of process_group is on this host"
-    roll.processes = {rank: (found[rank]["pid"], found[rank]["started"]) for rank in here}
+    roll.peers = {rank: Peer(rank, found[rank]["pid"], found[rank]["started"]) for rank in here}
     try:
         board = _open_board(roll, model, here)
+        roll.shares_ram = True
         try:
-            is_cpu = backend.device.type == "cpu"
-            link, speeds = (_gather if is_cpu else _connect)(backend, roll, model, here)
+            link, speeds = _connect(backend, roll, model, here)
         except _CannotShare:
             board.close()
             raise
     except _CannotShare as error:
         return None, str(error)
-    peers = [Peer(rank, found[rank]["pid"], found[rank]["started"]) for rank in here]
-    crew = Crew(backend, board, peers, link, speeds)
+    crew = Crew(backend, board, [*roll.peers.values()], link, speeds)
     _crews[key] = world, roll, crew
     return crew, ""
 
@@ -203,16 +182,6 @@ def _name_of(backend: Backend) -> str:
     return str(getattr(properties, "uuid", backend.device))
 
 
-def _gather(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[Link, None]:
-    """The way between ranks that compute on the CPU."""
-    with _on_all(roll, f"{model}/reached", here, "the ranks of this host do not reach each other"):
-        # For nothing else: collectives of the user's groups are in an order of their own.
-        index, limit = here.index(roll.rank), timedelta(seconds=tuning().share_limit_seconds)
-        group = new_gloo_group(f"{roll.prefix}/{model}/gloo {here[0]}", index, len(here), limit)
-        link = CollectiveLink(backend, index, group)
-    return link, None
-
-
 def _open_board(roll: Roll, model: str, here: list[int]) -> Board:
     """The board, which the first rank makes."""
     index, fd, why = here.index(roll.rank), -1, "processes of this system cannot share memory"
@@ -235,8 +204,10 @@ def _open_board(roll: Roll, model: str, here: list[int]) -> Board:
     return Board(own, index, len(here))
 
 
-def _connect(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[Link, GatherSpeeds]:
+def _connect(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, GatherSpeeds]:
     """The way to the other GPUs' memory, and how fast it is."""
+    if backend.device.type == "cpu":
+        raise _CannotShare("the CPU uses weights in RAM in place")
     trial, why = None, "the GPUs of this host cannot reach each other's memory"
     try:
         with _on_all(roll, f"{model}/memory", here, why):

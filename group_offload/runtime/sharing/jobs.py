@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -95,10 +94,6 @@ class ShareJob:
     def alone(self) -> list[Shared]:
         return [each for each in self.shared if each.progress is Progress.ALONE]
 
-    def begin(self, stream: Stream) -> None:
-        """What is enqueued on `stream` next is the first copy."""
-        self.begun.record(stream)
-
     def wait(self) -> None:
         """Return once `ready` is recorded.
 
@@ -136,14 +131,6 @@ class ShareJob:
             self.post("cancel", self)
             self.settled.wait()
         self.finish()
-
-    @contextmanager
-    def cancelled_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.cancel()
-            raise
 
     def settle(self, error: BaseException | None = None) -> None:
         """Let the thread that waits go on. Repeated calls do nothing, from any thread."""

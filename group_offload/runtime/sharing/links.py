@@ -1,14 +1,13 @@
-"""How parts that ranks have brought come to the other ranks: by copies into their memory, on the CPU by collectives."""
+"""How parts that ranks have brought come to the other ranks: by copies into their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ...base.device import Backend, Event, Stream
+from ...base.device import Backend, Event
 from ...base.peer_memory import PeerMemory
 
 Place = Sequence[int]
@@ -33,25 +32,48 @@ class SharedBytes:
         return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 
 
-class Link:
-    """The way from this rank to the other ones. Used by one thread at a time."""
+class PeerLink:
+    """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank.
 
-    streams: list[Stream]
-    """The streams that parts leave on."""
+    Used by one thread at a time.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: PeerMemory) -> None:
         self.handles: dict[str, str] = {}
         """What the others open this rank's memory with, by the number of the allocation."""
+        self._backend, self._rank, self._memory = backend, rank, memory
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self.streams = [backend.new_stream() for _ in self._others]
+        """The streams that parts leave on."""
+        self._starts: dict[str, int] = {}
+        self._known: Mapping[str, Mapping[str, str]] = {}
+        self._opened: dict[tuple[str, str], int] = {}
+        """The addresses of other ranks' allocations, by rank and number."""
 
     def place_of(self, memory: torch.Tensor) -> Place:
         """Where the others write to when they write to this memory. `handles` has its number from then on."""
-        return ()
+        number, at = self._memory.place_of(memory)
+        if str(number) not in self.handles:
+            self._starts[str(number)] = self._memory.start_of(memory)
+            self.handles[str(number)] = self._memory.handle_of(memory)
+        return number, at
 
     def forget_freed(self) -> None:
         """Take allocations off `handles` that are there no more."""
+        for number, start in [*self._starts.items()]:
+            try:
+                is_there = self._memory.number_at(start) == int(number)
+            except RuntimeError:
+                is_there = False
+            if not is_there:
+                del self._starts[number], self.handles[number]
 
     def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
         """Take notice of the `handles` of each rank. What is no more among them is closed."""
+        self._known = memories
+        for rank, number in [*self._opened]:
+            if number not in memories.get(rank, ()):
+                self._memory.close(self._opened.pop((rank, number)))
 
     def send(
         self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
@@ -65,68 +87,6 @@ class Link:
         Returns:
             The events behind all of it.
         """
-        raise NotImplementedError
-
-
-class CollectiveLink(Link):
-    """The CPU, where device memory is the process' own: one collective brings all ranks' parts."""
-
-    def __init__(self, backend: Backend, rank: int, group: Any) -> None:
-        """
-        Args:
-            group: The process group of the ranks of this host, for nothing else.
-        """
-        super().__init__()
-        self.streams = [backend.new_stream()]
-        self._rank, self._group = rank, group
-
-    def send(
-        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
-    ) -> list[Event]:
-        on_begin()
-        parts = [shared.part_of(rank) for rank in range(shared.memory.numel() // shared.part_bytes)]
-        self._group.allgather([parts], [parts[self._rank].clone()]).wait()
-        return []
-
-
-class PeerLink(Link):
-    """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank."""
-
-    def __init__(self, backend: Backend, rank: int, num_ranks: int, memory: PeerMemory) -> None:
-        super().__init__()
-        self._backend, self._rank, self._memory = backend, rank, memory
-        self._others = [other for other in range(num_ranks) if other != rank]
-        self.streams = [backend.new_stream() for _ in self._others]
-        self._starts: dict[str, int] = {}
-        self._known: Mapping[str, Mapping[str, str]] = {}
-        self._opened: dict[tuple[str, str], int] = {}
-        """The addresses of other ranks' allocations, by rank and number."""
-
-    def place_of(self, memory: torch.Tensor) -> Place:
-        number, at = self._memory.place_of(memory)
-        if str(number) not in self.handles:
-            self._starts[str(number)] = self._memory.start_of(memory)
-            self.handles[str(number)] = self._memory.handle_of(memory)
-        return number, at
-
-    def forget_freed(self) -> None:
-        for number, start in [*self._starts.items()]:
-            try:
-                is_there = self._memory.number_at(start) == int(number)
-            except RuntimeError:
-                is_there = False
-            if not is_there:
-                del self._starts[number], self.handles[number]
-
-    def look(self, memories: Mapping[str, Mapping[str, str]]) -> None:
-        self._known = memories
-        for rank, number in [*self._opened]:
-            if number not in memories.get(rank, ()):
-                self._memory.close(self._opened.pop((rank, number)))
-
-    def send(
-        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
-    ) -> list[Event]:
         events, own = [], shared.part_of(self._rank)
         for other, stream in zip(self._others, self.streams, strict=True):
             number, at = places[str(other)]

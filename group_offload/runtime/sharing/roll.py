@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from ...base.system import started_at
@@ -26,6 +27,20 @@ class OtherModel(ModuleError):
         self.args_of_all = rank, first, what
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process of a rank."""
+
+    rank: int
+    """Its number among all processes."""
+    pid: int
+    started: str | None
+
+    @property
+    def is_there(self) -> bool:
+        return started_at(self.pid) == self.started
+
+
 class Roll:
     """Where the ranks of a process group tell each other something while they set up."""
 
@@ -39,8 +54,10 @@ class Roll:
         self._num_models = 0
         self.members: dict[int, Any] = {}
         """By rank, once it is known, what it is and where."""
-        self.processes: dict[int, tuple[int, str | None]] = {}
-        """By rank of this host, once they are known, its process, and when that was started."""
+        self.peers: dict[int, Peer] = {}
+        """The ranks of this host, once they are known."""
+        self.shares_ram = False
+        """Whether they map memory of each other."""
         # The store may have what ranks of an earlier process group said: `torchrun` keeps it.
         self.prefix += f"/{self._meet()}"
 
@@ -105,10 +122,10 @@ class Roll:
         """
         failed, limit = f"{topics[0].partition('/')[0]}/failed", time.monotonic() + tuning().share_setup_seconds
         while True:
-            pid, started = self.processes.get(rank, (0, None))
+            peer = self.peers.get(rank)
             # Both are asked first: it may have said something before. What ranks compare reaches all of them so, and then
             # each raises the same error, whichever comes to it first.
-            has_ended, error = pid and started_at(pid) != started, self._said(rank, failed)
+            ended, error = peer if peer is not None and not peer.is_there else None, self._said(rank, failed)
             for topic in topics:
                 found = self._said(rank, topic)
                 if found is not None:
@@ -119,9 +136,9 @@ class Roll:
                     if isinstance(error, list)
                     else StateError(f"Rank {rank} could not offload its model: {error}")
                 )
-            if has_ended:
+            if ended is not None:
                 raise StateError(
-                    f"Rank {rank} (process {pid}) has ended before its model was offloaded. Restart all ranks."
+                    f"Rank {rank} (process {ended.pid}) has ended before its model was offloaded. Restart all ranks."
                 )
             if time.monotonic() > limit:  # after a look: this process may have been stopped meanwhile
                 raise _did_not_come(rank)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from ...base.device import Event, Stream
+from ...base.device import Event
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
 from ...base.system import place_of_process
@@ -119,7 +119,7 @@ class Sharing:
         """RAM that the ranks of this host have in common, while the model is set up."""
         self._model = ""
         self._here: list[int] = []
-        """The ranks of this host, if they could share."""
+        """The ranks of this host, if they can have memory in common."""
         self._is_checked = False
         self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
         """By group, the state of its blobs and the digest of them then."""
@@ -151,7 +151,7 @@ class Sharing:
             self.why_not = "share=False"
             return
         crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
-        self.speeds, self._here = (None, []) if crew is None else (crew.speeds, crew.ranks)
+        self._here = [*self._roll.peers] if self._roll.shares_ram else []
         cannot = self.why_not if crew is None and share is True else ""
         for rank, problem in zip(self._roll.ranks, self._exchange("cannot", cannot, self._roll.ranks), strict=True):
             if problem:
@@ -159,6 +159,8 @@ class Sharing:
                     f"share=True, but rank {rank} can't share: {problem}. Pass share='auto' to let such ranks load all weights "
                     f"themselves."
                 )
+        if crew is not None:
+            self.speeds = crew.speeds
         if crew is not None and (share is True or pays(crew.speeds)):
             self.crew = crew
             crew.courier.post("join", self._model)
@@ -166,13 +168,9 @@ class Sharing:
             self._leave.atexit = False
         elif crew is not None:
             crew.courier.post("leave", self._model)  # with share=True other ranks share it all the same
-            self.why_not = (
-                "sharing would not make weights arrive faster here"
-                if self._backend.has_streams
-                else "the CPU uses weights in RAM in place"
-            )
-        if crew is not None and not self._config.low_cpu_mem_usage:
-            self.one_copy = OneCopy(self._roll, self._model, crew.ranks)
+            self.why_not = "sharing would not make weights arrive faster here"
+        if self._here and not self._config.low_cpu_mem_usage:
+            self.one_copy = OneCopy(self._roll, self._model, self._here)
         if self.crew is None:
             logger.info("Not sharing transfers of %s among GPUs: %s.", self._title, self.why_not)
 
@@ -267,9 +265,6 @@ class Sharing:
         crew = self.crew
         if crew is None:
             return
-        if crew.is_forked:
-            self.crew = None
-            return
         if crew.courier.error is not None:
             raise again(crew.courier.error)
         missing_bytes = sum(group.num_bytes for group in groups if group.slot is None)
@@ -282,7 +277,7 @@ class Sharing:
         for job in [*self._jobs]:
             job.cancel()
         self._jobs.clear()
-        if self.crew is not None and not self.crew.is_forked:
+        if self.crew is not None:
             self.crew.courier.post("break_off", self._model)
             done = self._backend.new_event()
             done.record(self.crew.stream)
@@ -336,7 +331,7 @@ class Sharing:
         assert crew is not None
         if crew.courier.error is not None:
             raise again(crew.courier.error)  # the slot may be one that another rank still writes to
-        alone = alone or self._model in crew.courier.alone or crew.is_forked
+        alone = alone or self._model in crew.courier.alone
         found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
@@ -401,22 +396,12 @@ class Sharing:
         self._jobs.add(job)
         return job
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind what is enqueued on `stream`."""
-        landed = self._backend.new_event()
-        landed.record(stream)
-        return landed
-
     def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Event) -> None:
         """This rank's part of a group is behind `event`."""
         assert self.crew is not None
         parts = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
         shared = next(each for each in job.shared if each.key == move.key)
         shared.bytes = SharedBytes(parts, move.part_bytes, event)
-
-    def submit(self, job: ShareJob) -> None:
-        assert self.crew is not None
-        self.crew.courier.post("submit", job)
 
     def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
