@@ -228,11 +228,15 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._places = {name: _Place(name) for name in names}
+        if names:
+            self._places["super()"] = self._places[names[0]]
         self.uses: dict[_Use, None] = {}
 
     def _place(self, node: ast.expr) -> _Place | None:
         if isinstance(node, ast.Name):
             return self._places.get(node.id)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return self._places.get(f"{node.func.id}()")
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             start = self._place(node.value)
             if start is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, enters_dataclasses: bool = False) -> Any:
@@ -23,7 +24,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, e
         return map_tensors(item, change, enters_dataclasses=enters_dataclasses)
 
     if isinstance(value, (list, tuple)):
-        items = [mapped(item) for item in value]
+        lengths = value.batch_sizes if isinstance(value, PackedSequence) else None  # torch wants them on the CPU
+        items: list[Any] = [item if item is lengths else mapped(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -51,6 +51,7 @@ class Parent(nn.Module):
         self.inner.named = nn.Linear(4, 4)
         self.inner.missing = nn.Linear(4, 4, bias=False)
         self.scale = nn.Parameter(torch.ones(4))
+        self.positions = Positions(4, 4)
         self.method, self.processor, self.function = Method(), Processor(), project
 
     def helper(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +66,11 @@ class Reads(Parent):
 class ReadsInBase(Reads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 1
+
+
+class Positions(nn.Embedding):
+    def look_up(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
 # Forwards of `Parent`.
@@ -102,6 +108,10 @@ def calls_itself(self: Any, x: torch.Tensor) -> Any:
     return self.forward(self.helper(x))
 
 
+def calls_a_method_that_calls_a_base(self: Any, x: torch.Tensor) -> Any:
+    return self.positions.look_up(x)
+
+
 def reads_none(self: Any, x: torch.Tensor) -> Any:
     """The child has a place for this weight, and no weight."""
     return F.linear(x, torch.eye(4), self.inner.missing.bias)
@@ -119,6 +129,7 @@ FORWARDS: dict[Forward, list[str]] = {
     reads_in_a_lambda: ["child"],
     reads_below: ["inner.named"],
     calls_itself: ["child"],
+    calls_a_method_that_calls_a_base: ["positions"],
     reads_none: [],
     only_calls: [],
 }
@@ -133,7 +144,8 @@ def children_read(module: nn.Module) -> set[nn.Module]:
 @pytest.mark.parametrize(("cls", "names"), CLASSES.items())
 def test_children(cls: type[Parent], names: list[str]) -> None:
     """No hook runs where a class reads weights of its children (`VQModel`, `HunyuanDiT2DModel`, Mamba), or a processor those
-    of the attention that it is given (`AutoencoderKLMiniMaxH3Audio`).
+    of the attention that it is given (`AutoencoderKLMiniMaxH3Audio`), or a method calls the forward of a base class
+    (`ProphetNetPositionalEmbeddings`).
     """
     module = cls()
     assert children_read(module) == {module.get_submodule(name) for name in names}

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from group_offload import StateError
+from group_offload.base.tensors import map_tensors
 from group_offload.runtime import passes
 from group_offload.runtime.threads import where_it_waits
 
@@ -122,6 +124,14 @@ def test_inputs_stay_that_are_excluded_or_there_already(kind: Any, options: Any,
     offload_either(model, exclude_kwargs=[])
     with pytest.raises(NotImplementedError):
         run(model, inputs(), cache=elsewhere)
+
+
+def test_lengths_of_packed_sequences_stay_on_the_cpu() -> None:
+    """Hazard: torch refuses a `PackedSequence` whose lengths are on the device, so an LSTM could be given none."""
+    packed = pack_sequence([inputs(0, 3, WIDTH), inputs(1, 2, WIDTH)])
+    moved = map_tensors({"x": [packed]}, torch.clone)["x"][0]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data is not packed.data and moved.batch_sizes is packed.batch_sizes
 
 
 # ---------------------------------------------------------------- forwards that raise
