@@ -58,24 +58,28 @@ from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import in_threads
 
-NUM_STRUCK = 4
-"""Places in each sweep. All of them: `python -m tests.interrupts`."""
+STRIKES = os.environ.get("STRIKES", "4")
+"""How many places each sweep strikes, of one operation in each scenario; or "each": each line once, of all operations."""
+SEED = int(os.environ.get("SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
 
 # ---------------------------------------------------------------- everywhere
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_interrupts_at_a_few_places(scenario: Scenario) -> None:
+def some(most: int = 0, seed: int = SEED) -> Places:
     """Others in each run: it is told which if one fails."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    operation = random.Random(seed).choice([*OPERATIONS, "apply", "remove"])
-    sweep = interrupts.sweep if operation in OPERATIONS else interrupts.sweep_life
+    return Places(None if STRIKES == "each" else max(most, int(STRIKES)), seed)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS if STRIKES == "each" else ["any"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
+    chosen = random.Random(f"{SEED} {scenario}").choice([*OPERATIONS]) if operation == "any" else operation
     for attempt in range(4):  # an operation may come to none of the places as often as it did when they were counted
-        result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed + attempt))
+        result = interrupts.sweep(scenario, chosen, some(seed=SEED + attempt))
         if result.struck or result.failures:
             break
-    assert result.struck and not result.failures, (operation, seed, result.failures)
+    assert result.struck and not result.failures, (chosen, SEED, result.failures)
 
 
 @dataclass(frozen=True)
@@ -107,43 +111,40 @@ STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
 def test_interrupts_inside_of_functions(name: str, operation: str, functions: tuple[Callable[..., Any], ...]) -> None:
     """Else the pass never ends, and edits are not seen from then on; a module loses its gates for good; the next forward waits
     for threads that were never started; models no longer share memory, or hold it twice."""
-    seed = random.SystemRandom().randrange(1 << 30)
     scenario = next(each for each in SCENARIOS if each.name == name)
-    result = interrupts.sweep(scenario, operation, Inside(seed=seed, functions=functions))
-    assert result.struck > len(functions) and not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, operation, Inside(seed=SEED, functions=functions))
+    assert result.struck > len(functions) and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("scenario", [SCENARIOS[number] for number in (0, 1, 2, 4, 5, 6, 10, 12)], ids=str)
 def test_interrupts_of_a_set_up(scenario: Scenario) -> None:
     """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep_life(scenario, "apply", Places(most=30, seed=seed))
-    assert result.struck and not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, "apply", some(30))
+    assert result.struck and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("name", interrupts.ACTIVATIONS)
 def test_interrupts_of_a_step_with_activations(name: str) -> None:
     """Else gradients are wrong, or memory is freed under a copy."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep_activations(name, Places(most=2 * NUM_STRUCK, seed=seed))
-    assert result.struck and not result.failures, (seed, result.failures)
+    result = interrupts.sweep_activations(name, some(8))
+    assert result.struck and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep(scenario, "forward", Places(most=NUM_STRUCK, seed=seed), error)
-    assert not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, "forward", some(), error)
+    assert not result.failures, (SEED, result.failures)
 
 
 def test_real_signals() -> None:
     """In a process of its own: they strike torch and Python too, and leave there what they leave."""
+    numbers = [*range(len(SCENARIOS))] if STRIKES == "each" else [1, 2, 4]
     done = run_python(
-        """
+        f"""
         from tests.interrupts import SCENARIOS, strike_by_signals
         torch.set_num_threads(1)
-        for number in (1, 2, 4):
+        for number in {numbers}:
             result = strike_by_signals(SCENARIOS[number], 2, least=4)
             assert not result.failures, (SCENARIOS[number], result)
         print("right")
@@ -297,12 +298,11 @@ def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) ->
     counting = Strike()
     refresh(counting)
     assert len(counting.places) > 200
-    seed = random.SystemRandom().randrange(1 << 30)
-    for place, at in Places(most=100, seed=seed).choose(counting.places):
+    for place, at in some(100).choose(counting.places):
         try:
             refresh(Strike(at, place=place))
         except BaseException:
-            print(seed, place)
+            print(SEED, place)
             raise
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
