@@ -40,6 +40,7 @@ from group_offload.runtime.engine import follow_one_another
 from .support import models, simulated
 from .support.activations import on
 from .support.asserts import same_bits
+from .support.folders import headers_in
 from .support.inside import engine_of
 from .support.models import WIDTH, Model
 from .support.on_device import lay_in_file, packing
@@ -232,13 +233,13 @@ SCENARIOS = [
     Scenario("simulated files", {"in_files": True}, True),
     Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
-    Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
+    Scenario("simulated budget", {"vram_budget": 30_000, "in_checkpoint": True}, True),
     Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
     Scenario("simulated packed", {"pack": True}, True),
     Scenario("simulated packed files", {"pack": True, "in_checkpoint": True, "reads_packed": True}, True),
     Scenario("simulated packed, budget", {"pack": True, "vram_budget": 150_000}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
-    Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
+    Scenario("simulated pipeline, budget", {"vram_budget": 30_000, "in_pipeline": True}, True),
 ]
 
 
@@ -259,6 +260,7 @@ class Rig:
             stack.enter_context(use_simulated_device(self.device))
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(scenario.options)
+        tune(stack.enter_context(pytest.MonkeyPatch.context()), device_margin_bytes=0)
         if self.options.get("pack"):
             stack.enter_context(packing(locked_share=0.0 if self.options.pop("reads_packed", False) else 0.5))
         self.resident = make(is_wide=bool(self.options.get("pack")))
@@ -453,11 +455,18 @@ def _remove(rig: Rig, strike: Any) -> None:
         rig.handle.remove()
 
 
+def _free(rig: Rig, strike: Any) -> None:
+    rig.look(num_passes=4)  # until groups stay on the device
+    with strike:
+        free_slots()
+
+
 OPERATIONS: dict[str, Operation] = {
     "forward": _forward,
     "changed": _changed,
     "refresh": _refresh,
     "backward": _backward,
+    "free": _free,
     "apply": _apply,
     "remove": _remove,
 }
@@ -536,7 +545,7 @@ def _strike_again(
         act(rig, counting)
         found |= counting.places
         if num_steps == 1:
-            look(rig, 0)
+            look(rig, 0)  # it may be the last that this model takes
             rig = begin()
     result.num_places = len(found)
     for number, (place, at) in enumerate(places.choose(found)):
@@ -552,8 +561,9 @@ def _strike_again(
 
 
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
-    """Strike an operation of one model; set-up and `remove()`, of a new model each time."""
+    """Strike an operation of one model; of a new one each time where that can happen once in its life."""
     trains, is_last = operation == "backward", operation in ("apply", "remove")
+    leaves_files = operation == "refresh" and "in_files" in scenario.options
 
     def begin() -> Rig:
         stack.close()
@@ -567,9 +577,15 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         if is_last:
             look_at_last(rig)
             return
-        if number % 2:
+        if operation == "free":
+            free_slots()  # once more: events that are spared twice would be those of two slots
+            spare = engine_of(rig.handle).memory._spare_events
+            assert len({id(event) for event in spare}) == len(spare)
+        if number % 2 or leaves_files:
             rig.edit()
         rig.look(trains=trains and number % 4 == 0)
+        if leaves_files:
+            headers_in(rig.folder)  # which compares the data of files with their hashes
         if number % 7 == 0:
             rig.look_at_other()
         if number % 5 == 0:
@@ -589,7 +605,9 @@ def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseEx
         rig.close()
 
     with ExitStack() as stack:
-        result, rig = _strike_again(begin, OPERATIONS[operation], look, places, error, num_steps=int(is_last))
+        result, rig = _strike_again(
+            begin, OPERATIONS[operation], look, places, error, num_steps=int(is_last or leaves_files)
+        )
         if not is_last and len(result.failures) <= _MANY:
             with result.noting("at the end"):
                 rig.close()

@@ -56,6 +56,7 @@ from ..support.on_device import (
     options_for,
     packing,
     raise_interrupt,
+    several,
 )
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
@@ -175,19 +176,6 @@ def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[st
             model(device.put(torch.randn(2, DIM)), finish=False)
             run(twins.resident, torch.randn(2, DIM))
         assert model.blocks[1].calls.tolist() == [3, 3, 3]
-
-
-@contextmanager
-def several(device: SimulatedDevice, *twins: Twins) -> Iterator[tuple[Twins, ...]]:
-    """In the end all models are right and restored, and nothing is left on the device or page-locked."""
-    yield twins
-    for each in twins:
-        each.check()
-    for each in twins:
-        each.handle.remove()
-        each.model.alive.clear()
-    device.synchronize()
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
 def test_slots_go_to_another_model_after_a_refresh_on_its_stream() -> None:
@@ -354,21 +342,12 @@ def test_weights_come_from_the_device(options: dict[str, Any]) -> None:
                 for each in (*model.parameters(), *resident.parameters()):
                     each.data.mul_(2)
             assert device.activations.now > 0
-            handle = offload(model, **options)
-            del tensor, each
-            for (name, actual), expected in zip(
-                model.state_dict().items(), resident.state_dict().values(), strict=True
-            ):
-                assert torch.equal(actual, expected), name
-            device.synchronize()  # here the simulated device takes notice of what was freed
-            assert device.activations.now == 0 and device.num_copies_back > 0
-            x = torch.randn(2, DIM)
-            for _ in range(2):
-                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            model.alive.clear()
-            handle.remove()
-            device.synchronize()
-            assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+            with Twins(device, model, resident, **options) as twins:
+                del tensor, each
+                twins.check()
+                device.synchronize()  # here the simulated device takes notice of what was freed
+                assert device.activations.now == 0 and device.num_copies_back > 0
+                twins.run(2)
 
 
 def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
