@@ -497,7 +497,6 @@ class Places:
 class Result:
     """What a sweep found."""
 
-    num_places: int = 0
     struck: int = 0
     """How often the operation was struck."""
     failures: list[str] = field(default_factory=list)
@@ -525,9 +524,6 @@ class Result:
         except Exception as problem:
             self.failures.append(f"{what}: {type(problem).__name__}: {problem}")
 
-    def __str__(self) -> str:
-        return f"{self.num_places} places, struck {self.struck} times, {len(self.failures)} failures"
-
 
 def _strike_again(
     begin: Callable[[], T],
@@ -547,7 +543,6 @@ def _strike_again(
         if num_steps == 1:
             look(rig, 0)  # it may be the last that this model takes
             rig = begin()
-    result.num_places = len(found)
     for number, (place, at) in enumerate(places.choose(found)):
         strike, num_failures = Strike(at, error, place=place), len(result.failures)
         if result.strikes(strike, partial(act, rig, strike), error):
@@ -665,20 +660,17 @@ class TrainingRig:
         return found
 
 
-def sweep_activations(name: str, places: Places) -> Result:
-    """Strike the training step of one model whose activations are offloaded."""
+def sweep_activations(where: str, places: Places) -> Result:
+    """Strike the training step of one model whose activations are offloaded, on the CPU or on a simulated device."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         tune(patch, activation_segment_bytes=16 << 10)
 
         def begin() -> TrainingRig:
             stack.close()
-            return TrainingRig("random" if name == ACTIVATIONS[1] else "cpu", places.seed, stack)
+            return TrainingRig(where, places.seed, stack)
 
         result, _ = _strike_again(begin, TrainingRig.step, TrainingRig.look, places, num_steps=_NUM_STEPS)
     return result
-
-
-ACTIVATIONS = ["cpu activations", "simulated activations"]
 
 
 # ---------------------------------------------------------------- real signals

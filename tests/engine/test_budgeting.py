@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from group_offload.base.tuning import tuning
 
 from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import Twins, exercise, forward, from_file, offload
+from ..support.on_device import Twins, forward, from_file, offload
 from ..support.processes import run_python
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
@@ -330,20 +329,6 @@ def test_ram_that_others_need(
             pinned.append(pair.pinned_bytes)
         assert pinned == sorted(pinned, reverse=True) and pinned[0] > pinned[1] > pinned[3]
         assert "Low on RAM" in caplog.text
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_budgets_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routes that change, exceptions, edits (that the system tells of, or not), two streams, two models that take turns."""
-    tune(monkeypatch, device_margin_bytes=0)
-    use_speeds(monkeypatch, h2d=2, drive=1)
-    rng = random.Random(seed)
-    options = {
-        **rng.choice(MODES),
-        "vram_budget": rng.choice([20_000, 40_000, 1 << 20]),
-        **rng.choice([{}, {"in_files": True}, {"in_checkpoint": True}, {"is_told_of_edits": False}]),
-    }
-    exercise(seed, rng.choice(["random", "lazy", "eager"]), options, num_passes=8)
 
 
 def test_four_gib_in_one(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return asked
 
 
-def test_what_forwards_take(asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, device_margin_bytes=0)
+def test_what_forwards_take(asked: Counter[str]) -> None:
     for options in (
         {"vram_budget": 40_000},
         {"vram_budget": 40_000, "offload_type": "leaf_level", "in_files": True},

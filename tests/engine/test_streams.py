@@ -91,9 +91,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"pack": True, "in_checkpoint": True, "reads_packed": True, "record_stream": True},
     {"pack": True, "in_files": True, "reads_packed": True, "use_stream": False},
 ]
+BUDGETS: list[dict[str, Any]] = [
+    {"vram_budget": 20_000, "record_stream": True},
+    {"vram_budget": 20_000, "in_checkpoint": True},
+    {"vram_budget": 40_000, "offload_type": "leaf_level", "in_files": True},
+    {"vram_budget": 1 << 20, "is_told_of_edits": False},
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *BUDGETS], ids=str)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), laziness=st.sampled_from(["random", "lazy", "eager"]))
 def test_random_models_match_the_resident_one(options: dict[str, Any], seed: int, laziness: str) -> None:

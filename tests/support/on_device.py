@@ -27,6 +27,7 @@ from .models import DIM, RoutedModel, Stop, stay
 from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
+from .speeds import use_speeds
 from .tuning import tune
 
 MODES: list[dict[str, Any]] = [
@@ -155,12 +156,12 @@ def several(device: SimulatedDevice, *twins: Twins) -> Iterator[tuple[Twins, ...
     assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
-def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+def exercise(seed: int, laziness: Any, options: dict[str, Any]) -> OffloadHandle:
     """Some passes of a random model, in random order and on random streams, with edits in between: every output is right."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = SimulatedDevice(seed, laziness)
-    is_packed = bool(options.get("pack"))
+    is_packed, has_budget = bool(options.get("pack")), "vram_budget" in options
     choices = [4, 24, 600, 600, 900] if is_packed else [4, 8, 8, 24, 40]  # the small ones are not worth packing
     widths = [rng.choice(choices) for _ in range(rng.randint(1, 6))]
     model = RoutedModel(widths, counts=rng.random() < 0.3)
@@ -180,6 +181,9 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             stack.enter_context(packing())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if has_budget:
+            tune(patch, device_margin_bytes=0)
+            use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
         if in_checkpoint:
             model = from_file(resident, Path(folder) / "model.safetensors")
             options["offload_device"] = "disk"
@@ -195,7 +199,7 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
         one, other = stack.enter_context(
             several(device, Twins(device, model, resident, **options), Twins(device, other_model))
         )
-        for _ in range(num_passes):
+        for _ in range(8 if has_budget else 4):  # a budget is used once passes were measured
             route = list(range(len(widths)))
             if rng.random() < 0.5:
                 route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
