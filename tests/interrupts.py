@@ -1,23 +1,17 @@
-"""Raises in the middle of the package's own code, everywhere, and looks whether what comes after is right.
+"""Raises in the middle of the package's own code, and looks whether what comes after is right.
 
-`python -m tests.interrupts` raises KeyboardInterrupt at every line and every function entry of a forward, a backward, a
-set-up, a refresh and a remove, on every tier, on the CPU and on the simulated device: one at a time, in one model all
-along, with whole forwards and an edit after each; and of a training step whose activations are offloaded. Where an
-operation comes to a place many times, one of these is struck, chosen at random; all of them with `--every`. `--most 20`
-takes so many of them, `--signals 60` raises from real signals for so many seconds instead, wherever they strike.
-tests/engine/test_interrupts.py runs a few of both.
+A sweep strikes one operation (a forward, a backward, a set-up, a refresh, a remove; a training step whose activations are
+offloaded) in one scenario, at lines and function entries, one at a time, in one model all along, with whole forwards and an
+edit after each. tests/engine/test_interrupts.py says which of them are run.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import copy
-import faulthandler
 import fcntl
 import gc
-import multiprocessing
 import os
 import random
 import signal
@@ -26,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -38,17 +31,18 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _python_dispatch
-from tqdm import tqdm
 
 import group_offload
 from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
 from group_offload.base.saved import Kept
 from group_offload.runtime.foresight.succession import Succession
 
-from .support import simulated
+from .support import models, simulated
 from .support.activations import on
 from .support.asserts import same_bits
+from .support.folders import headers_in
 from .support.inside import engine_of
+from .support.models import WIDTH, Model
 from .support.on_device import lay_in_file, packing
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
@@ -62,7 +56,6 @@ _NUM_STEPS = 50
 _MANY = 20
 """Failures after which a sweep ends."""
 PACKAGE = str(Path(group_offload.__file__).parent)
-WIDTH = 16
 T = TypeVar("T")
 
 
@@ -181,20 +174,24 @@ class Wide(nn.Module):
         return self.layers(x.bfloat16()).float()
 
 
-class Block(nn.Module):
-    """A frozen layer, a small one beside it that may be trained, and a buffer that each forward changes."""
+class Block(models.Block):
+    """Frozen layers, and a small one beside them that may be trained."""
 
-    def __init__(self, *, is_wide: bool = False) -> None:
+    def __init__(self, *, is_wide: bool) -> None:
         super().__init__()
-        self.wide = Wide() if is_wide else None
-        self.up = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(False)
+        self.requires_grad_(False)
         self.lora = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
+        self.wide = Wide() if is_wide else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale * self.down(torch.relu(self.up(x))) + 0.1 * self.lora(x)
+        x = super().forward(x) + 0.1 * self.lora(x)
         return x if self.wide is None else x + self.wide(x)
+
+
+def make(num_blocks: int = 5, *, is_wide: bool = False) -> Any:
+    model = Model(0).requires_grad_(False)
+    model.blocks.extend(Block(is_wide=is_wide) for _ in range(num_blocks))
+    return model
 
 
 def _let_be_skipped(block: nn.Module) -> None:
@@ -205,20 +202,6 @@ def _let_be_skipped(block: nn.Module) -> None:
 
     TransformerBlockRegistry.register(type(block), TransformerBlockMetadata(return_hidden_states_index=0))
     HookRegistry.check_if_exists_or_initialize(block).register_hook(TransformerBlockSkipHook(dropout=0.0), "skip")
-
-
-class Model(nn.Module):
-    def __init__(self, num_blocks: int = 5, *, is_wide: bool = False) -> None:
-        super().__init__()
-        self.proj = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block(is_wide=is_wide) for _ in range(num_blocks))
-        self.gain = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.proj(x)
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gain
 
 
 # ---------------------------------------------------------------- what is swept
@@ -250,13 +233,13 @@ SCENARIOS = [
     Scenario("simulated files", {"in_files": True}, True),
     Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
     Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
-    Scenario("simulated budget", {"vram_budget": 60_000, "in_checkpoint": True}, True),
+    Scenario("simulated budget", {"vram_budget": 30_000, "in_checkpoint": True}, True),
     Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
     Scenario("simulated packed", {"pack": True}, True),
     Scenario("simulated packed files", {"pack": True, "in_checkpoint": True, "reads_packed": True}, True),
     Scenario("simulated packed, budget", {"pack": True, "vram_budget": 150_000}, True),
     Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
-    Scenario("simulated pipeline, budget", {"vram_budget": 60_000, "in_pipeline": True}, True),
+    Scenario("simulated pipeline, budget", {"vram_budget": 30_000, "in_pipeline": True}, True),
 ]
 
 
@@ -277,9 +260,10 @@ class Rig:
             stack.enter_context(use_simulated_device(self.device))
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(scenario.options)
+        tune(stack.enter_context(pytest.MonkeyPatch.context()), device_margin_bytes=0)
         if self.options.get("pack"):
             stack.enter_context(packing(locked_share=0.0 if self.options.pop("reads_packed", False) else 0.5))
-        self.resident = Model(is_wide=bool(self.options.get("pack")))
+        self.resident = make(is_wide=bool(self.options.get("pack")))
         self.model = copy.deepcopy(self.resident)
         if self.options.pop("has_skips", False):
             for block in (*self.resident.blocks, *self.model.blocks):
@@ -296,7 +280,7 @@ class Rig:
             model.blocks[1].up.bias = model.blocks[0].up.bias
         self._attributes = attributes(self.model)
         self.handle: Any = None
-        self.other_resident = Model(3)
+        self.other_resident = make(3)
         self.other = copy.deepcopy(self.other_resident)
         budget = (
             {"vram_budget": self.options["vram_budget"]} if self.in_pipeline and "vram_budget" in self.options else {}
@@ -462,11 +446,31 @@ def _changed(rig: Rig, strike: Any) -> None:
     _forward(rig, strike)
 
 
+def _apply(rig: Rig, strike: Any) -> None:
+    with strike:
+        rig.apply()
+
+
+def _remove(rig: Rig, strike: Any) -> None:
+    rig.edit()
+    with strike:
+        rig.handle.remove()
+
+
+def _free(rig: Rig, strike: Any) -> None:
+    rig.look(num_passes=4)  # until groups stay on the device
+    with strike:
+        free_slots()
+
+
 OPERATIONS: dict[str, Operation] = {
     "forward": _forward,
     "changed": _changed,
     "refresh": _refresh,
     "backward": _backward,
+    "free": _free,
+    "apply": _apply,
+    "remove": _remove,
 }
 
 
@@ -474,10 +478,8 @@ OPERATIONS: dict[str, Operation] = {
 class Places:
     """Which places are struck, and at which of the times that an operation comes there."""
 
-    most: int = 0
-    """So many, wherever and whenever; 0 for each place once, at a time chosen at random."""
-    every: bool = False
-    """Each place each time."""
+    most: int | None = None
+    """So many, wherever and whenever; None for each place once, at a time chosen at random."""
     seed: int = 0
 
     def choose(self, found: Counter[Place]) -> list[tuple[Place, int]]:
@@ -487,17 +489,16 @@ class Places:
         """
         rng = random.Random(self.seed)
         places = sorted(found, key=lambda place: (place[0].co_filename, place[0].co_firstlineno, place[1]))
-        if not self.most and not self.every:
+        if self.most is None:
             return [(place, rng.randint(1, found[place])) for place in places]
         chosen = [(place, at) for place in places for at in range(1, found[place] + 1)]
-        return rng.sample(chosen, min(self.most or len(chosen), len(chosen)))
+        return rng.sample(chosen, min(self.most, len(chosen)))
 
 
 @dataclass
 class Result:
     """What a sweep found."""
 
-    num_places: int = 0
     struck: int = 0
     """How often the operation was struck."""
     failures: list[str] = field(default_factory=list)
@@ -525,9 +526,6 @@ class Result:
         except Exception as problem:
             self.failures.append(f"{what}: {type(problem).__name__}: {problem}")
 
-    def __str__(self) -> str:
-        return f"{self.num_places} places, struck {self.struck} times, {len(self.failures)} failures"
-
 
 def _strike_again(
     begin: Callable[[], T],
@@ -544,7 +542,9 @@ def _strike_again(
         counting = Strike()
         act(rig, counting)
         found |= counting.places
-    result.num_places = len(found)
+        if num_steps == 1:
+            look(rig, 0)  # it may be the last that this model takes
+            rig = begin()
     for number, (place, at) in enumerate(places.choose(found)):
         strike, num_failures = Strike(at, error, place=place), len(result.failures)
         if result.strikes(strike, partial(act, rig, strike), error):
@@ -558,77 +558,56 @@ def _strike_again(
 
 
 def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
-    """Strike an operation of one model."""
-    trains = operation == "backward"
+    """Strike an operation of one model; of a new one each time where that can happen once in its life."""
+    trains, is_last = operation == "backward", operation in ("apply", "remove")
+    leaves_files = operation == "refresh" and "in_files" in scenario.options
 
     def begin() -> Rig:
         stack.close()
         rig = Rig(scenario, stack, places.seed)
-        rig.apply()
-        rig.look(trains=trains, num_passes=5)
+        if operation != "apply":
+            rig.apply()
+            rig.look(trains=trains, num_passes=2 if is_last else 5)
         return rig
 
     def look(rig: Rig, number: int) -> None:
-        if number % 2:
+        if is_last:
+            look_at_last(rig)
+            return
+        if operation == "free":
+            free_slots()  # once more: events that are spared twice would be those of two slots
+            spare = engine_of(rig.handle).memory._spare_events
+            assert len({id(event) for event in spare}) == len(spare)
+        if number % 2 or leaves_files:
             rig.edit()
         rig.look(trains=trains and number % 4 == 0)
+        if leaves_files:
+            headers_in(rig.folder)  # which compares the data of files with their hashes
         if number % 7 == 0:
             rig.look_at_other()
         if number % 5 == 0:
             rig.look_at_rest()
 
+    def look_at_last(rig: Rig) -> None:
+        if operation == "apply":
+            rig.look_at_folder()
+            rig.handle = getattr(rig.model, "_group_offload_handle", None)
+            if rig.handle is None:
+                rig.look_unoffloaded()
+                rig.apply()
+        elif rig.handle.is_active:
+            rig.edit()
+            rig.look()
+        rig.look() if rig.handle.is_active else rig.look_unoffloaded()
+        rig.close()
+
     with ExitStack() as stack:
-        result, rig = _strike_again(begin, OPERATIONS[operation], look, places, error)
-        if len(result.failures) <= _MANY:
+        result, rig = _strike_again(
+            begin, OPERATIONS[operation], look, places, error, num_steps=int(is_last or leaves_files)
+        )
+        if not is_last and len(result.failures) <= _MANY:
             with result.noting("at the end"):
                 rig.close()
-    return result
-
-
-def sweep_life(scenario: Scenario, operation: str, places: Places) -> Result:
-    """Strike set-up ("apply") or `remove()` of a new model each time."""
-    result = Result()
-
-    def begin(stack: ExitStack) -> Rig:
-        rig = Rig(scenario, stack, places.seed)
-        if operation != "apply":
-            rig.apply()
-            rig.look()
-            rig.edit()
-        return rig
-
-    def act(rig: Rig, strike: Strike) -> None:
-        with strike:
-            rig.apply() if operation == "apply" else rig.handle.remove()
-
-    counting = Strike()
-    with ExitStack() as stack:
-        rig = begin(stack)
-        act(rig, counting)
-        rig.handle.remove()
-        rig.other_handle.remove()
-    result.num_places = len(counting.places)
-    for place, at in places.choose(counting.places):
-        strike = Strike(at, place=place)
-        with ExitStack() as stack:
-            rig = begin(stack)
-            result.strikes(strike, partial(act, rig, strike), KeyboardInterrupt)
-            with result.noting(strike.where):
-                if operation == "apply":
-                    rig.look_at_folder()
-                    rig.handle = getattr(rig.model, "_group_offload_handle", None)
-                    if rig.handle is None:
-                        rig.look_unoffloaded()
-                        rig.apply()
-                elif rig.handle.is_active:
-                    rig.edit()
-                    rig.look()
-                rig.look() if rig.handle.is_active else rig.look_unoffloaded()
-                rig.close()
-            if len(result.failures) > _MANY:
-                return result
-            if rig.device is not None:
-                rig.device.errors.clear()
     return result
 
 
@@ -683,20 +662,17 @@ class TrainingRig:
         return found
 
 
-def sweep_activations(name: str, places: Places) -> Result:
-    """Strike the training step of one model whose activations are offloaded."""
+def sweep_activations(where: str, places: Places) -> Result:
+    """Strike the training step of one model whose activations are offloaded, on the CPU or on a simulated device."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         tune(patch, activation_segment_bytes=16 << 10)
 
         def begin() -> TrainingRig:
             stack.close()
-            return TrainingRig("random" if name == ACTIVATIONS[1] else "cpu", places.seed, stack)
+            return TrainingRig(where, places.seed, stack)
 
         result, _ = _strike_again(begin, TrainingRig.step, TrainingRig.look, places, num_steps=_NUM_STEPS)
     return result
-
-
-ACTIVATIONS = ["cpu activations", "simulated activations"]
 
 
 # ---------------------------------------------------------------- real signals
@@ -754,50 +730,3 @@ def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0, least: 
         signal.signal(signal.SIGALRM, before)
         sys.unraisablehook = hook
     return result
-
-
-def _run(name: str, operation: str, places: Places, seconds: float) -> Result:
-    """One task of a sweep, in a process of its own."""
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported need not be looked through by each collection
-    os.fsync = os.fstat  # nothing has to outlast a power cut; a closed file is an error still
-    faulthandler.dump_traceback_later(3600, exit=True)
-    if name in ACTIVATIONS:
-        return sweep_activations(name, places)
-    scenario = next(each for each in SCENARIOS if each.name == name)
-    if operation == "signals":
-        return strike_by_signals(scenario, seconds, places.seed)
-    return (sweep if operation in OPERATIONS else sweep_life)(scenario, operation, places)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="scenarios with this in their names")
-    parser.add_argument("--operations", default="forward,changed,refresh,backward,apply,remove,step")
-    parser.add_argument("--every", action="store_true", help="each place each time that an operation comes there")
-    parser.add_argument("--most", type=int, default=0, help="so many, wherever and whenever")
-    parser.add_argument("--signals", type=float, default=0.0, help="real signals instead, so many seconds a scenario")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    places = Places(options.most, options.every, options.seed)
-    tasks = [
-        (str(name), operation)
-        for operation in (["signals"] if options.signals else options.operations.split(","))
-        for name in (ACTIVATIONS if operation == "step" else SCENARIOS)
-        if options.only in str(name)
-    ]
-    num_failures = 0
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["pytest", simulated.__name__])
-    with ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as processes:
-        runs = {processes.submit(_run, *task, places, options.signals): task for task in tasks}
-        for run in tqdm(as_completed(runs), total=len(runs)):
-            result = run.result()
-            num_failures += len(result.failures)
-            print(", ".join(runs[run]), result, *result.failures[:3], sep="\n    ", flush=True)
-    sys.exit(bool(num_failures))
-
-
-if __name__ == "__main__":
-    main()

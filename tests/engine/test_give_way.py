@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,8 +18,7 @@ from group_offload.base.arena import Arena
 
 from ..support import activations, backward, simulated, training
 from ..support.allocator import Memory
-from ..support.on_device import exercise, forward, offload
-from ..support.rigs import run
+from ..support.on_device import Twins, exercise
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -60,8 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return asked
 
 
-def test_what_forwards_take(asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, device_margin_bytes=0)
+def test_what_forwards_take(asked: Counter[str]) -> None:
     for options in (
         {"vram_budget": 40_000},
         {"vram_budget": 40_000, "offload_type": "leaf_level", "in_files": True},
@@ -110,15 +107,9 @@ class ReturnsWeight(nn.Linear):
 @pytest.mark.parametrize("place", ["tables._brought", "gates._made"])
 def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, table_bytes=1 << 16)
-    resident = Tied().eval()
+    model = Tied().eval()
     if place == "gates._made":
-        resident.blocks[2] = ReturnsWeight(64, 64)
-    device = SimulatedDevice(0, "random")
-    with use_simulated_device(device):
-        model = copy.deepcopy(resident)
-        handle = offload(model)
-        x = torch.tensor([[1, 5, 4000]])
-        for _ in range(2):
-            assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-        handle.remove()
+        model.blocks[2] = ReturnsWeight(64, 64)
+    with use_simulated_device(SimulatedDevice(0, "random")) as device, Twins(device, model) as twins:
+        twins.run(2, torch.tensor([[1, 5, 4000]]))
     assert asked[place]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import signal
 import sys
 import threading
 from collections import Counter
@@ -32,7 +31,6 @@ from group_offload import (
     api,
     apply_group_offloading,
     enable_group_offload,
-    free_slots,
 )
 from group_offload.api import handle_of
 from group_offload.base.arena import Arena
@@ -46,7 +44,7 @@ from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots.slot import Slot
 
 from .. import interrupts
-from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike, contained
+from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike
 from ..support.asserts import assert_at_rest, assert_same, snapshot
 from ..support.drivers import LockingDriver
 from ..support.faults import raise_at
@@ -59,24 +57,28 @@ from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import in_threads
 
-NUM_STRUCK = 4
-"""Places in each sweep. All of them: `python -m tests.interrupts`."""
+STRIKES = os.environ.get("STRIKES", "4")
+"""How many places each sweep strikes, of one operation in each scenario; or "each": each line once, of all operations."""
+SEED = int(os.environ.get("SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
 
 # ---------------------------------------------------------------- everywhere
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_interrupts_at_a_few_places(scenario: Scenario) -> None:
+def some(most: int = 0, seed: int = SEED) -> Places:
     """Others in each run: it is told which if one fails."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    operation = random.Random(seed).choice([*OPERATIONS, "apply", "remove"])
-    sweep = interrupts.sweep if operation in OPERATIONS else interrupts.sweep_life
+    return Places(None if STRIKES == "each" else max(most, int(STRIKES)), seed)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS if STRIKES == "each" else ["any"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
+    chosen = random.Random(f"{SEED} {scenario}").choice([*OPERATIONS]) if operation == "any" else operation
     for attempt in range(4):  # an operation may come to none of the places as often as it did when they were counted
-        result = sweep(scenario, operation, Places(most=NUM_STRUCK, seed=seed + attempt))
+        result = interrupts.sweep(scenario, chosen, some(seed=SEED + attempt))
         if result.struck or result.failures:
             break
-    assert result.struck and not result.failures, (operation, seed, result.failures)
+    assert result.struck and not result.failures, (chosen, SEED, result.failures)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
     ("simulated files", "forward", (*CALLS, Reader._hire, Reader._start)),
     ("simulated pipeline", "forward", TAKEN),
     ("simulated pipeline, budget", "forward", (Arena.displace, Slot.evict)),
+    ("simulated budget", "free", (DeviceMemory.free,)),
 ]
 """Scenarios, operations, and functions whose lines change what belongs to whom."""
 
@@ -107,44 +110,50 @@ STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
 @pytest.mark.parametrize(("name", "operation", "functions"), STRUCK, ids=[name for name, *_ in STRUCK])
 def test_interrupts_inside_of_functions(name: str, operation: str, functions: tuple[Callable[..., Any], ...]) -> None:
     """Else the pass never ends, and edits are not seen from then on; a module loses its gates for good; the next forward waits
-    for threads that were never started; models no longer share memory, or hold it twice."""
-    seed = random.SystemRandom().randrange(1 << 30)
+    for threads that were never started; models no longer share memory, or hold it twice; two slots
+    get the same events."""
     scenario = next(each for each in SCENARIOS if each.name == name)
-    result = interrupts.sweep(scenario, operation, Inside(seed=seed, functions=functions))
-    assert result.struck > len(functions) and not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, operation, Inside(seed=SEED, functions=functions))
+    assert result.struck > len(functions) and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("scenario", [SCENARIOS[number] for number in (0, 1, 2, 4, 5, 6, 10, 12)], ids=str)
 def test_interrupts_of_a_set_up(scenario: Scenario) -> None:
     """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep_life(scenario, "apply", Places(most=30, seed=seed))
-    assert result.struck and not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, "apply", some(30))
+    assert result.struck and not result.failures, (SEED, result.failures)
 
 
-@pytest.mark.parametrize("name", interrupts.ACTIVATIONS)
-def test_interrupts_of_a_step_with_activations(name: str) -> None:
+@pytest.mark.parametrize("name", ["cpu files", "simulated files leaf"])
+def test_interrupts_while_edited_weights_of_files_move_to_ram(name: str) -> None:
+    """No edit is lost, nor is the next one, and files keep their bytes."""
+    scenario = next(each for each in SCENARIOS if each.name == name)
+    result = interrupts.sweep(scenario, "refresh", some(30))
+    assert result.struck and not result.failures, (SEED, result.failures)
+
+
+@pytest.mark.parametrize("where", ["cpu", "random"])
+def test_interrupts_of_a_step_with_activations(where: str) -> None:
     """Else gradients are wrong, or memory is freed under a copy."""
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep_activations(name, Places(most=2 * NUM_STRUCK, seed=seed))
-    assert result.struck and not result.failures, (seed, result.failures)
+    result = interrupts.sweep_activations(where, some(8))
+    assert result.struck and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    result = interrupts.sweep(scenario, "forward", Places(most=NUM_STRUCK, seed=seed), error)
-    assert not result.failures, (seed, result.failures)
+    result = interrupts.sweep(scenario, "forward", some(), error)
+    assert not result.failures, (SEED, result.failures)
 
 
 def test_real_signals() -> None:
     """In a process of its own: they strike torch and Python too, and leave there what they leave."""
+    numbers = [*range(len(SCENARIOS))] if STRIKES == "each" else [1, 2, 4]
     done = run_python(
-        """
+        f"""
         from tests.interrupts import SCENARIOS, strike_by_signals
         torch.set_num_threads(1)
-        for number in (1, 2, 4):
+        for number in {numbers}:
             result = strike_by_signals(SCENARIOS[number], 2, least=4)
             assert not result.failures, (SCENARIOS[number], result)
         print("right")
@@ -176,41 +185,6 @@ def test_interrupts_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
         with suppress(KeyboardInterrupt), Strike(1, place=place):
             lock_and_unlock()
         assert not driver.locked and not driver.errors, place
-
-
-def test_a_read_that_is_late_writes_to_nobody_elses_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drive hangs, and somebody presses Ctrl-C; another model of that size runs in between."""
-    models, references = [[make(), make(Model, seed=1)] for _ in range(2)]
-    handles = [offload_to(tmp_path / str(index), model) for index, model in enumerate(models)]
-    for model in models:
-        run(model, inputs())
-    free_slots()
-    real, go = os.preadv, threading.Event()
-
-    def slow(*args: Any) -> int:
-        assert go.wait(60)
-        return real(*args)
-
-    main = threading.main_thread().ident
-    assert main is not None
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timers = [threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)), threading.Timer(0.6, go.set)]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", slow)
-        try:
-            for timer in timers:
-                timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                run(models[0], inputs())
-        finally:
-            signal.signal(signal.SIGINT, before)
-            for timer in timers:
-                timer.join()
-    for _ in range(3):
-        for model, reference in zip(models, references, strict=True):
-            assert_same(run(model, inputs()), run(reference, inputs()))
-    for handle in handles:
-        handle.remove()
 
 
 class Retrying(Model):
@@ -269,69 +243,6 @@ def twins_that_stay() -> Iterator[Twins]:
             twins.step(x=inputs())
         assert twins.handle.stats().resident_bytes
         yield twins
-
-
-def test_interrupts_while_edited_weights_of_files_move_to_ram(tmp_path: Path) -> None:
-    """At any line: no edit is lost, nor is the next one, and files keep their bytes."""
-    offload_to(tmp_path, make(Model, 1)).remove()
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def refresh(strike: Strike) -> None:
-        twins = model, reference = make(Model, 1), make(Model, 1)
-        handle = offload_to(tmp_path, model)
-        check(model, reference, inputs())
-        edit(*twins)
-        with suppress(KeyboardInterrupt), strike:
-            contained(handle.refresh)
-        assert_at_rest(model, reference)
-        edit(*twins)
-        check(model, reference, inputs())
-        assert "ram" in {group.tier for group in handle.groups}
-        handle.remove()
-        assert_at_rest(model, reference)
-
-    def edit(*models: Any) -> None:
-        for each in models:
-            for parameter in each.blocks[0].parameters():
-                parameter.data.mul_(0.75)
-
-    counting = Strike()
-    refresh(counting)
-    assert len(counting.places) > 200
-    seed = random.SystemRandom().randrange(1 << 30)
-    for place, at in Places(most=100, seed=seed).choose(counting.places):
-        try:
-            refresh(Strike(at, place=place))
-        except BaseException:
-            print(seed, place)
-            raise
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_an_interrupt_while_a_slot_is_given_up() -> None:
-    """At each line: it is given up once, so that no two slots get the same events after that."""
-    with twins_that_stay() as twins:
-        memory = engine_of(twins.handle).memory
-
-        def fill() -> None:
-            for _ in range(4):
-                twins.step(x=inputs())
-            assert len(memory.residents) > 2
-
-        counting = Strike()
-        with counting:
-            free_slots()
-        places = [place for place in counting.places if place[0] is DeviceMemory.free.__code__]
-        assert len(places) > 8
-        for place in places:
-            fill()
-            with suppress(KeyboardInterrupt), Strike(2, place=place) as strike:
-                contained(free_slots)
-            assert strike.where
-            free_slots()
-            spare = memory._spare_events
-            assert len({id(event) for event in spare}) == len(spare), strike.where
-            fill()
 
 
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

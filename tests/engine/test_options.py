@@ -27,21 +27,10 @@ from group_offload import (
 )
 from group_offload.base.device import say_that_the_cpu_computes
 
-from ..support.asserts import assert_at_rest, assert_same, named_tensors
+from ..support.asserts import assert_at_rest, assert_same, named_tensors, snapshot
 from ..support.models import WIDTH, Block, Blocks, Model, inputs, make
 from ..support.rigs import LEVELS, TIERS, check, offload_to, run
 from ..support.tuning import tune
-
-
-def snapshot(model: nn.Module) -> list[Any]:
-    return [
-        (
-            name,
-            list(module.__dict__),
-            {k: dict(v) for k, v in module.__dict__.items() if "hooks" in k and v is not None},
-        )
-        for name, module in model.named_modules()
-    ] + [(name, id(tensor), tensor.device) for name, tensor in named_tensors(model)]
 
 
 def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
@@ -341,7 +330,7 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert "removed" in str(handle) and not handle.is_active
     remove_group_offloading(model)  # does nothing to other modules
     assert snapshot(model) == before
-    del model
+    del model, before
     assert "its model is gone" in repr(handle)
 
 

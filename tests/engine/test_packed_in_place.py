@@ -21,7 +21,7 @@ from ..support.inside import engine_of
 from ..support.models import DIM
 from ..support.on_device import from_file, offload, packing
 from ..support.packed_files import DAMAGES, packed_names
-from ..support.packed_models import check, end, offloaded, routed, scale
+from ..support.packed_models import packed_twins, routed, scale
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 SOURCES = ["checkpoint", "folder"]
@@ -50,14 +50,13 @@ def test_packed_files_take_no_ram_of_the_process(
     for _ in range(2):
         gc.collect()  # of other tests
         before = ram.locked.num_bytes
-        model, handle = offloaded(source, resident, tmp_path, **options)
-        check(device, model, resident, 2)
-        images = images_of(handle)
-        assert images and all(image.file is not None and image.file.is_proven for image in images)
-        packed = sum(image.num_bytes for image in images)
-        assert handle.stats().packed_bytes == packed
-        assert packed <= ram.locked.num_bytes - before <= packed + 4096 * 2 * len(images)
-        end(device, model, resident, handle)
+        with packed_twins(device, source, resident, tmp_path, **options) as twins:
+            twins.run(2)
+            images = images_of(twins.handle)
+            assert images and all(image.file is not None and image.file.is_proven for image in images)
+            packed = sum(image.num_bytes for image in images)
+            assert twins.handle.stats().packed_bytes == packed
+            assert packed <= ram.locked.num_bytes - before <= packed + 4096 * 2 * len(images)
 
 
 @pytest.mark.parametrize("why", ["verify_files", "the device refuses", "no memory to map"])
@@ -79,15 +78,14 @@ def test_packed_files_are_read_where_they_cannot_be_locked(
             "group_offload.stores.source.page_cache_of", lambda fd, at, size: torch.empty(size, device="meta")
         )
     resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path, **options)
-    check(device, model, resident, 2)
-    images = images_of(handle)
-    assert len(images) == 4 and all(image.file is None for image in images)
-    assert device.pinned_bytes >= handle.stats().packed_bytes == sum(image.num_bytes for image in images)
-    assert sum(size > 4096 for size in asked) == (
-        why == "the device refuses"
-    )  # after the first refusal the device is asked no more
-    end(device, model, resident, handle)
+    with packed_twins(device, "folder", resident, tmp_path, **options) as twins:
+        twins.run(2)
+        images = images_of(twins.handle)
+        assert len(images) == 4 and all(image.file is None for image in images)
+        assert device.pinned_bytes >= twins.handle.stats().packed_bytes == sum(image.num_bytes for image in images)
+        assert sum(size > 4096 for size in asked) == (
+            why == "the device refuses"
+        )  # after the first refusal the device is asked no more
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -100,25 +98,23 @@ def test_a_locked_file_that_another_program_changes(
     Later ones send the weights as they are. Nothing is lost, and what is changed is packed again the next time.
     """
     resident = routed([2400] * 4)
-    model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident, 2)
-    paths = [image.file.source.path for image in images_of(handle)[1:3] if image.file is not None]
-    device.synchronize()
-    for path in paths:
-        DAMAGES[damage][0](path)
-    with caplog.at_level(logging.WARNING, "group_offload"):
-        with pytest.raises(GroupFileError, match=f"{paths[0].name}.*{DAMAGES[damage][1]}.*No weight is lost"):
-            check(device, model, resident, 2)
-        check(device, model, resident, 3)
-    assert any("are lost; the original ones are used" in record.message for record in caplog.records)
-    assert len(images_of(handle)) == 2
-    end(device, model, resident, handle)
+    with packed_twins(device, source, resident, tmp_path) as twins:
+        twins.run(2)
+        paths = [image.file.source.path for image in images_of(twins.handle)[1:3] if image.file is not None]
+        device.synchronize()
+        for path in paths:
+            DAMAGES[damage][0](path)
+        with caplog.at_level(logging.WARNING, "group_offload"):
+            with pytest.raises(GroupFileError, match=f"{paths[0].name}.*{DAMAGES[damage][1]}.*No weight is lost"):
+                twins.run(2)
+            twins.run(3)
+        assert any("are lost; the original ones are used" in record.message for record in caplog.records)
+        assert len(images_of(twins.handle)) == 2
     for path in paths:
         path.unlink()
-    model, handle = offloaded(source, resident, tmp_path)
-    check(device, model, resident, 2)
-    assert len(images_of(handle)) == 4
-    end(device, model, resident, handle)
+    with packed_twins(device, source, resident, tmp_path) as twins:
+        twins.run(2)
+        assert len(images_of(twins.handle)) == 4
 
 
 @pytest.mark.parametrize("kind", ["packed", "plain"])
@@ -153,34 +149,32 @@ def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice
 @pytest.mark.parametrize("do", ["delete", "touch", "rename"])
 def test_a_locked_file_with_the_same_bytes_is_used_on(do: str, device: SimulatedDevice, tmp_path: Path) -> None:
     resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path)
-    for file in packed_names(tmp_path):
-        if do == "delete":
-            file.unlink()
-        elif do == "rename":
-            file.rename(file.with_suffix(".other"))
-        else:
-            os.chmod(file, 0o600)
-    check(device, model, resident, 2)
-    assert len(images_of(handle)) == 4
-    end(device, model, resident, handle)
+    with packed_twins(device, "folder", resident, tmp_path) as twins:
+        for file in packed_names(tmp_path):
+            if do == "delete":
+                file.unlink()
+            elif do == "rename":
+                file.rename(file.with_suffix(".other"))
+            else:
+                os.chmod(file, 0o600)
+        twins.run(2)
+        assert len(images_of(twins.handle)) == 4
 
 
 def test_damage_from_before_is_named_by_the_set_up(device: SimulatedDevice, tmp_path: Path) -> None:
     """Facts of a file say nothing of what a drive returns. Nothing is sent before it was compared with its hash."""
     resident = routed([2400] * 4)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path):
+        pass
     damaged = packed_names(tmp_path)[1]
     DAMAGES["a byte, quietly"][0](damaged)
     with pytest.raises(GroupFileError, match=f"{damaged.name} cannot be used.*Delete it"):
-        offloaded("checkpoint", resident, tmp_path)
+        packed_twins(device, "checkpoint", resident, tmp_path)
     wait_for_releases()
     assert not device.pinned_bytes
     damaged.unlink()
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path) as twins:
+        twins.run(2)
 
 
 def test_what_is_packed_beside_runs_stays_plain_if_its_file_is_damaged(
@@ -188,11 +182,10 @@ def test_what_is_packed_beside_runs_stays_plain_if_its_file_is_damaged(
 ) -> None:
     """What an edit left of a group in its file is packed into another file, which a failing drive returns with other bytes."""
     resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
+    with packed_twins(device, "folder", resident, tmp_path) as twins:
+        twins.run(2)
 
-    monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
-    scale(2, model, resident)
-    check(device, model, resident, 3)
-    assert sum(image.file is not None for image in images_of(handle)) == 3
-    end(device, model, resident, handle)
+        monkeypatch.setattr("group_offload.stores.packed._prove", lambda contents: "The file cannot be used")
+        twins.edit(scale, 2)
+        twins.run(3)
+        assert sum(image.file is not None for image in images_of(twins.handle)) == 3

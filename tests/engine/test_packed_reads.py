@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from group_offload import GroupFileError, OffloadHandle, api
-from group_offload.config import ModelOptions, OffloadConfig
+from group_offload import GroupFileError, OffloadHandle
 from group_offload.plan.placement import Placement
 from group_offload.runtime import packer
 from group_offload.stores import packed_files
@@ -20,18 +17,9 @@ from group_offload.stores.folder import Folder
 
 from ..support.folders import headers_in
 from ..support.inside import engine_of
-from ..support.on_device import from_file, offload, packing
+from ..support.on_device import Twins, from_file, packing
 from ..support.packed_files import DAMAGES, flip, packed_names
-from ..support.packed_models import (
-    check,
-    end,
-    gained,
-    groups_of,
-    offloaded,
-    routed,
-    scale,
-    settled,
-)
+from ..support.packed_models import gained, groups_of, packed_twins, routed, scale, settled
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
@@ -53,40 +41,36 @@ def test_packed_bytes_come_from_the_drive(
     source: str, options: dict[str, Any], device: SimulatedDevice, tmp_path: Path
 ) -> None:
     resident = routed([2400] * 5)
-    model, handle = offloaded(source, resident, tmp_path, **options)
-    check(device, model, resident, 3)
-    before = settled(handle)
-    check(device, model, resident)
-    plain = sum(group.num_bytes for group in handle.groups if not group.packed_bytes)
-    packed = sum(group.packed_bytes for group in handle.groups)
-    size = sum(group.num_bytes for group in handle.groups)
-    assert 0 < packed < 0.9 * (size - plain) and plain < size / 10
-    assert packed <= gained(handle, before, "bytes_read") <= packed + plain
-    assert gained(handle, before, "bytes_unpacked") == size - plain
-    assert gained(handle, before, "bytes_onloaded") <= packed + plain
-    assert not handle.stats().packed_bytes  # of RAM
-    blocks = [group for group in handle.groups if group.packed_bytes]
-    assert all(group.tier == "file" and "in files" in group.where for group in blocks)
-    if options.get("use_stream") is not False:
-        assert gained(handle, before, "stalls") == 0
-    end(device, model, resident, handle)
+    with packed_twins(device, source, resident, tmp_path, **options) as twins:
+        twins.run(3)
+        before = settled(twins.handle)
+        twins.run()
+        plain = sum(group.num_bytes for group in twins.handle.groups if not group.packed_bytes)
+        packed = sum(group.packed_bytes for group in twins.handle.groups)
+        size = sum(group.num_bytes for group in twins.handle.groups)
+        assert 0 < packed < 0.9 * (size - plain) and plain < size / 10
+        assert packed <= gained(twins.handle, before, "bytes_read") <= packed + plain
+        assert gained(twins.handle, before, "bytes_unpacked") == size - plain
+        assert gained(twins.handle, before, "bytes_onloaded") <= packed + plain
+        assert not twins.handle.stats().packed_bytes  # of RAM
+        blocks = [group for group in twins.handle.groups if group.packed_bytes]
+        assert all(group.tier == "file" and "in files" in group.where for group in blocks)
+        if options.get("use_stream") is not False:
+            assert gained(twins.handle, before, "stalls") == 0
 
 
-def from_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, int]:
-    """A resident model, the same one from a file, and its bytes."""
-    tune(monkeypatch, device_margin_bytes=0)
-    use_speeds(monkeypatch, h2d=2, drive=1)
-    resident = routed([2400] * 8)
-    model = from_file(resident, tmp_path / "model.safetensors")
-    return resident, model, sum(parameter.nbytes for parameter in model.parameters())
+SLOW_WIDTHS = [2400] * 8
+SLOW_BYTES = sum(parameter.nbytes for parameter in routed(SLOW_WIDTHS).parameters())
 
 
-def offloaded_with(model: Any, share: float, size: int, folder: Path | None, **options: Any) -> OffloadHandle:
-    """The model, packed, with that share of its bytes as a budget of RAM."""
-    given = {"pack": True, "ram_budget": "auto", "onload_device": "cpu", **options}
-    given |= {} if folder is None else {"offload_to_disk_path": folder / "groups"}
-    config = replace(OffloadConfig.from_options(ModelOptions(**given), model), ram_share=int(share * size))
-    return api.offload(model, config)
+def from_a_slow_drive(
+    share: float, device: SimulatedDevice, folder: Path, *, has_folder: bool, **options: Any
+) -> Twins:
+    """A model from a file, packed, with that share of its bytes as a budget of RAM."""
+    resident = routed(SLOW_WIDTHS)
+    model = from_file(resident, folder / "model.safetensors")
+    options |= {"offload_to_disk_path": folder / "groups"} if has_folder else {}
+    return Twins(device, model, resident, pack=True, ram_budget="auto", ram_share=int(share * SLOW_BYTES), **options)
 
 
 def planned_bytes(handle: OffloadHandle) -> int:
@@ -111,32 +95,34 @@ def test_what_a_budget_of_ram_plans_is_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No reserve is kept besides, and edits change nothing of that. With a folder the rest is read packed."""
-    resident, model, size = from_a_slow_drive(tmp_path, monkeypatch)
+    tune(monkeypatch, device_margin_bytes=0)
+    use_speeds(monkeypatch, h2d=2, drive=1)
+    size = SLOW_BYTES
     monkeypatch.setattr(packer, "available_ram", lambda: size)
     monkeypatch.setattr(packer, "fits", lambda num_bytes: False)
     options = {"vram_budget": int(vram * size)} if vram else {}
-    handle = offloaded_with(model, share, size, tmp_path if has_folder else None, **options)
-    least = 0 if vram else 0.25 * size  # berths may find no room in the half of the budget that weights have at first
-    assert least <= handle.stats().packed_bytes == planned_bytes(handle) <= share * size
-    for number in range(5):
-        check(device, model, resident)
-        assert handle.stats().packed_bytes == planned_bytes(handle) <= share * size, number
-    before = settled(handle)
-    check(device, model, resident)
-    plan = handle.plan.details
-    assert plan is not None
-    if share == 0.2:
-        assert device.peak_bytes_in_use() <= options["vram_budget"]
-        assert Placement.FILE in plan.placements and "disk, packed" in str(handle.plan)
-        read = [g for g, at in zip(plan.problem.groups, plan.placements, strict=True) if at is Placement.FILE]
-        assert plan.prediction.drive_bytes == sum(group.packed_bytes or group.num_bytes for group in read)
-        assert gained(handle, before, "bytes_read") == plan.prediction.drive_bytes
-    scale(2, model, resident)
-    for _ in range(3):
-        check(device, model, resident)
-    # Of the group that was edited a part is plain, and counts as it is sent.
-    assert 0 < handle.stats().packed_bytes <= planned_bytes(handle) <= share * size
-    end(device, model, resident, handle)
+    with from_a_slow_drive(share, device, tmp_path, has_folder=has_folder, **options) as twins:
+        least = (
+            0 if vram else 0.25 * size
+        )  # berths may find no room in the half of the budget that weights have at first
+        assert least <= twins.handle.stats().packed_bytes == planned_bytes(twins.handle) <= share * size
+        for number in range(5):
+            twins.run()
+            assert twins.handle.stats().packed_bytes == planned_bytes(twins.handle) <= share * size, number
+        before = settled(twins.handle)
+        twins.run()
+        plan = twins.handle.plan.details
+        assert plan is not None
+        if share == 0.2:
+            assert device.peak_bytes_in_use() <= options["vram_budget"]
+            assert Placement.FILE in plan.placements and "disk, packed" in str(twins.handle.plan)
+            read = [g for g, at in zip(plan.problem.groups, plan.placements, strict=True) if at is Placement.FILE]
+            assert plan.prediction.drive_bytes == sum(group.packed_bytes or group.num_bytes for group in read)
+            assert gained(twins.handle, before, "bytes_read") == plan.prediction.drive_bytes
+        twins.edit(scale, 2)
+        twins.run(3)
+        # Of the group that was edited a part is plain, and counts as it is sent.
+        assert 0 < twins.handle.stats().packed_bytes <= planned_bytes(twins.handle) <= share * size
 
 
 @pytest.mark.parametrize(("fault", "has_folder"), [("memory", False), ("memory", True), ("page-locking", True)])
@@ -144,24 +130,19 @@ def test_a_plan_learns_what_ram_could_not_be_had(
     has_folder: bool, fault: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no RAM for more packed bytes, or the system refuses to page-lock more while weights are packed."""
-    resident = routed([2400] * 8)
-    model: Any = from_file(resident, tmp_path / "model.safetensors")
-    size = sum(parameter.nbytes for parameter in model.parameters())
     if fault == "memory":
-        monkeypatch.setattr(packer, "available_ram", lambda: int(0.35 * size))
+        monkeypatch.setattr(packer, "available_ram", lambda: int(0.35 * SLOW_BYTES))
     else:
-        pin, most = device.pin, int(0.3 * size)
+        pin, most = device.pin, int(0.3 * SLOW_BYTES)
 
         def refusing(memory: torch.Tensor, *args: Any, **options: Any) -> bool:
             return device.pinned_bytes + memory.numel() <= most and pin(memory, *args, **options)
 
         monkeypatch.setattr(device, "pin", refusing)
-    handle = offloaded_with(model, 0.6, size, tmp_path if has_folder else None)
-    for _ in range(3):
-        check(device, model, resident)
-    assert 0 < handle.stats().packed_bytes == planned_bytes(handle) < 0.35 * size
-    assert handle.plan.details.prediction.drive_bytes
-    end(device, model, resident, handle)
+    with from_a_slow_drive(0.6, device, tmp_path, has_folder=has_folder) as twins:
+        twins.run(3)
+        assert 0 < twins.handle.stats().packed_bytes == planned_bytes(twins.handle) < 0.35 * SLOW_BYTES
+        assert twins.handle.plan.details.prediction.drive_bytes
 
 
 def test_the_next_set_up_reads_and_packs_nothing(
@@ -169,21 +150,19 @@ def test_the_next_set_up_reads_and_packs_nothing(
 ) -> None:
     """What the facts of a file prove is not read, as with weights that are views of a checkpoint."""
     resident = routed([2400] * 4)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    check(device, model, resident, 2)
-    before = settled(handle)
-    check(device, model, resident)
-    assert gained(handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in handle.groups)
-    assert handle.stats().bytes_unpacked and not handle.stats().packed_bytes
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path) as twins:
+        twins.run(2)
+        before = settled(twins.handle)
+        twins.run()
+        assert gained(twins.handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in twins.handle.groups)
+        assert twins.handle.stats().bytes_unpacked and not twins.handle.stats().packed_bytes
     calls: list[str] = []
     for owner, name in ((packed_files, "pack"), (packed_files, "content_of"), (packed_files, "content_of_file")):
         monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
     monkeypatch.setattr(packed_files.PackedFile, "read", lambda *args: calls.append("read"))
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    assert not calls and len(groups_of(handle)) == 4
-    check(device, model, resident, 2)
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path) as twins:
+        assert not calls and len(groups_of(twins.handle)) == 4
+        twins.run(2)
 
 
 @pytest.mark.parametrize("fault", ["no room", "no room for the second"])
@@ -196,51 +175,45 @@ def test_a_folder_that_takes_no_packed_files_any_more(
 ) -> None:
     """Weights that run are not lost for it: they are used as they are."""
     resident = routed([2400] * 3)
-    model: Any = copy.deepcopy(resident)
-    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
-    check(device, model, resident, 2)
-    taken: list[Any] = []
-    write = packed_files._write
+    with packed_twins(device, "folder", resident, tmp_path) as twins:
+        twins.run(2)
+        taken: list[Any] = []
+        write = packed_files._write
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if fault == "no room" or taken:
-            raise GroupFileError("The folder is full. Free some room.")
-        taken.append(write(*args, **kwargs))
-        return taken[0]
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if fault == "no room" or taken:
+                raise GroupFileError("The folder is full. Free some room.")
+            taken.append(write(*args, **kwargs))
+            return taken[0]
 
-    monkeypatch.setattr(packed_files, "_write", refuse)
-    if fault == "no room":
-        monkeypatch.setattr(Folder, "locked", refuse)
-    for each in (model, resident):
-        with torch.no_grad():
-            for block in each.blocks:
-                block.down.bias.mul_(2)  # the rest of the group stays in its file
-    caplog.clear()
-    check(device, model, resident, 3)
-    assert caplog.text.count("not packed: The folder is full.") == 1
-    assert len(taken) == (fault != "no room")
-    end(device, model, resident, handle)
+        monkeypatch.setattr(packed_files, "_write", refuse)
+        if fault == "no room":
+            monkeypatch.setattr(Folder, "locked", refuse)
+        # The rest of each group stays in its file.
+        twins.edit(lambda model: [block.down.bias.data.mul_(2) for block in model.blocks])
+        caplog.clear()
+        twins.run(3)
+        assert caplog.text.count("not packed: The folder is full.") == 1
+        assert len(taken) == (fault != "no room")
 
 
 @pytest.mark.parametrize("event", ["deleted", "replaced"])
 def test_a_checkpoint_that_lost_its_name_is_packed(event: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """Its weights are still there. What has its name now is not what was packed."""
     resident, other = routed([2400] * 3), routed([2400] * 3)
-    scale(2, other)
+    scale(other, 2)
     checkpoint = tmp_path / "model.safetensors"
-    model: Any = from_file(resident, checkpoint)
+    model = from_file(resident, checkpoint)
     if event == "deleted":
         checkpoint.unlink()
     else:
         from_file(other, tmp_path / "other.safetensors")
         (tmp_path / "other.safetensors").replace(checkpoint)
-    handle = offload(model, pack=True, offload_to_disk_path=tmp_path / "groups")
-    check(device, model, resident, 2)
-    assert len(groups_of(handle)) == 3
-    end(device, model, resident, handle)
-    model, handle = offloaded("checkpoint", other, tmp_path)
-    check(device, model, other, 2)
-    end(device, model, other, handle)
+    with Twins(device, model, resident, pack=True, offload_to_disk_path=tmp_path / "groups") as twins:
+        twins.run(2)
+        assert len(groups_of(twins.handle)) == 3
+    with packed_twins(device, "checkpoint", other, tmp_path) as twins:
+        twins.run(2)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -251,14 +224,13 @@ def test_edits_do_not_fill_the_folder(
     """What was edited is packed in RAM. What is left of its group in the file is packed into one more file, once."""
     tune(monkeypatch, locked_share=share)
     resident = routed([2400] * 2)
-    model, handle = offloaded(source, resident, tmp_path)
-    first, counts = packed_names(tmp_path), []
-    for _ in range(3):
-        scale(1.5, model, resident)
-        check(device, model, resident, 2)
-        counts.append(len(packed_names(tmp_path)))
-    assert len({*counts}) == 1 and counts[0] <= len(first) + 1
-    end(device, model, resident, handle)
+    with packed_twins(device, source, resident, tmp_path) as twins:
+        first, counts = packed_names(tmp_path), []
+        for _ in range(3):
+            twins.edit(scale, 1.5)
+            twins.run(2)
+            counts.append(len(packed_names(tmp_path)))
+        assert len({*counts}) == 1 and counts[0] <= len(first) + 1
     headers_in(tmp_path / "groups")
 
 
@@ -266,39 +238,36 @@ def test_edits_do_not_fill_the_folder(
 def test_a_file_that_is_damaged_while_it_is_used(damage: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """The forward raises an error that names the file; the next one reads the weights as they are. Nothing is lost."""
     resident = routed([2400] * 4)
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-    group = groups_of(handle)[2]
-    image = group.parts[0].blob.packed
-    assert image.is_read
-    do, message = DAMAGES[damage]
-    engine_of(handle)._lookahead.abandon()  # else the group may be read already
-    do(image.file.source.path)
-    with pytest.raises(GroupFileError, match=message) as caught:
-        check(device, model, resident)
-    assert image.file.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
-    assert group.group_id in str(caught.value)
-    check(device, model, resident, 3)
-    named = {info.group_id: info for info in handle.groups}
-    assert not named[group.group_id].packed_bytes and named[group.group_id].tier == "file"
-    assert sum(info.packed_bytes > 0 for info in handle.groups) == 3
-    end(device, model, resident, handle)
+    with packed_twins(device, "folder", resident, tmp_path) as twins:
+        twins.run(2)
+        group = groups_of(twins.handle)[2]
+        image = group.parts[0].blob.packed
+        assert image.is_read
+        do, message = DAMAGES[damage]
+        engine_of(twins.handle)._lookahead.abandon()  # else the group may be read already
+        do(image.file.source.path)
+        with pytest.raises(GroupFileError, match=message) as caught:
+            twins.run()
+        assert image.file.source.path.name in str(caught.value) and "No weight is lost" in str(caught.value)
+        assert group.group_id in str(caught.value)
+        twins.run(3)
+        named = {info.group_id: info for info in twins.handle.groups}
+        assert not named[group.group_id].packed_bytes and named[group.group_id].tier == "file"
+        assert sum(info.packed_bytes > 0 for info in twins.handle.groups) == 3
     image.file.source.path.unlink()
-    model, handle = offloaded("folder", resident, tmp_path)
-    check(device, model, resident, 2)
-    assert len(groups_of(handle)) == 4
-    end(device, model, resident, handle)
+    with packed_twins(device, "folder", resident, tmp_path) as twins:
+        twins.run(2)
+        assert len(groups_of(twins.handle)) == 4
 
 
 def test_damage_from_before_the_set_up_is_found_by_the_first_read(device: SimulatedDevice, tmp_path: Path) -> None:
     """The file has the size and the time of change that it had."""
     resident = routed([2400] * 3)
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path):
+        pass
     flip(packed_names(tmp_path)[1])
-    model, handle = offloaded("checkpoint", resident, tmp_path)
-    assert len(groups_of(handle)) == 3
-    with pytest.raises(GroupFileError, match=r"is wrong \(XXH3"):
-        check(device, model, resident)
-    check(device, model, resident, 3)
-    end(device, model, resident, handle)
+    with packed_twins(device, "checkpoint", resident, tmp_path) as twins:
+        assert len(groups_of(twins.handle)) == 3
+        with pytest.raises(GroupFileError, match=r"is wrong \(XXH3"):
+            twins.run()
+        twins.run(3)

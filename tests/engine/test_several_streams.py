@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import sys
@@ -22,9 +21,8 @@ from group_offload.runtime.sharing.links import PeerLink
 
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import exercise, forward, offload, packing
+from ..support.on_device import Twins, exercise, forward, offload, packing
 from ..support.phantom import PhantomCrew, phantom_rank
-from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -54,28 +52,21 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
     """With a budget each rank has a plan of its own, and all leave the same groups on the device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tune(monkeypatch, device_margin_bytes=0)
-    device, model = SimulatedDevice(0, "random"), RoutedModel([64] * 6)
-    reference = copy.deepcopy(model)
-    with phantom_rank(), use_simulated_device(device):
-        handle = offload(model, vram_budget=20_000, process_group="phantom", share=True)
-        sharing = engine_of(handle).sharing
+    device, options = SimulatedDevice(0, "random"), {"vram_budget": 20_000, "process_group": "phantom", "share": True}
+    with phantom_rank(), use_simulated_device(device), Twins(device, RoutedModel([64] * 6), **options) as twins:
+        sharing = engine_of(twins.handle).sharing
         assert sharing is not None and isinstance(sharing.crew, PhantomCrew)
 
-        def step() -> set[str]:
-            x = torch.randn(2, DIM)
-            assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
-            return {group.group_id for group in engine_of(handle).groups_staying}
+        def staying() -> set[str]:
+            twins.run(4)
+            return {group.group_id for group in engine_of(twins.handle).groups_staying}
 
-        for _ in range(4):
-            mine = step()
-        assert mine and handle.stats().resident_bytes and "2 GPUs share each group" in str(handle.plan)
+        mine = staying()
+        assert mine and twins.handle.stats().resident_bytes and "2 GPUs share each group" in str(twins.handle.plan)
         other = {"blocks_5_5"} - mine or {"blocks_4_4"}
         sharing.crew.courier.post("reside", ("1/device", [*other]))  # as if another rank were the first one
         sharing.crew.is_first = False
-        for _ in range(4):
-            staying = step()
-        assert staying == other
-        handle.remove()
+        assert staying() == other
 
 
 @pytest.mark.parametrize(
@@ -104,22 +95,19 @@ def test_how_many_blocks_are_on_the_device(num_blocks: int, options: dict[str, A
 @pytest.mark.parametrize("reads_packed", [False, True], ids=["RAM", "files"])
 def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool, tmp_path: Path) -> None:
     device, model = SimulatedDevice(0, "random"), RoutedModel([9000, 9000, 14000]).to(torch.bfloat16)
-    reference = copy.deepcopy(model)
     with packing(), phantom_rank(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
         if reads_packed:
             patch.setattr("group_offload.runtime.packer.available_ram", lambda: 0)
-        handle = offload(model, process_group="phantom", share=True, pack=True, offload_to_disk_path=tmp_path)
-        for _ in range(12):
-            x = torch.randn(3, DIM).to(torch.bfloat16)
-            assert torch.equal(device.get(forward(device, model, x)), run(reference, x))
-        sent = [part.blob.good_image for group in engine_of(handle).groups for part in group.parts]
-        images = [image for image in sent if image is not None]
-        assert len(images) == 3 and all(image.is_read is reads_packed for image in images)
-        stats = handle.stats()
-        num_sent = sum(stats.bytes_onloaded.values())
-        assert stats.bytes_gathered > 0.2 * stats.bytes_unpacked  # each pass with the other rank gathers a half
-        assert 0.6 * stats.bytes_unpacked < num_sent < 0.85 * stats.bytes_unpacked
-        handle.remove()
+        options = {"process_group": "phantom", "share": True, "pack": True, "offload_to_disk_path": tmp_path}
+        with Twins(device, model, **options) as twins:
+            twins.run(12)
+            sent = [part.blob.good_image for group in engine_of(twins.handle).groups for part in group.parts]
+            images = [image for image in sent if image is not None]
+            assert len(images) == 3 and all(image.is_read is reads_packed for image in images)
+            stats = twins.handle.stats()
+            num_sent = sum(stats.bytes_onloaded.values())
+            assert stats.bytes_gathered > 0.2 * stats.bytes_unpacked  # each pass with the other rank gathers a half
+            assert 0.6 * stats.bytes_unpacked < num_sent < 0.85 * stats.bytes_unpacked
 
 
 def run_all(times: int = 1) -> None:

@@ -55,6 +55,7 @@ from ..support.on_device import (
     options_for,
     packing,
     raise_interrupt,
+    several,
 )
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
@@ -89,9 +90,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"pack": True, "in_checkpoint": True, "reads_packed": True, "record_stream": True},
     {"pack": True, "in_files": True, "reads_packed": True, "use_stream": False},
 ]
+BUDGETS: list[dict[str, Any]] = [
+    {"vram_budget": 20_000, "record_stream": True},
+    {"vram_budget": 20_000, "in_checkpoint": True},
+    {"vram_budget": 40_000, "offload_type": "leaf_level", "in_files": True},
+    {"vram_budget": 1 << 20, "is_told_of_edits": False},
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *BUDGETS], ids=str)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), laziness=st.sampled_from(["random", "lazy", "eager"]))
 def test_random_models_match_the_resident_one(options: dict[str, Any], seed: int, laziness: str) -> None:
@@ -174,19 +181,6 @@ def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[st
             model(device.put(torch.randn(2, DIM)), finish=False)
             run(twins.resident, torch.randn(2, DIM))
         assert model.blocks[1].calls.tolist() == [3, 3, 3]
-
-
-@contextmanager
-def several(device: SimulatedDevice, *twins: Twins) -> Iterator[tuple[Twins, ...]]:
-    """In the end all models are right and restored, and nothing is left on the device or page-locked."""
-    yield twins
-    for each in twins:
-        each.check()
-    for each in twins:
-        each.handle.remove()
-        each.model.alive.clear()
-    device.synchronize()
-    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
 
 
 def test_slots_go_to_another_model_after_a_refresh_on_its_stream() -> None:
@@ -353,21 +347,12 @@ def test_weights_come_from_the_device(options: dict[str, Any]) -> None:
                 for each in (*model.parameters(), *resident.parameters()):
                     each.data.mul_(2)
             assert device.activations.now > 0
-            handle = offload(model, **options)
-            del tensor, each
-            for (name, actual), expected in zip(
-                model.state_dict().items(), resident.state_dict().values(), strict=True
-            ):
-                assert torch.equal(actual, expected), name
-            device.synchronize()  # here the simulated device takes notice of what was freed
-            assert device.activations.now == 0 and device.num_copies_back > 0
-            x = torch.randn(2, DIM)
-            for _ in range(2):
-                assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
-            model.alive.clear()
-            handle.remove()
-            device.synchronize()
-            assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+            with Twins(device, model, resident, **options) as twins:
+                del tensor, each
+                twins.check()
+                device.synchronize()  # here the simulated device takes notice of what was freed
+                assert device.activations.now == 0 and device.num_copies_back > 0
+                twins.run(2)
 
 
 def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:

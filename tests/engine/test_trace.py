@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from group_offload import GroupFileError, StateError, apply_group_offloading
 
 from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import forward, offload, options_for
+from ..support.on_device import Twins, forward, offload, options_for
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.traces import assert_no_overlap, lanes_of
@@ -44,15 +43,13 @@ def group_of(name: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevice) -> None:
-    model = RoutedModel([16, 24, 16, 16])
-    resident = copy.deepcopy(model)
-    x = torch.randn(2, DIM)
-    with options_for(options) as options:
-        handle = offload(model, **options)
-        outputs = [forward(device, model, x)]
+    with options_for(options) as options, Twins(device, RoutedModel([16, 24, 16, 16]), **options) as twins:
+        twins.step()
+        handle = twins.handle
         before = handle.stats()
         with handle.trace(tmp_path / "trace.json"):
-            outputs += [forward(device, model, x) for _ in range(2)]
+            twins.step()
+            twins.step()
         after = handle.stats()
         lanes = lanes_of(tmp_path / "trace.json")
         assert list(lanes) == LANES
@@ -73,12 +70,8 @@ def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevi
             assert lanes["stalls"]  # on this device copies are as late as they can be
         # The module goes on, untraced.
         written = (tmp_path / "trace.json").read_bytes()
-        outputs.append(forward(device, model, x))
+        twins.step()
         assert (tmp_path / "trace.json").read_bytes() == written
-        for output in outputs:
-            assert torch.equal(device.get(output), run(resident, x))
-        model.alive.clear()
-        handle.remove()
 
 
 def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
@@ -99,24 +92,24 @@ def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
 
 def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice) -> None:
     """The error comes through, the file is there, and the next trace works. A bad path is found before the forward."""
-    model = RoutedModel([16] * 3)
-    resident = copy.deepcopy(model)
-    handle = offload(model)
-    x = torch.randn(2, DIM)
-    model.stop_at = 1
-    with pytest.raises(Stop), handle.trace(tmp_path / "one.json"):
-        forward(device, model, x)
-    assert lanes_of(tmp_path / "one.json")["compute"]
-    model.stop_at = -1
-    with handle.trace(tmp_path / "two.json"):
-        output = forward(device, model, x)
-    assert torch.equal(device.get(output), run(resident, x))
-    assert len(lanes_of(tmp_path / "two.json")["compute"]) == 4
-    for bad, said in (("nowhere/trace.json", "nowhere is not a folder"), (".", "is a folder"), ("a\0b", "character")):
-        with pytest.raises(GroupFileError, match=said), handle.trace(tmp_path / bad):
-            pytest.fail("the block ran")
-    forward(device, model, x)
-    handle.remove()
+    with Twins(device, RoutedModel([16] * 3)) as twins:
+        twins.model.stop_at = 1
+        with pytest.raises(Stop), twins.handle.trace(tmp_path / "one.json"):
+            twins.step()
+        assert lanes_of(tmp_path / "one.json")["compute"]
+        twins.model.stop_at = -1
+        with twins.handle.trace(tmp_path / "two.json"):
+            twins.step()
+        twins.check()
+        assert len(lanes_of(tmp_path / "two.json")["compute"]) == 4
+        for bad, said in (
+            ("nowhere/trace.json", "nowhere is not a folder"),
+            (".", "is a folder"),
+            ("a\0b", "character"),
+        ):
+            with pytest.raises(GroupFileError, match=said), twins.handle.trace(tmp_path / bad):
+                pytest.fail("the block ran")
+        twins.step()
 
 
 def test_a_profile_names_the_groups(tmp_path: Path) -> None:

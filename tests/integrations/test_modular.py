@@ -22,9 +22,10 @@ from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
 from ..support.allocator import Memory
+from ..support.asserts import snapshot
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
-from ..support.pipelines import modular_pipeline, run_modular, traces
+from ..support.pipelines import modular_pipeline, run_modular
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
@@ -47,7 +48,7 @@ def test_components_that_come_later(
     """Names that were excluded stay so. Hazard: a component loaded after offloading stays in RAM, and its forward
     fails."""
     pipe = modular_pipeline()
-    before = traces(pipe.transformer)
+    before = snapshot(pipe.transformer)
     vae, pipe.vae = pipe.vae, None
     pipe.enable_group_offload(
         device, offload_type="leaf_level", exclude_modules=iter(["text_encoder", "text_encoder_2"])
@@ -64,7 +65,7 @@ def test_components_that_come_later(
     assert handle.config.offload_type == "leaf_level" and handle_of(pipe.text_encoder_2) is None
     assert torch.equal(run_modular(pipe), expected)
     pipe.disable_group_offload()
-    assert traces(pipe.transformer) == before
+    assert snapshot(pipe.transformer) == before
     pipe.update_components(vae=tiny.flux_pipeline().vae)
     assert handle_of(pipe.vae) is None
 
@@ -207,7 +208,7 @@ def test_undone_in_both_orders(
     expected = tiny.call(copy.deepcopy(managed.model).to(device), tiny.flux_inputs())
     managed.manage()
     managed.manager.disable_auto_cpu_offload()
-    before = traces(managed.model)  # the manager leaves something behind
+    before = snapshot(managed.model)  # the manager leaves something behind
     managed.begin(order)
     assert torch.equal(managed.run(), expected)
     handle = handle_of(managed.model)
@@ -216,4 +217,4 @@ def test_undone_in_both_orders(
         step()
         managed.model.to(device)
         assert torch.equal(managed.run(), expected)
-    assert traces(managed.model) == before
+    assert snapshot(managed.model) == before

@@ -34,10 +34,10 @@ from group_offload import (
 )
 
 from ..support import tiny_models as tiny
+from ..support.asserts import snapshot
 from ..support.pipelines import (
     assert_same_weights,
     models_of,
-    traces,
     weights_of,
 )
 
@@ -200,11 +200,11 @@ ACCELERATE: dict[str, Callable[[Any], object]] = {
 def test_modules_offloaded_by_accelerate_are_refused(how: Callable[[Any], object], device: torch.device) -> None:
     pipe = tiny.flux_pipeline()
     how(pipe.transformer)
-    before = {name: traces(part) for name, part in models_of(pipe).items()}
+    before = {name: snapshot(part) for name, part in models_of(pipe).items()}
     for call in (lambda: apply_group_offloading(pipe.transformer, device), lambda: enable_group_offload(pipe, device)):
         with pytest.raises(ModuleError, match="already offloaded by accelerate"):
             call()
-        assert {name: traces(part) for name, part in models_of(pipe).items()} == before
+        assert {name: snapshot(part) for name, part in models_of(pipe).items()} == before
 
 
 def test_accelerate_takes_the_weights_of_an_offloaded_model(

@@ -20,6 +20,7 @@ from group_offload import (
 )
 
 from ..support import tiny_models as tiny
+from ..support.asserts import snapshot
 from ..support.pipelines import (
     PIPELINES,
     any_case,
@@ -29,7 +30,6 @@ from ..support.pipelines import (
     assert_same_weights,
     models_of,
     tier_options,
-    traces,
     weights_of,
 )
 
@@ -64,14 +64,14 @@ def test_disable_gives_everything_back(
 
     pipe = tiny.flux_pipeline()
     weights = {name: weights_of(model) for name, model in models_of(pipe).items()}
-    before = {name: traces(model) for name, model in models_of(pipe).items()}
+    before = {name: snapshot(model) for name, model in models_of(pipe).items()}
     handles = enable_group_offload(pipe, onload_device=device, **tier_options(tier, tmp_path))
     tiny.run(pipe)
     written = files()
     disable_group_offload(pipe)
     for name, model in models_of(pipe).items():
         assert not handles[name].is_active
-        assert traces(model) == before[name], name
+        assert snapshot(model) == before[name], name
         assert_same_weights(model, weights[name])
         assert next(model.parameters()).device.type == "cpu"
         assert not stock._is_group_offload_enabled(model)
@@ -127,12 +127,12 @@ def test_excluded_modules_stay_whole(
 def test_wrong_names_and_values(options: dict[str, Any], named: str, device: torch.device) -> None:
     """What is said names the option, and the model if it is an option of one, in one line."""
     pipe = tiny.flux_pipeline()
-    before = {name: traces(model) for name, model in models_of(pipe).items()}
+    before = {name: snapshot(model) for name, model in models_of(pipe).items()}
     with pytest.raises(ConfigError, match=named) as caught:
         enable_group_offload(pipe, onload_device=device, **options)
     assert "\n" not in str(caught.value)
     for name, model in models_of(pipe).items():
-        assert traces(model) == before[name], name
+        assert snapshot(model) == before[name], name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from group_offload import OffloadHandle, apply_group_offloading
+from group_offload import OffloadHandle, api, apply_group_offloading
+from group_offload.base.release import wait_for_releases
+from group_offload.config import ModelOptions, OffloadConfig
 
+from .asserts import same_bits
 from .inside import engine_of
 from .models import DIM, RoutedModel, Stop, stay
 from .reads import late_reads, watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
+from .speeds import use_speeds
 from .tuning import tune
 
 MODES: list[dict[str, Any]] = [
@@ -56,8 +61,16 @@ def packing(locked_share: float = 0.5) -> Iterator[None]:
         yield
 
 
-def offload(model: nn.Module, **options: Any) -> OffloadHandle:
-    return apply_group_offloading(model, "cpu", **options)  # what the simulated device stands for
+def offload(model: nn.Module, *, ram_share: int | None = None, **options: Any) -> OffloadHandle:
+    """Offload it on the CPU, which is what the simulated device stands for.
+
+    Args:
+        ram_share: What it gets of the budget for RAM, in bytes.
+    """
+    if ram_share is None:
+        return apply_group_offloading(model, "cpu", **options)
+    config = OffloadConfig.from_options(ModelOptions(onload_device="cpu", **options), model)
+    return api.offload(model, replace(config, ram_share=ram_share))
 
 
 def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
@@ -73,8 +86,13 @@ class Twins:
     At the end of the `with` block the model is restored, and nothing is left on the device or page-locked.
     """
 
-    def __init__(self, device: SimulatedDevice, model: Any, **options: Any) -> None:
-        self.device, self.model, self.resident = device, model, copy.deepcopy(model)
+    def __init__(self, device: SimulatedDevice, model: Any, resident: Any = None, **options: Any) -> None:
+        """
+        Args:
+            resident: None for a copy of the model.
+        """
+        self.device, self.model = device, model
+        self.resident = copy.deepcopy(model) if resident is None else resident
         self.handle = offload(model, **options)
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -85,16 +103,29 @@ class Twins:
         if kind is None:
             self.check()
             self.handle.remove()
-            for module in self.model.modules():
-                getattr(module, "alive", []).clear()
+            assert_same_state(self.model, self.resident, self.device)
+            self.forget()
+            wait_for_releases()
             self.device.synchronize()
             assert self.device.pinned_bytes == 0 and self.device.allocated_bytes == 0
 
+    def forget(self) -> None:
+        """Free the activations that the models keep."""
+        for module in (*self.model.modules(), *self.resident.modules()):
+            getattr(module, "alive", []).clear()
+
     def step(self, part: str = "", x: torch.Tensor | None = None) -> None:
         """A forward of both, or of a part of them. Nobody asks for the output before `check`."""
-        x = torch.randn(3, DIM) if x is None else x
+        x = torch.randn(3, DIM).to(next(self.resident.parameters()).dtype) if x is None else x
         output = forward(self.device, self.model.get_submodule(part), x)
         self._pending.append((output, run(self.resident.get_submodule(part), x)))
+
+    def run(self, passes: int = 1, x: torch.Tensor | None = None) -> None:
+        """Forwards, each of which is checked before the next one."""
+        for _ in range(passes):
+            self.step(x=x)
+            self.forget()
+            self.check()
 
     def edit(self, change: Callable[..., object], *args: Any) -> None:
         with self.device.running():
@@ -104,25 +135,40 @@ class Twins:
     def check(self) -> None:
         """All outputs so far, and the weights, are those of the resident twin."""
         for output, expected in self._pending:
-            assert torch.equal(self.device.get(output), expected)
+            assert same_bits(self.device.get(output), expected)
         self._pending.clear()
         assert_same_state(self.model, self.resident, self.device)
 
 
-def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: int = 4) -> OffloadHandle:
+@contextmanager
+def several(device: SimulatedDevice, *twins: Twins) -> Iterator[tuple[Twins, ...]]:
+    """In the end all models are right and restored, and nothing is left on the device or page-locked."""
+    yield twins
+    for each in twins:
+        each.check()
+    for each in twins:
+        each.handle.remove()
+        assert_same_state(each.model, each.resident, device)
+    device.synchronize()
+    for each in twins:
+        each.forget()
+    device.synchronize()
+    assert device.pinned_bytes == 0 and device.allocated_bytes == 0
+
+
+def exercise(seed: int, laziness: Any, options: dict[str, Any]) -> OffloadHandle:
     """Some passes of a random model, in random order and on random streams, with edits in between: every output is right."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = SimulatedDevice(seed, laziness)
-    is_packed = bool(options.get("pack"))
+    is_packed, has_budget = bool(options.get("pack")), "vram_budget" in options
     choices = [4, 24, 600, 600, 900] if is_packed else [4, 8, 8, 24, 40]  # the small ones are not worth packing
     widths = [rng.choice(choices) for _ in range(rng.randint(1, 6))]
     model = RoutedModel(widths, counts=rng.random() < 0.3)
     dtype = torch.bfloat16 if is_packed else torch.float32
     model.to(dtype)
     resident = copy.deepcopy(model)
-    other = RoutedModel([rng.choice([8, 32])] * 2).to(dtype)
-    other_resident = copy.deepcopy(other)
+    other_model = RoutedModel([rng.choice([8, 32])] * 2).to(dtype)
     streams = [device.current_stream(), device.new_stream()]
     options = dict(options)
     in_files, in_checkpoint, reads_packed = (
@@ -135,6 +181,9 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             stack.enter_context(packing())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if has_budget:
+            tune(patch, device_margin_bytes=0)
+            use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
         if in_checkpoint:
             model = from_file(resident, Path(folder) / "model.safetensors")
             options["offload_device"] = "disk"
@@ -147,10 +196,10 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             stack.enter_context(late_reads(rng))
         if not options.pop("is_told_of_edits", True):
             patch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
-        handle = offload(model, **options)
-        other_handle = offload(other)
-        outputs = []
-        for _ in range(num_passes):
+        one, other = stack.enter_context(
+            several(device, Twins(device, model, resident, **options), Twins(device, other_model))
+        )
+        for _ in range(8 if has_budget else 4):  # a budget is used once passes were measured
             route = list(range(len(widths)))
             if rng.random() < 0.5:
                 route = [rng.randrange(len(widths)) for _ in range(rng.randint(0, 8))]
@@ -159,31 +208,21 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any], *, num_passes: i
             if rng.random() < 0.3:  # blocks that compute on streams of their own, one after another
                 model.on_block = hop_between(device, streams)
             x = torch.randn(3, DIM).to(dtype)
-            stream = rng.choice(streams)
             try:
-                outputs.append((forward(device, model, x, stream), run(resident, x)))
+                with device.use_stream(rng.choice(streams)):
+                    one.step(x=x)
             except Stop:
                 with pytest.raises(Stop):
                     run(resident, x)
             model.on_block = stay
             assert_same_state(model, resident, device)
             if rng.random() < 0.3:
-                outputs.append((forward(device, other, x, rng.choice(streams)), run(other_resident, x)))
+                with device.use_stream(rng.choice(streams)):
+                    other.step(x=x)
             if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
                 edit(device, rng, model, resident)
-        for output, expected in outputs:
-            assert torch.equal(device.get(output), expected)
-        device.synchronize()
-        model.alive.clear()
-        other.alive.clear()
-        stats = handle.stats()
-        assert stats.passes >= 1
-        handle.remove()
-        other_handle.remove()
-        assert_same_state(model, resident, device)
-        assert device.pinned_bytes == 0
-        assert device.allocated_bytes == 0
-    return handle
+        assert one.handle.stats().passes >= 1
+    return one.handle
 
 
 def hop_between(device: SimulatedDevice, streams: list[Any]) -> Callable[[int], Any]:
@@ -215,7 +254,7 @@ def edit(device: SimulatedDevice, rng: random.Random, model: RoutedModel, reside
 def assert_same_state(model: nn.Module, resident: nn.Module, device: SimulatedDevice) -> None:
     with device.running():
         for (name, value), expected in zip(model.state_dict().items(), resident.state_dict().values(), strict=True):
-            assert torch.equal(value, expected), name
+            assert same_bits(value, expected), name
 
 
 @contextmanager

@@ -69,11 +69,3 @@ def assert_same_model(opened: Any, reference: Any) -> None:
         assert isinstance(tensor, nn.Parameter) == isinstance(expected[name], nn.Parameter), name
     assert [type(part) for part in opened.modules()] == [type(part) for part in reference.modules()]
     assert (opened.training, opened.dtype) == (reference.training, reference.dtype)
-
-
-def traces(module: nn.Module) -> list[tuple[str, type, list[str], Any, int, int]]:
-    """Everything about the modules of a model that offloading might leave behind."""
-    return [
-        (name, type(x), sorted(vars(x)), vars(x).get("forward"), len(x._forward_hooks), len(x._forward_pre_hooks))
-        for name, x in module.named_modules()
-    ]

@@ -17,7 +17,7 @@ from group_offload import ModuleError, apply_group_offloading
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits
 from ...support.kinds import KINDS, wrapped
 from ...support.models import WIDTH, Blocks, Model, inputs, make
-from ...support.on_device import forward, raise_interrupt
+from ...support.on_device import Twins, raise_interrupt
 from ...support.quantised import Quantised
 from ...support.rigs import Offload, check, pair, run
 from ...support.simulated import SimulatedDevice, use_simulated_device
@@ -305,17 +305,14 @@ def test_a_class_that_nobody_knows_moves_as_bytes(layer: type[nn.Module], offloa
 
 def test_attributes_of_a_weight_land_in_slots() -> None:
     """As bitsandbytes keeps scales (diffusers #10653)."""
-    model, reference = pair(wrapped(*(ScaledLinear() for _ in range(4))).eval())
-    with use_simulated_device(SimulatedDevice(3)) as device:
-        handle = apply_group_offloading(model, "cpu")
-        for seed in range(3):
-            assert_same(device.get(forward(device, model, inputs(seed))), run(reference, inputs(seed)))
-        stats = handle.stats()
+    model = wrapped(*(ScaledLinear() for _ in range(4))).eval()
+    with use_simulated_device(SimulatedDevice(3)) as device, Twins(device, model) as twins:
+        twins.run(3, inputs())
+        stats = twins.handle.stats()
         assert stats.pinned_bytes == stats.host_bytes > 0
         waits = device.num_host_waits
-        forward(device, model, inputs())
+        twins.step(x=inputs())
         assert device.num_host_waits == waits
-        handle.remove()
 
 
 class Opaque(torch.Tensor):
