@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
 from typing import Any
 
@@ -98,7 +98,8 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
         model.transformer_blocks[0].attn.processor = Processor()
     elif kind == "another forward":
         plain = QwenImageTransformer2DModel.forward
-        monkeypatch.setattr(QwenImageTransformer2DModel, "forward", lambda *args, **kwargs: plain(*args, **kwargs))
+        other = wraps(plain, assigned=())(lambda *args, **kwargs: plain(*args, **kwargs))  # with its signature alone
+        monkeypatch.setattr(QwenImageTransformer2DModel, "forward", other)
     options = {} if kind == "by itself" else {"share_passes": "auto"}
     # Compute takes no time, so transfers bound.
     monkeypatch.setattr(SimulatedDevice, "seconds_between", lambda *events: 0.0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+from . import by_name
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -17,12 +19,6 @@ def randn(*shape: int) -> torch.Tensor:
 
 def ints(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
-
-
-def denoiser(hidden_states: Any, encoder_hidden_states: Any, timestep: Any, **others: Any) -> dict[str, Any]:
-    """What most denoisers are called with, in the order in which they take it."""
-    given = {"hidden_states": hidden_states, "encoder_hidden_states": encoder_hidden_states, "timestep": timestep}
-    return {**given, **others}
 
 
 def encode_and_decode(module: Any, sample: torch.Tensor) -> Any:
@@ -38,11 +34,11 @@ class Case:
 
     name: str
     """The class, as `library` exports it."""
-    config: Mapping[str, Any]
-    """What the class, or for transformers the class of its configuration, is built from."""
-    given: Mapping[str, Any] | Callable[[], dict[str, Any]]
-    """The arguments of one call, or what makes them. A tuple is the shape of random numbers, a list of numbers is a tensor, and
-    a function makes what it returns."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the class, or for transformers the class of its configuration, is built from, beside what `by_name` says."""
+    given: Mapping[str, Any] | Callable[[], dict[str, Any]] = field(default_factory=dict)
+    """The arguments of one call, beside what `by_name` says, or what makes all of them. A tuple is the shape of random numbers,
+    a list of numbers is a tensor, and a function makes what it returns."""
     call: Callable[..., Any] | None = None
     """What is called with the module and these arguments, for a class whose users do not call its forward."""
     build: Callable[[], nn.Module] | None = None
@@ -55,7 +51,10 @@ class Case:
 
     def inputs(self) -> dict[str, Any]:
         """The arguments of one call, on the CPU."""
-        return self.given() if callable(self.given) else {name: _made(value) for name, value in self.given.items()}
+        if callable(self.given):
+            return self.given()
+        usual = by_name.inputs_of(self.cls) if self.library == "diffusers" and self.call is None else {}
+        return {name: _made(value) for name, value in {**usual, **self.given}.items()}
 
     def make(self) -> nn.Module:
         """The module in `eval` mode, with the same weights each time, none of which is zero."""
@@ -65,7 +64,7 @@ class Case:
         elif self.library == "transformers":
             module = self.cls(self.cls.config_class(**self.config))
         else:
-            module = self.cls(**self.config)
+            module = self.cls(**{**by_name.config_of(self.cls), **self.config})
         _fill(module)
         return module.eval()
 
