@@ -98,7 +98,7 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
         model.transformer_blocks[0].attn.processor = Processor()
     elif kind == "another forward":
         plain = QwenImageTransformer2DModel.forward
-        other = wraps(plain, assigned=())(lambda *args, **kwargs: plain(*args, **kwargs))  # with its signature alone
+        other = wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs))
         monkeypatch.setattr(QwenImageTransformer2DModel, "forward", other)
     options = {} if kind == "by itself" else {"share_passes": "auto"}
     # Compute takes no time, so transfers bound.

@@ -12,6 +12,7 @@ The classes below were tried with that by the matrix of tests. For others the us
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,7 @@ StableAudio3DiTModel StableAudioDiTModel StableCascadeUNet UNet1DModel UNet2DCon
 UNetMotionModel UNetSpatioTemporalConditionModel WanAnimateTransformer3DModel WanTransformer3DModel WanVACETransformer3DModel
 ZImageTransformer2DModel
 """
-_LIBRARIES = frozenset(["diffusers.", "peft.", "torch.", "transformers."])
+_LIBRARIES = frozenset(["diffusers", "peft", "torch", "transformers"])
 DENOISERS = ("transformer", "unet", "controlnet", "prior", "decoder_unet")
 """How the names of those models in a pipeline begin that run in each step."""
 LISTED = frozenset(f"diffusers.{name}" for name in _DENOISERS.split())
@@ -47,17 +48,23 @@ LISTED = frozenset(f"diffusers.{name}" for name in _DENOISERS.split())
 
 def is_function(config: OffloadConfig, root: nn.Module) -> bool:
     """Whether forwards of a module are known, or said, to be functions of their inputs and the weights."""
-    return config.share_passes is True or (_name(type(root), type(root).__qualname__) in LISTED and _is_whole(root))
+    name = f"{type(root).__module__.partition('.')[0]}.{type(root).__qualname__}"
+    return config.share_passes is True or (name in LISTED and _is_whole(root))
 
 
-def _name(of: Any, name: str = "") -> str:
-    return f"{of.__module__.partition('.')[0]}.{name}"
+def _modules_of(forward: Any) -> Iterator[str]:
+    """Where a function, and what it wraps, were written. `functools.wraps` copies `__module__`, but no globals."""
+    while forward is not None:
+        yield forward.__module__
+        yield getattr(forward, "__globals__", {}).get("__name__", forward.__module__)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _is_whole(root: nn.Module) -> bool:
     """Whether all code that a forward of a listed class runs is of the libraries: no class of yours is inside of it, no forward
     was replaced, and no attention processor is yours."""
     kinds = {type(module) for module in root.modules()}
-    parts = [*kinds, *(kind.forward for kind in kinds)]
-    parts += [type(each) for module in root.modules() if (each := module.__dict__.get("processor")) is not None]
-    return all(_name(part) in _LIBRARIES for part in parts)
+    parts = [type(each) for module in root.modules() if (each := module.__dict__.get("processor")) is not None]
+    modules = [part.__module__ for part in (*kinds, *parts)]
+    modules += [name for kind in kinds for name in _modules_of(kind.forward)]
+    return all(name.partition(".")[0] in _LIBRARIES for name in modules)
