@@ -216,7 +216,8 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
         loaded = time.perf_counter() - start
         dist.barrier()
         if rank == 0 or arm.share is not None:
-            sharing = {"process_group": dist.group.WORLD, "share": arm.share}
+            share = "auto" if arm.share and device.type == "cpu" else arm.share  # which uses weights in place
+            sharing = {"process_group": dist.group.WORLD, "share": share}
             sharing = sharing if arm.share is not None and arm.engine == "ours" else {}
             with torch.set_grad_enabled(is_training):
                 measured = (train if is_training else infer)(arm, module, job, device, sharing)

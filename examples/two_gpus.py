@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = {}
     size, steps = 1024, 28
     if args.tiny:
-        options, size, steps = {"onload_device": "cpu", "share": True}, 64, 2
+        options, size, steps = {"onload_device": "cpu"}, 64, 2
     else:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()

@@ -117,7 +117,7 @@ def test_tiny_in_processes(script: str, capsys: pytest.CaptureFixture[str]) -> N
     command = [sys.executable, str(EXAMPLES / f"{script}.py"), "--tiny"]
     said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True)
     check(said)
-    assert script == "quantised" or "2 GPUs share each group" in said
+    assert script == "quantised" or "0.0 MiB came from other GPUs" in said  # which CPUs do not send
 
 
 @pytest.mark.parametrize("script", [script for script in HERE if script not in ("train_lora", "serve")])

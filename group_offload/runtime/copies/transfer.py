@@ -194,17 +194,15 @@ class Transfer:
             begun = self._recorder.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
-            shared.begun.record(stream)
+            shared.begin(stream)
         has_failed = True
         try:
             for move in moves:
                 match move:
                     case Gather():
                         assert shared is not None and self.sharing is not None
-                        landed = shared.sent  # threads enqueue copies of what they read later
-                        if not reads:
-                            landed = self._backend.new_event()
-                            landed.record(stream)
+                        # Threads enqueue copies of what they read later.
+                        landed = shared.sent if reads else self.sharing.record(stream)
                         self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
                         self._wait_for_room(landing)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from ...base.device import Event
+from ...base.device import Event, Stream
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
 from ...base.system import place_of_process
@@ -395,6 +395,12 @@ class Sharing:
         )
         self._jobs.add(job)
         return job
+
+    def record(self, stream: Stream) -> Event:
+        """An event behind what is enqueued on `stream`."""
+        landed = self._backend.new_event()
+        landed.record(stream)
+        return landed
 
     def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Event) -> None:
         """This rank's part of a group is behind `event`."""
