@@ -26,7 +26,6 @@ from group_offload.base.tuning import tuning
 from group_offload.runtime.convoy.arguments import Arguments
 from group_offload.runtime.convoy.speculation import Speculation
 from group_offload.runtime.copies.transfer import Transfer
-from group_offload.runtime.placer import Placer
 
 from ..support.faults import raise_at
 from ..support.inside import engine_of
@@ -182,26 +181,11 @@ def test_the_calls_of_a_step_share_a_pass(num_prompts: int, casts: bool, any_dev
     handle.remove()
 
 
-@pytest.mark.parametrize("casts", [False, True])
-def test_a_step_with_more_calls_than_have_space(casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placer, "forwards_that_fit", lambda *_: 2)
-    loop = Loop(num_prompts=3)
-    loop.casts = casts
-    expected = loop.run()
-    handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
-    assert_same(loop.run(), expected)
-    stats = handle.stats()
-    assert (stats.passes_predicted, stats.passes_discarded) == (NUM_STEPS - 1, 0)
-    handle.remove()
-
-
-@pytest.mark.parametrize(("num_prompts", "changes"), [(1, True), (1, False), (2, True)])
-def test_no_inputs_are_kept(num_prompts: int, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_no_inputs_are_kept(num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last call of a step lets go of them. Where steps have one call, only the first few are kept and compared."""
     loop, seen, compared = Loop(num_prompts=num_prompts), list[Any](), list[int]()
     loop.casts = True
-    if not changes:
-        loop.model.scale = 0.0
     handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
     plain, is_of_same_step = Denoiser.forward, Arguments.is_of_same_step
 

@@ -26,8 +26,8 @@ class Steps:
     def __init__(self) -> None:
         self.found_in: Any = ()
         """What the modules, the weights and the thread were like when the forwards ran that are ahead."""
-        self._kinds: tuple[Hashable, ...] = ()
-        """The kinds of all calls that are expected after the first one."""
+        self._kinds: Hashable = None
+        """The kinds of all calls that are expected."""
         self._misses: Recent[Hashable, int] = Recent()
         """For calls of such kinds, how many steps in a row had one that was foreseen wrongly."""
         self._compared: Recent[Hashable, int] = Recent()
@@ -49,7 +49,6 @@ class Steps:
             self._misses.pop(self._kinds, None)
             if self._kept:
                 self._compared.pop(self.calls[0].key, None)
-            if len(self.calls) > len(self._kinds):  # else the device had no space for all of them
                 self._kept = []
 
     def miss(self) -> bool:
@@ -63,15 +62,16 @@ class Steps:
         if not self.calls:
             return False
         first = self.calls[0]
-        compared, is_same = self._compared.get(first.key, 0), now.is_of_same_step(first)
-        if is_same:
+        if now.is_of_same_step(first):
             self._compared[first.key] = _MOST_COMPARED  # nobody copies these latents
-        elif self._kept and compared < _MOST_COMPARED:
-            self._compared[first.key] = compared + 1
-            is_same = now.is_of_same_step(first, by_value=True)
-        if is_same:
-            now.relate(first)
-        return is_same
+        elif not self._kept:
+            return False
+        else:
+            self._compared[first.key] = self._compared.get(first.key, 0) + 1
+            if not now.is_of_same_step(first, by_value=True):
+                return False
+        now.relate(first)
+        return True
 
     def begin(self, now: Arguments) -> list[Arguments]:
         """A step begins with this call. What the others should be called with, if that is foreseen."""
