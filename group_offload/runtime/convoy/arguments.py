@@ -100,9 +100,8 @@ class Arguments:
     def keep(self, kept: list[Any]) -> None:
         """Keep the tensors in a list, for as long as they are in it, and let later ones of equal values pass for them."""
         for leaf in self._leaves:
-            value = leaf.value
-            if type(value) is torch.Tensor and is_plain(value) and not leaf.has_values:
-                kept.append(value)
+            if leaf.is_tensor and not leaf.has_values and leaf.value is not None:
+                kept.append(leaf.value)
                 leaf.has_values = True
 
     def are_unchanged(self, args: Any, kwargs: Any) -> bool:

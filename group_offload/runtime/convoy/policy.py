@@ -9,11 +9,11 @@ the same way: see `Arguments.key`. In a convoy all come to a group before one go
 in the modules for the length of its forward is met by the others in the trial as in any later pass.
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
-tensor (the latents, or copies of them). If the last step had several, the first call of the next one foresees the arguments of
-the others: what was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads
-of their own. The first call returns once the pass is over. If the caller then calls with the same arguments, and no weight or
-module was changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with
-such a miss, the calls of steps of that kind are not foreseen again.
+tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
+was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads of their own.
+The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
+were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
+miss, the calls of steps of that kind are not foreseen again.
 """
 
 from __future__ import annotations
