@@ -42,7 +42,7 @@ from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
-from .modular import leave_room_to_hooks, make_room
+from .modular import hear_guiders, leave_room_to_hooks, make_room
 from .patching import around, swap
 from .sharing import put_in_order, shares_of
 
@@ -447,6 +447,7 @@ class _Diffusers(Listener):
             registry = vars(handle.module).get("_diffusers_hook")
             if registry is None or not registry.hooks:
                 vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
+            hear_guiders(handle)
 
     def removed(self, handle: OffloadHandle) -> None:
         registry = vars(handle.module).get("_diffusers_hook")

@@ -1,4 +1,4 @@
-"""Modular diffusers: components that a manager moves make room.
+"""Modular diffusers: components that a manager moves make room, and guiders tell which calls of a step are to come.
 
 [Note: Who makes room]
 `ComponentsManager.enable_auto_cpu_offload` puts a hook on each component. Before the component's forward, the hook asks a
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -22,8 +24,13 @@ from torch import nn
 from ..api import handle_of
 from ..base.arena import arenas
 from ..errors import ConfigError
+from ..handle import OffloadHandle
+from ..runtime.convoy.contract import shares_passes
+from ..runtime.convoy.steps import announce, begin_step
+from .patching import around
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
+_GUIDERS = "diffusers.guiders.guider_utils"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +127,31 @@ def _hook_of(module: nn.Module) -> Any:
     """The hook that a manager put on a component; None if there is none."""
     hook, manager = module.__dict__.get("_hf_hook"), sys.modules.get(_MANAGER)
     return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
+
+
+def hear_guiders(handle: OffloadHandle) -> None:
+    """Note the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
+    if shares_passes(handle.config, handle.module):
+        _hear(importlib.import_module(_GUIDERS).BaseGuidance)
+
+
+@cache
+def _hear(guidance: Any) -> None:
+    """Guiders make each branch by one of two methods, and none has methods of these names for itself."""
+
+    def begins(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin_step()
+        return call(*args, **kwargs)
+
+    def prepares(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        branch = call(*args, **kwargs)
+        announce(branch, getattr(branch, guidance._identifier_key, None))
+        return branch
+
+    methods = {"set_state": begins, "_prepare_batch": prepares, "_prepare_batch_from_block_state": prepares}
+    for name, instead in methods.items():
+        before = guidance.__dict__.get(name)
+        if before is not None:
+            call = getattr(before, "__func__", before)
+            mine = around(call, instead)
+            setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from group_offload import OffloadStats, apply_group_offloading, handle_of
 from group_offload.base.tuning import tuning
-from group_offload.runtime.convoy.arguments import Arguments
 from group_offload.runtime.convoy.speculation import Speculation
+from group_offload.runtime.convoy.steps import announce, begin_step
 from group_offload.runtime.copies.transfer import Transfer
 
 from ..support.faults import raise_at
@@ -64,11 +64,18 @@ class Denoiser(nn.Module):
         return x * self.scale * self.settings["gain"]
 
 
+class Branch:
+    """As those that guiders prepare."""
+
+    def __init__(self, prompt: torch.Tensor) -> None:
+        self.prompt = prompt
+
+
 class Loop:
     """A loop with guidance: two calls of its model in a step."""
 
-    casts = False
-    """Whether latents are made anew for each call."""
+    announces = False
+    """Whether it says at the begin of a step which calls will come. Then latents are cast anew for each call."""
 
     def __init__(self, kind: type[nn.Module] = Denoiser, num_prompts: int = 2) -> None:
         torch.manual_seed(0)
@@ -96,10 +103,14 @@ class Loop:
         prompts, latents, found = [put(each) for each in self.prompts], put(torch.ones(6, 8)), []
         for step in range(num_steps):
             t, outputs = put(torch.tensor([step + 1.0])), []
+            begin_step()
+            branches = [Branch(prompt) for prompt in prompts] if self.announces else []
+            for number, branch in enumerate(branches):
+                announce(branch, number)
             for call in range(self.num_calls(step)):
                 with torch.no_grad(), self.around(step, call):
                     try:
-                        x = latents.clone() if self.casts else latents
+                        x = latents.clone() if self.announces else latents
                         output = self.model(x, t / 10, prompts[call], self.other(step, call))
                         outputs.append(output.to_dense() if output.is_sparse else output.real)
                     except self.error:
@@ -109,6 +120,7 @@ class Loop:
                     self.between(step, self.model)
             latents = latents - 0.05 * (outputs[0] + 1.5 * (outputs[0] - outputs[-1])).float()
             self.after(step, prompts)
+        begin_step()
         return found
 
 
@@ -165,10 +177,12 @@ def device() -> Iterator[SimulatedDevice]:
 # ---------------------------------------------------------------- guidance
 
 
-@pytest.mark.parametrize(("num_prompts", "casts"), [(2, False), (3, False), (3, True)])
-def test_the_calls_of_a_step_share_a_pass(num_prompts: int, casts: bool, any_device: SimulatedDevice | None) -> None:
+@pytest.mark.parametrize(("num_prompts", "announces"), [(2, False), (3, False), (3, True)])
+def test_the_calls_of_a_step_share_a_pass(
+    num_prompts: int, announces: bool, any_device: SimulatedDevice | None
+) -> None:
     loop = Loop(num_prompts=num_prompts)
-    loop.casts = casts
+    loop.announces = announces
     expected = loop.run()
     handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
     assert_same(loop.run(any_device), expected)
@@ -181,26 +195,26 @@ def test_the_calls_of_a_step_share_a_pass(num_prompts: int, casts: bool, any_dev
     handle.remove()
 
 
-@pytest.mark.parametrize("num_prompts", [1, 2])
-def test_no_inputs_are_kept(num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last call of a step lets go of them. Where steps have one call, only the first few are kept and compared."""
-    loop, seen, compared = Loop(num_prompts=num_prompts), list[Any](), list[int]()
-    loop.casts = True
+def test_nothing_is_kept_once_the_branches_are_gone() -> None:
+    loop = Loop()
+    loop.announces = True
     handle = apply_group_offloading(loop.model, "cpu", share_passes=True)
-    plain, is_of_same_step = Denoiser.forward, Arguments.is_of_same_step
-
-    def compare(self: Arguments, *args: Any, by_value: bool = False) -> bool:
-        compared.extend([1] * by_value)
-        return is_of_same_step(self, *args, by_value=by_value)
-
-    monkeypatch.setattr(Arguments, "is_of_same_step", compare)
-    monkeypatch.setattr(
-        Denoiser, "forward", lambda self, x, *args: seen.append(weakref.ref(x)) or plain(self, x, *args)
-    )
-    loop.run(num_steps=12)
+    loop.run(num_steps=3)
+    branches, latents = [Branch(prompt) for prompt in loop.prompts], torch.ones(6, 8)
+    for at in range(2):
+        announce(branches[at], at)
+    with torch.no_grad():
+        loop.model(latents, torch.ones(1), loop.prompts[0])
+    seen = weakref.ref(latents)
+    assert handle.stats().passes_predicted == 3
+    del latents
+    assert seen() is not None, "kept for the call that is to come"
+    branches.clear()
     gc.collect()
-    assert len(seen) > 11 and not any(each() is not None for each in seen)
-    assert len(compared) <= (8 if num_prompts == 1 else 4)
+    assert seen() is None
+    with torch.no_grad():
+        loop.model(torch.zeros(6, 8), torch.ones(1), loop.prompts[1])
+    assert handle.stats().passes_discarded == 1
     handle.remove()
 
 

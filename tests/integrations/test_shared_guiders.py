@@ -1,4 +1,4 @@
-"""Guiders of Modular Diffusers, whose calls of a step share passes as those of other pipelines do. The bits are the same."""
+"""Guiders of Modular Diffusers tell all calls of a step before the first: they share passes at once. The bits are the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def offloaded(pipe: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("dtype", "level"), [(torch.float32, "leaf_level"), (torch.bfloat16, "block_level")], ids=str)
 def test_all_steps_but_the_first_share_passes(dtype: torch.dtype, level: str) -> None:
-    """With bfloat16 the latents are cast anew for each call."""
+    """The first step is made as always, and once more together. With bfloat16 the latents are cast anew for each call."""
     pipe = pipeline(dtype)
     wanted = [run(pipe.to(tiny.device()), prompt) for prompt in ("a lighthouse", "a crab")]
     handles = offloaded(pipe, offload_type=level)
@@ -59,7 +59,7 @@ def test_all_steps_but_the_first_share_passes(dtype: torch.dtype, level: str) ->
     assert sum(each.passes_predicted for each in stats) == STEPS - 2, "each expert has a first step"
     assert_same(run(pipe, "a crab"), wanted[1])
     stats = [handle.stats() for handle in handles]
-    assert sum(each.passes_predicted for each in stats) == 2 * (STEPS - 2), "another prompt is no other pattern"
+    assert sum(each.passes_predicted for each in stats) == 2 * STEPS - 2, "another prompt is no other pattern"
     assert not any(each.passes_discarded for each in stats)
     disable_group_offload(pipe)
 
@@ -79,7 +79,7 @@ def worse_model() -> AutoGuidance:
 @pytest.mark.parametrize("guider", [skipped_at_first, worse_model])
 def test_branches_that_change_hooks_go_alone(guider: Callable[[], Any]) -> None:
     """The others of the step share a pass nevertheless. Hazard: guidance registers hooks for one forward of a step (skipped
-    layers)."""
+    layers); a guider announces all calls of a step, and one of them changes hooks of the model."""
     pipe = pipeline(guider=guider)
     wanted = run(pipe.to(tiny.device()))
     handles = offloaded(pipe)

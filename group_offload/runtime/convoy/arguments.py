@@ -97,12 +97,13 @@ class Arguments:
         """Whether torch counts changes of all tensors."""
         return not any(leaf.is_uncounted for leaf in self._leaves)
 
-    def keep(self, kept: list[Any]) -> None:
+    def keep(self, kept: list[Any]) -> Arguments:
         """Keep the tensors in a list, for as long as they are in it, and let later ones of equal values pass for them."""
         for leaf in self._leaves:
             if leaf.is_tensor and not leaf.has_values and leaf.value is not None:
                 kept.append(leaf.value)
                 leaf.has_values = True
+        return self
 
     def are_unchanged(self, args: Any, kwargs: Any) -> bool:
         """Whether nothing was changed since the call began: no tensor in place, nor which things containers have.
@@ -123,17 +124,11 @@ class Arguments:
         args, kwargs = tree_unflatten([leaf.value for leaf in self._leaves], self._form)
         return args, kwargs
 
-    def is_of_same_step(self, other: Arguments, *, by_value: bool = False) -> bool:
-        """Whether another call of the same step had these latents: the first tensor is the same object, and unchanged.
-
-        Args:
-            by_value: Whether an equal tensor passes too, if the other call's are kept.
-        """
+    def is_of_same_step(self, other: Arguments) -> bool:
+        """Whether another call of the same step had these latents: the first tensor is the same object, and unchanged."""
         if self._first is None or self._first != other._first or self._form != other._form:
             return False
         mine, theirs = self._leaves[self._first], other._leaves[self._first]
-        if by_value:
-            return mine.is_same(theirs)
         return mine.value is theirs.value is not None and mine.version == theirs.version is not None
 
     def are_same(self, other: Arguments) -> bool:

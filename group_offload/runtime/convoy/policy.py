@@ -10,7 +10,8 @@ in the modules for the length of its forward is met by the others in the trial a
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
-was the same in both calls comes from this call, the rest has to be what it was. They run beside it, in threads of their own.
+was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
+tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
 were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
 miss, the calls of steps of that kind are not foreseen again.
@@ -142,7 +143,7 @@ class SharingPolicy:
         foreseen = []
         if not steps.goes_on_with(now):
             self._discard(steps)
-            foreseen = steps.begin(now)
+            foreseen = steps.begin(now, args, kwargs)
         if foreseen and self._backend.has_streams and not (scans_quickly() and self._passes.detects_edits):
             self._say("edits of weights between two calls of a step can't be detected quickly here")
             foreseen = []
