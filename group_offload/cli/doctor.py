@@ -268,13 +268,11 @@ def _drive(machine: Machine) -> Row:
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
     found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('drive', speeds.filesystem_of(folder), speed)}"
-    if speed < _SLOW_DRIVE:
-        return Row(found, SLOWER, "Keep models on an NVMe drive; under WSL2 outside of /mnt.")
+    remedies = ["Keep models on an NVMe drive; under WSL2 outside of /mnt."] if speed < _SLOW_DRIVE else []
     if problem:  # O_DIRECT is refused: reads go through the page cache
-        return Row(
-            f"{found}. {problem}", SLOWER, "Keep models that are larger than RAM on a local ext4, XFS or btrfs disk."
-        )
-    return Row(found)
+        found += f". {problem}"
+        remedies.append("Keep models that are larger than RAM on a local ext4, XFS or btrfs disk.")
+    return Row(found, SLOWER if remedies else OK, " ".join(remedies))
 
 
 def _kept(what: str, where: str, speed: int) -> str:

@@ -117,8 +117,10 @@ class Changes:
         self._groups_of: Mapping[nn.Module, Sequence[Group]] = {}
         self._watch: Watch | None = None
         """None if groups and gates may not fit the module: after an exception on the way there, for instance."""
-        self._scopes: weakref.WeakKeyDictionary[nn.Module, set[Group]] = weakref.WeakKeyDictionary()
-        """The groups that calls under a module can need."""
+        self._parts: weakref.WeakKeyDictionary[nn.Module, tuple[Watch, set[Group]]] = weakref.WeakKeyDictionary()
+        """For each module that passes begin at, what is inside of it, and the groups that calls there can need."""
+        self._called: Container[nn.Module] | None = None
+        self._left: PlacesOfFsdp = {}
         self._late: dict[Store, None] = {}
         """The stores whose edits are committed before their first use in the pass in progress."""
 
@@ -139,8 +141,9 @@ class Changes:
             checks_all_calls: Whether a compiled call counts as a change on every module, not only on those with gates.
         """
         self._groups, self._groups_of = tuple(groups), groups_of
-        self._scopes.clear()
-        self._watch = Watch(root, groups, None if checks_all_calls else groups_of, left)
+        self._called, self._left = None if checks_all_calls else groups_of, left
+        self._parts.clear()
+        self._watch = Watch(root, groups, self._called, left)
 
     def invalidate(self) -> None:
         """Let `notice` find that the module has to be cut again, until the next `expect`."""
@@ -149,8 +152,8 @@ class Changes:
     def clear(self) -> None:
         """Forget the module and its groups."""
         self.invalidate()
-        self._groups, self._groups_of = (), {}
-        self._scopes.clear()
+        self._groups, self._groups_of, self._called, self._left = (), {}, None, {}
+        self._parts.clear()
 
     def recover(self, root: nn.Module | None) -> None:
         """Look again after a pass that failed. A graph may outlive the module: then `root` is None.
@@ -174,25 +177,30 @@ class Changes:
         Raises:
             GroupFileError: A file was changed by another program. No weight is lost.
         """
-        watch = self._watch
-        if watch is None or not watch.has_same_modules(root):
+        if self._watch is None:
+            return None
+        found = self._parts.get(top)
+        if found is None:  # made before the whole module is found to be as it was
+            scope = set(chain.from_iterable(self._groups_of.get(module, ()) for module in top.modules()))
+            found = (self._watch if top is root else Watch(top, [*scope], self._called, self._left)), scope
+            watch, at, groups = self._watch, root, self._groups
+        else:
+            watch, at, groups = found[0], top, (*found[1],)
+        if not watch.has_same_modules(at):
             return None
         if not watch.has_same_tensors():
-            if any(part.was_moved() for group in self._groups for part in group.parts):
+            if any(part.was_moved() for group in groups for part in group.parts):
                 return None
-            replaced = [group for group in self._groups if not all(all(part.as_left()) for part in group.parts)]
+            replaced = [group for group in groups if not all(all(part.as_left()) for part in group.parts)]
             if not commit_replacements(replaced, self._groups):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
-        found = [store.commit_edits(self._transfer.wait_for_copies) for store in now]
-        if any(found) and any(group.is_outdated for group in self._groups):
+        edited = [store.commit_edits(self._transfer.wait_for_copies) for store in now]
+        if any(edited) and any(group.is_outdated for group in groups):
             return None
-        scope = self._scopes.get(top)
-        if scope is None:
-            needed = (self._groups_of.get(module, ()) for module in top.modules())
-            scope = self._scopes[top] = set(chain.from_iterable(needed))
-        return scope
+        self._parts[top] = found
+        return found[1]
 
     def commit_late(self, groups: Sequence[Group]) -> None:
         """Commit edits from before the pass, if that was left for now: these groups are about to be sent, or used."""

@@ -26,7 +26,7 @@ from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 from .base import Blob
-from .folder import Folder, is_group_file
+from .folder import Folder
 from .moves import Copy, Move, Read, Tier
 from .source import Contents, Piece, Proof, SourceFile, state_of
 
@@ -92,17 +92,17 @@ class FileMap:
 class Checkpoint(SourceFile):
     """A file that weights are views of."""
 
+    is_ours = False
+    """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
     _pages: _Pages | None = None
     """The memory of all blobs; None until it is needed."""
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
-        return is_group_file(self.path)
-
     @classmethod
-    def of(cls, spans: Sequence[FileSpan]) -> Checkpoint:
+    def of(cls, spans: Sequence[FileSpan], folder: Folder | None = None) -> Checkpoint:
         """The file that tensors are views of.
+
+        Args:
+            folder: The folder of the model's group files.
 
         Raises:
             OSError: it cannot be opened, or its name leads to another one by now.
@@ -118,6 +118,7 @@ class Checkpoint(SourceFile):
         mapping = FileMappings().at(found.bytes.data_ptr())
         if mapping is None or mapping.identity != spans[0].identity:
             raise OSError(f"{path} has changed since it was mapped")
+        found.is_ours = folder is not None and folder.has(path)
         return found
 
     def add(self, blob: FileBlob) -> None:
@@ -348,6 +349,7 @@ def write_blob(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
             f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error
+    source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
     blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
     blob.content = found.content

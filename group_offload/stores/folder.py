@@ -47,11 +47,6 @@ def file_name(group_id: str) -> str:
     return f"group_{hashlib.sha256(group_id.encode(errors='backslashreplace')).hexdigest()[:16]}.safetensors"
 
 
-def is_group_file(path: Path) -> bool:
-    """Whether a file is a group file, by its name."""
-    return _GROUP_FILE.fullmatch(path.name) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class ProvenFile:
     """A group file whose every byte was hashed, or written, and is what the weights are."""
@@ -82,6 +77,12 @@ class Folder:
         """Whose files are used. See [Note: Files of others]."""
         self._of_others: set[Path] = set()
         """The files of other users that were in the way."""
+
+    def has(self, path: Path) -> bool:
+        """Whether a file is a group file of the folder, by its name."""
+        with suppress(OSError):
+            return _GROUP_FILE.fullmatch(path.name) is not None and path.parent.samefile(self.path)
+        return False
 
     @contextmanager
     def locked(self, num_bytes: int) -> Iterator[None]:

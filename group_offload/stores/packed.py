@@ -177,27 +177,34 @@ class LockedMemory:
             wait: A function that returns once no copy is on its way: the pages stay locked until then.
         """
         self._limit, self._wait = limit, wait
-        self._found: tuple[torch.Tensor, PageLock | None] | None = None
+        self._found: list[tuple[torch.Tensor, PageLock | None]] = []
+        """What was begun last, once it is pinned."""
 
     def begin(self, num_bytes: int) -> Task[torch.Tensor]:
         """Begin to make memory that is pinned, if the system allows it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        return on_pool(self._lock, memory, touch_all(memory))  # those were begun before: none waits for a thread
+        self._found = []  # another one: what was begun before, and given up, may be done later
+        return on_pool(
+            self._lock, memory, touch_all(memory), self._found
+        )  # touching has begun: none waits for a thread
 
-    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> torch.Tensor:
+    def _lock(
+        self, memory: torch.Tensor, touched: Sequence[Task[None]], found: list[tuple[torch.Tensor, PageLock | None]]
+    ) -> torch.Tensor:
         for task in touched:
             task.wait()
         lock = self._limit.lock(memory, self._wait)
         by_driver = self._limit.allocate(memory.numel()) if lock is None else None
         memory = memory if by_driver is None else by_driver
-        self._found = None if lock is None and by_driver is None else (memory, lock)
+        if lock is not None or by_driver is not None:
+            found.append((memory, lock))
         return memory
 
     def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
         """What is in the memory that was made last; None if it is not pinned."""
-        if self._found is None:
+        if not self._found:
             return None
-        memory, lock = self._found
+        ((memory, lock),) = self._found
         return PackedImage(layout, generation, memory[: layout.packed_bytes], lock)
 
 

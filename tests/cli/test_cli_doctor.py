@@ -200,6 +200,7 @@ ROWS_OF: list[tuple[str, Change, str, str, str]] = [
     ("drive", answers(doctor, "measure_drive", (10**9, "")), "ok", "xfs, ", ""),
     ("drive", answers(doctor, "measure_drive", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
     ("drive", answers(doctor, "measure_drive", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
+    ("drive", answers(doctor, "measure_drive", (10**8, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "btrfs"),
     ("drive", answers(doctor, "measure_drive", (None, "it is asleep")), "unknown", "it is asleep", ""),
     ("device", answers(torch.accelerator, "current_accelerator"), "missing", "out of", ""),
     ("device", a_driver_beside_a_torch_for_the_cpu, "missing", "", ""),

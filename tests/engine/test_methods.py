@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from group_offload import apply_group_offloading
+from group_offload import ModuleError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
@@ -167,6 +167,19 @@ def test_stream_order(options: dict[str, Any]) -> None:
         del found, output
         handle.remove()
         assert device.allocated_bytes == 0
+
+
+def test_parts_that_are_not_called_are_not_looked_at() -> None:
+    """Hazard: an encoder that was freed, or is another one by now, stops calls of the decoder."""
+    model, reference = pair(Autoencoder())
+    offload_to(None, model)
+    x = torch.randn(2, DIM)
+    check(model, reference)
+    model.down.to("meta")
+    for call in (CALLS["a block's"], lambda model, x: model.up[0](x)):
+        assert_same(called(model, call, x), called(reference, call, x))
+    with pytest.raises(ModuleError, match="meta"):
+        model(x)
 
 
 def test_gradients_with_a_checkpoint() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +20,11 @@ from group_offload import (
     api,
     from_pretrained,
 )
+from group_offload.base.page_lock import LockLimit
 from group_offload.base.tuning import tuning
+from group_offload.packing.layout import PackedLayout
 from group_offload.runtime import packer
+from group_offload.stores.packed import LockedMemory
 
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of, wait_until_enqueued
@@ -199,3 +204,19 @@ def test_options(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         with pytest.raises((ConfigError, DeviceError), match=why):
             offload(nn.Linear(2, 2), pack=True)
+
+
+def test_memory_that_is_pinned_late_is_not_mistaken() -> None:
+    """Packing was refused device memory and began again, while a thread still pinned RAM for the first time."""
+    may_end = threading.Event()
+
+    def lock(memory: torch.Tensor, wait: Callable[[], None]) -> object:
+        return object() if memory.numel() == 8192 or may_end.wait(60) else None
+
+    memory = LockedMemory(cast(LockLimit, SimpleNamespace(lock=lock)), lambda: None)
+    given_up, wanted = memory.begin(4096), memory.begin(8192)
+    wanted.wait()
+    may_end.set()
+    given_up.wait()
+    image = memory.image(cast(PackedLayout, SimpleNamespace(packed_bytes=16)), 0)
+    assert image is not None and image.memory.data_ptr() == wanted.result().data_ptr()

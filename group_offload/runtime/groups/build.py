@@ -118,7 +118,7 @@ class Builder:
                 if self.folder is not None and not before:  # what changes later stays in RAM
                     self._rest_in_files(plans, self.folder)
                 self._rest_in_ram(plans)
-            # share=True sends shares on the CPU too. "auto" never does: nothing is faster than to copy nothing.
+            # Tests share on the CPU too.
             in_place = not config.backend.has_streams and config.share is not True
             return tuple(Group(plan.spec, plan.parts, may_compute_at_rest=in_place) for plan in plans)
         except BaseException:
@@ -164,7 +164,7 @@ class Builder:
         """
         for users in views.values():
             try:
-                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine])
+                checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
             except GroupFileError:
                 raise
             except OSError as error:
