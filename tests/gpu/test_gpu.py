@@ -425,7 +425,7 @@ def test_the_timeline_of_a_run(
     lanes = lanes_of(tmp_path / "trace.json")
     assert lanes["H2D"] and lanes["compute"] and bool(lanes["file reads"]) == in_files
     assert_no_overlap(lanes["H2D"])
-    slack = 200  # microseconds
+    slack = 1000  # microseconds: a thread may be interrupted between a read and the look at the clock
     sent = {each["name"]: each["ts"] + each["dur"] for each in lanes["H2D"]}
     for each in lanes["file reads"]:
         # Of a part of the group: its last part is sent last, or all is read for the next pass.
