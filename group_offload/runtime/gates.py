@@ -506,18 +506,25 @@ class Gates:
     # ---------------------------------------------------------------- inputs and outputs
 
     def move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs of a call on the onload device. Inputs that the options exclude stay where they are."""
-        args = tuple([map_tensors(value, self._moved) for value in args])
+        """The inputs of a call on the onload device. Inputs that the options exclude stay where they are.
+
+        One tensor that is given twice stays one: attention asks whether queries are the keys.
+        """
+        there: dict[int, torch.Tensor] = {}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == self.backend.device:
+                return tensor
+            if id(tensor) not in there:
+                bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
+                there[id(tensor)] = self._made(bring, tensor.nbytes)
+            return there[id(tensor)]
+
+        args = tuple([map_tensors(value, moved) for value in args])
         if kwargs:
             skipped = self._skip_inputs
-            kwargs = {n: value if n in skipped else map_tensors(value, self._moved) for n, value in kwargs.items()}
+            kwargs = {n: value if n in skipped else map_tensors(value, moved) for n, value in kwargs.items()}
         return args, kwargs
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == self.backend.device:
-            return tensor
-        bring = partial(self.backend.bring, tensor, non_blocking=self._non_blocking)
-        return self._made(bring, tensor.nbytes)
 
     def _made(self, make: Callable[[], torch.Tensor], num_bytes: int) -> torch.Tensor:
         """A tensor that takes device memory in the pass in progress: its own residents give way too."""

@@ -24,6 +24,7 @@ from group_offload.runtime.threads import where_it_waits
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
+from ...support.inside import engine_of
 from ...support.kinds import KINDS
 from ...support.models import WIDTH, Model, inputs, make
 from ...support.reading import eventually
@@ -124,6 +125,15 @@ def test_inputs_stay_that_are_excluded_or_there_already(kind: Any, options: Any,
     offload_either(model, exclude_kwargs=[])
     with pytest.raises(NotImplementedError):
         run(model, inputs(), cache=elsewhere)
+
+
+def test_an_input_that_is_given_twice_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: `attention(x, x, x)` takes the way for other keys, and has other bits, since `query is key` no more."""
+    model, x = Model(), torch.ones(2, device="meta")  # which is not the onload device
+    gates = engine_of(offload_to(None, model))._gates
+    monkeypatch.setattr(gates.backend, "bring", lambda tensor, non_blocking: torch.empty(tensor.shape))
+    (one, (other,)), named = gates.move_inputs((x, [x]), {"key": x, "value": torch.ones(2, device="meta")})
+    assert one is other is named["key"] is not x and named["value"] is not one
 
 
 def test_lengths_of_packed_sequences_stay_on_the_cpu() -> None:
