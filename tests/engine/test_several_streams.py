@@ -145,5 +145,5 @@ def test_every_wait_is_needed(owner: Any, name: str, wait: str, instead: str, mo
     exec(compile(code, "<mutant>", "exec"), vars(module), scope)
     monkeypatch.setattr(owner, name, scope[name])
     with pytest.raises((AssertionError, StateError)):
-        run_all(times=4)  # which bytes are gathered, and which are brought alone, depends on time
+        run_all(times=12)  # which bytes are gathered, and which are brought alone, depends on time
     gc.collect()  # here, and not in another test: what the mutant left behind is freed without that wait too
