@@ -128,7 +128,7 @@ def test_inputs_stay_that_are_excluded_or_there_already(kind: Any, options: Any,
 
 
 def test_an_input_that_is_given_twice_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard: `attention(x, x, x)` takes the way for other keys, and has other bits, since `query is key` no more."""
+    """Hazard: `attention(x, x, x)` takes the way for other keys, since `query is key` no more."""
     model, x = Model(), torch.ones(2, device="meta")  # which is not the onload device
     gates = engine_of(offload_to(None, model))._gates
     monkeypatch.setattr(gates.backend, "bring", lambda tensor, non_blocking: torch.empty(tensor.shape))
