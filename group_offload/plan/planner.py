@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..base.text import describe_bytes, describe_seconds
 from .pass_model import PassModel, Prediction
-from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of
+from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of, smallest_device_bytes
 from .search import find_fastest
 
 _SOME = 0.001
@@ -97,6 +97,8 @@ class Plan:
             ram = (ram_bytes_of(self.problem, self.rests) if ram is None else ram) + ram_bytes
         rests = None if ram_bytes else self.rests
         more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram), rests=rests)
+        if device is not None and rests is None:  # other rests may need a little more space for packed bytes to land in
+            more = replace(more, budgets=Budgets(device_bytes=max(device, smallest_device_bytes(more)), ram_bytes=ram))
         return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
 

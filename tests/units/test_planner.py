@@ -191,6 +191,9 @@ def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
     assert_sound(plan)
     assert sorted(plan.placements) == [F] * 3 + [R]
     assert plan.slot_bytes == (2 * 100 + 3 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
+    # With more RAM some groups would rest there, and need more space to land in than there is.
+    decided = replace(within(problem, 250 * MIB, 60 * MIB), rests=(F,) * 4)
+    assert make_plan(decided).sentences()[-1] == "1 GiB more RAM would save 1.6 s of 2 s a forward (80%)."
 
 
 def test_a_few_strips_of_a_group_are_sent_before_its_slot_is_free() -> None:
