@@ -131,6 +131,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "on the device": ("resident", {}),
     "group_offload, block level": ("ours", {}),
     "group_offload, leaf level": ("ours", {"offload_type": "leaf_level"}),
+    "group_offload, packed": ("ours", {"pack": True}),
     "diffusers, block level": ("diffusers", {"offload_type": "block_level", "num_blocks_per_group": 1, **_PEER}),
     "diffusers, leaf level": ("diffusers", {"offload_type": "leaf_level", **_PEER}),
 }
@@ -170,7 +171,9 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
             reference = reference or arm["sha256"]
             arm |= {"is_equal": arm["sha256"] == reference, "is_finite": bool(output.isfinite().all())}
             if handle is not None:
-                arm["host_bytes"] = handle.stats().host_bytes
+                stats = handle.stats()
+                arm |= {"host_bytes": stats.host_bytes, "packed_bytes": stats.packed_bytes}
+                arm["weight_bytes"] = sum(group.num_bytes for group in handle.groups)
                 handle.remove()
         except Exception as error:
             arm, module = {"error": f"{type(error).__name__}: {error}"[:160]}, None

@@ -25,8 +25,8 @@ from ..stores.packed import is_packable
 _FILE = re.compile(r"(?:diffusion_pytorch_model|model)(\.\w+?)?(?:-\d{5}-of-\d{5})?(\.\w+)?\.safetensors")
 """The files that the libraries' loaders take: a variant stands before or behind the number."""
 _SAVE_IT = "Pass the folder of a model or a pipeline, as save_pretrained writes it."
-_PACKED_RATIO = 0.72
-"""What packing leaves of bf16 weights, by the measured ratios: 0.70 to 0.73 (docs/benchmarks.md)."""
+_PACKED_RATIOS = {torch.bfloat16: 0.72, torch.float8_e4m3fn: 0.9}
+"""What packing leaves of weights: 0.70 to 0.73 of bf16 (docs/benchmarks.md); of fp8 0.72 if they were cast, 0.9 if scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
 
     Args:
         dtype: the dtype that floating point weights are cast to while they are loaded. None: they keep that of the file.
-        packs: whether bfloat16 weights are packed, to an assumed share of their bytes.
+        packs: whether weights are packed, to an assumed share of their bytes.
 
     Raises:
         GroupFileError: the library cannot load it.
@@ -130,7 +130,7 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         num_bytes = layout.num_bytes
         if not num_bytes or group.is_table:
             continue
-        saved = int((1 - _PACKED_RATIO) * sum(each.nbytes for each in plain if each.dtype == torch.bfloat16))
+        saved = int(sum((1 - _PACKED_RATIOS.get(each.dtype, 1)) * each.nbytes for each in plain))
         packed_bytes = num_bytes - saved if packs and is_packable(layout) else 0
         groups.append(
             PlannedGroup(

@@ -47,7 +47,7 @@ def pack(
 
     Args:
         image: uint8 [layout.num_bytes], on the CPU or on a device.
-        layout: says where bf16 weights are.
+        layout: says where weights in bf16 and fp8 are.
         device: packs, or the CPU where its memory is full. None: the device of the image.
         memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory. It is asked for a little
             more than is used.

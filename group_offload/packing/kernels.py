@@ -1,10 +1,11 @@
 """The kernel that unpacks on accelerators, in plain Triton. Import this only where triton is installed.
 
 [Note: One tile, one program]
-A program decodes one tile, so a launch over the table of tiles decodes a strip. Half a tile is 128 rows of eight weights,
-and a thread has a row of each half. The codes of a row are 24 (or 32) bits, a byte in each of 3 (or 4) planes. A thread loads
-these bytes and eight bytes of signs and mantissas, and stores 16 bytes. Neighbouring threads have neighbouring rows, so all of
-these accesses are coalesced. Weights are computed in pairs, which fill a register.
+A program decodes one tile, so a launch over the table of tiles decodes a strip. Half a tile is 128 rows of eight words (see
+[Note: A packed image]), and a thread has a row of each half. The codes of a row are 24 (or 32) bits, a byte in each of 3 (or 4)
+planes. A thread loads these bytes and eight bytes of signs and mantissas, and stores 16 bytes. Neighbouring threads have
+neighbouring rows, so all of these accesses are coalesced. Words are computed in pairs, which fill a register. Those of fp8 have
+four bits exchanged at last: a shift by 4, where bf16 has one by 0.
 
 The escapes of a tile lie one after another. How many of them come before a weight is known without a look at other weights:
 the escape has all bits of its code set, so three (or four) ANDs of shifted bits mark the escapes of a row, a multiplication
@@ -131,20 +132,33 @@ def _window(escapes, first, num):
 
 
 @triton.jit
-def _pairs(codes, before, window, rest, low, high, BITS: tl.constexpr):
-    """The weights of each row, two in each 32 bits."""
+def _pairs(codes, before, window, rest, low, high, exchange, BITS: tl.constexpr):
+    """The words of each row, two in each 32 bits."""
     shift = (tl.arange(0, 4) * (2 * BITS)).to(tl.uint32)[None, :]
     even = _exponents(codes, before, window, low, high, shift, BITS)
     odd = _exponents(codes, before, window, low, high, shift + BITS, BITS)
     exponents = ((even & 0xFFFF) | (odd << 16)) << 7
     rest = (rest | rest << 8) & 0x00FF00FF
     rest = (rest << 8) & 0x80008000 | rest & 0x007F007F
-    return exponents & 0x7F807F80 | rest
+    words = exponents & 0x7F807F80 | rest
+    return words & 0xF807F807 | (words & 0x07800780) >> exchange | (words & 0x00780078) << exchange
 
 
 @triton.jit
 def _decode_tile(
-    record, escapes, first, half, out, target, low, high, start, end, BITS: tl.constexpr, IS_PART: tl.constexpr
+    record,
+    escapes,
+    first,
+    half,
+    out,
+    target,
+    low,
+    high,
+    exchange,
+    start,
+    end,
+    BITS: tl.constexpr,
+    IS_PART: tl.constexpr,
 ):
     codes_0, before_0, num_0 = _codes_of(record, BITS)
     codes_1, before_1, num_1 = _codes_of(record + ROWS, BITS)
@@ -155,8 +169,8 @@ def _decode_tile(
     sums = tl.cumsum(num_0 | num_1 << 16, 0)
     window_0 = _window(escapes, first + (sums & 0xFFFF) - num_0, num_0)
     window_1 = _window(escapes, first + half + (sums >> 16) - num_1, num_1)
-    pairs_0 = _pairs(codes_0, before_0, window_0, rest_0, low, high, BITS)
-    pairs_1 = _pairs(codes_1, before_1, window_1, rest_1, low, high, BITS)
+    pairs_0 = _pairs(codes_0, before_0, window_0, rest_0, low, high, exchange, BITS)
+    pairs_1 = _pairs(codes_1, before_1, window_1, rest_1, low, high, exchange, BITS)
     pairs = (out + _aligned(target - start)).to(tl.pointer_type(tl.uint32)) + i
     if IS_PART:
         row = target + tl.arange(0, ROWS)[:, None] * 16
@@ -198,9 +212,10 @@ def _decode(
     half = tl.minimum((entry >> 52) & 0xFFF, _HALF)
     first = tl.minimum(entry & _LOW_HALF, num_escapes)
     row = data.to(tl.pointer_type(tl.int64)) + span * _ROW_WORDS
-    first_and_bits = tl.load(row + 3)
-    number = tile - (first_and_bits & _LOW_HALF)
-    bits = first_and_bits >> 32
+    first_and_code = tl.load(row + 3)
+    number = tile - (first_and_code & _LOW_HALF)
+    bits = (first_and_code >> 32) & 15
+    exchange = ((first_and_code >> 34) & 4).to(tl.uint32)
     target = _aligned(tl.load(row) + number * TILE_BYTES)
     if bits > 0:
         size = _REST + bits * PLANE
@@ -210,10 +225,10 @@ def _decode(
         table = row.to(tl.pointer_type(tl.uint64)) + 4
         if is_inside & (bits == 3):
             low = tl.load(table)
-            _decode_tile(data + source, escapes, first, half, out, target, low, low, start, end, 3, IS_PART)
+            _decode_tile(data + source, escapes, first, half, out, target, low, low, exchange, start, end, 3, IS_PART)
         elif is_inside & (bits == 4):
-            wide = tl.load(table + 1)
-            _decode_tile(data + source, escapes, first, half, out, target, tl.load(table), wide, start, end, 4, IS_PART)
+            low, high = tl.load(table), tl.load(table + 1)
+            _decode_tile(data + source, escapes, first, half, out, target, low, high, exchange, start, end, 4, IS_PART)
     else:
         source = _aligned(tl.load(row + 2) + number * TILE_BYTES)
         num_bytes = tl.minimum(tl.load(row + 1) - number * TILE_BYTES, TILE_BYTES)

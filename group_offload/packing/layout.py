@@ -5,27 +5,30 @@ An image is the bytes of a blob: the data section that a plain group file would 
 *strips*, which follow one another in the packed image too. A strip decodes by itself, is a multiple of 16 bytes, and takes at
 most 64 MiB packed: so the device needs little memory beside the slot that an image is decoded into, however large it is.
 
-The *spans* of a strip follow one another, at multiples of 16 bytes: those of bf16 weights whose exponents are packed in codes
-of 3 (4) bits, and *plain* ones of 0 bits, which are copied. A packed span has 7 (15) exponents in rising order. A code is the
+The *spans* of a strip follow one another, at multiples of 16 bytes: those of weights whose exponents are packed in codes of 3
+(4) bits, and *plain* ones of 0 bits, which are copied. A packed span is made of *words* of 16 bits. A word is a bf16 weight, or
+two neighbours in fp8 (e4m3) with bits 3 to 6 and 7 to 10 exchanged: then bits 7 to 14 are the exponents of both, where a bf16
+weight has its own. Below, those 8 bits are the exponent. A packed span has 7 (15) exponents in rising order. A code is the
 place of an exponent among these, and the last code is the *escape*, for all others. All of a span is cut into *tiles* of 4096
 bytes of the image (the last of a plain span may be shorter), numbered through the strip. Each tile decodes by itself, so one
-launch of one kernel decodes a strip. A packed span holds whole tiles of bf16 weights and padding, so kernels need no mask for
-it. What is left of a tensor is in the plain span behind it.
+launch of one kernel decodes a strip. A packed span holds whole tiles of weights and padding, so kernels need no mask for it.
+What is left of a tensor is in the plain span behind it.
 
 A packed strip has these parts. Each begins at a multiple of 256, and so does each span; numbers are little-endian.
 
 - The table of spans, 48 bytes each: offset in the strip (8), size (8), where its bytes begin in the packed strip (8), number of
-  its first tile (4), bits (4), exponents (16, zero-padded).
+  its first tile (4), bits, of fp8 16 more (4), exponents (16, zero-padded).
 - The table of tiles, 8 bytes each: escapes before it (32 bits), its span (20 bits), escapes in its first half (12 bits).
-- The spans: a plain span's bytes, or a record for each tile. A record of 2048 weights is 3 (4) planes of 256 bytes, then 2048
-  bytes. Byte r of all planes, the first lowest, is a number of 24 (32) bits with the codes of weights 8r to 8r + 7, the first
-  lowest. Byte i behind the planes has the sign (bit 7) and mantissa (bits 0 to 6) of weight i.
-- The exponents of the escaped weights, a byte each, in order. Then at least 2064 zeros, to the next multiple of 256: damage
-  can't lead a reader out of the strip.
+- The spans: a plain span's bytes, or a record for each tile. A record of 2048 words is 3 (4) planes of 256 bytes, then 2048
+  bytes. Byte r of all planes, the first lowest, is a number of 24 (32) bits with the codes of words 8r to 8r + 7, the first
+  lowest. Byte i behind the planes has bit 15 (as bit 7) and bits 0 to 6 of word i.
+- The exponents of the escaped words, a byte each, in order. Then at least 2064 zeros, to the next multiple of 256: damage can't
+  lead a reader out of the strip.
 
-`group_offload.packed`, in a file's header, is a JSON object: `version` (2), `plain_bytes` (size of the image), `packed_bytes`
-(size of the data, never more), `hash` (xxh3_128 of the image), and `strips`, a list of `[escapes, spans]` in the order of the
-image. `escapes` counts the weights whose exponent has no code; `spans` lists `[bytes of the image, bits, exponents in hex]`.
+`group_offload.packed`, in a file's header, is a JSON object: `version` (3; 2 has no fp8), `plain_bytes` (size of the image),
+`packed_bytes` (size of the data, never more), `hash` (xxh3_128 of the image), and `strips`, a list of `[escapes, spans]` in the
+order of the image. `escapes` counts the words whose exponent has no code; `spans` lists `[bytes of the image, bits, exponents
+in hex]`, with 16 more than the bits of fp8.
 """
 
 from __future__ import annotations
@@ -41,9 +44,13 @@ import torch
 
 from ..base.layout import aligned
 
-VERSION = 2
+VERSION = 3
+FP8 = frozenset([torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+"""Each has a sign, 4 bits of an exponent, and 3 of a mantissa."""
+PACKABLE = FP8 | {torch.bfloat16}
+"""The dtypes of weights whose exponents are packed."""
 TILE_WEIGHTS = 2048
-"""Weights that one program decodes. `python -m benchmarks packing --device cuda` measures what another number would bring."""
+"""Words that one program decodes. `python -m benchmarks packing --device cuda` measures what another number would bring."""
 TILE_BYTES = 2 * TILE_WEIGHTS
 SPAN_ALIGNMENT = 16
 """Spans begin at multiples of this in the image, and so do their bytes in the packed image: kernels move 16 bytes at once."""
@@ -51,6 +58,7 @@ ROW_BYTES = 48
 """Of a span, in the table of spans."""
 ENTRY_BYTES = 8
 """Of a tile, in the table of tiles."""
+_FP8_CODE = 16
 _BEHIND_ESCAPES = TILE_WEIGHTS + 16
 """A tile of escapes more would fit behind the last one, so that no damage leads out of the strip."""
 
@@ -68,6 +76,13 @@ class Span:
     """Of the code of an exponent: 3 or 4. 0: the span is plain."""
     exponents: tuple[int, ...] = ()
     """The exponents with a code, by their codes: 7 or 15. The last code is the escape."""
+    is_fp8: bool = False
+    """Its words are two weights each."""
+
+    @property
+    def code(self) -> int:
+        """The bits, and what the words are, as one number."""
+        return self.bits + _FP8_CODE * self.is_fp8
 
     @property
     def num_tiles(self) -> int:
@@ -80,7 +95,7 @@ class Span:
 
 
 def record_bytes(bits: int) -> int:
-    """The size of a packed tile: its codes, then the sign and the mantissa of each weight."""
+    """The size of a packed tile: its codes, then what else each word has."""
     return TILE_WEIGHTS * bits // 8 + TILE_WEIGHTS
 
 
@@ -170,7 +185,7 @@ class Strip:
         rows, tile = torch.zeros(len(self.spans), ROW_BYTES // 8, dtype=torch.int64, device="cpu"), 0
         table = rows.view(torch.uint8)
         for number, (span, place) in enumerate(zip(self.spans, self.places, strict=False)):
-            facts = [span.offset, span.num_bytes, place, tile | span.bits << 32]
+            facts = [span.offset, span.num_bytes, place, tile | span.code << 32]
             rows[number, :4] = torch.tensor(facts, device="cpu")
             table[number, 32 : 32 + len(span.exponents)] = torch.tensor(span.exponents, dtype=torch.uint8, device="cpu")
             tile += span.num_tiles
@@ -217,7 +232,7 @@ class PackedLayout:
 
     def to_json(self) -> str:
         strips = [
-            [strip.num_escapes, [[span.num_bytes, span.bits, bytes(span.exponents).hex()] for span in strip.spans]]
+            [strip.num_escapes, [[span.num_bytes, span.code, bytes(span.exponents).hex()] for span in strip.spans]]
             for strip in self.strips
         ]
         return json.dumps(
@@ -239,7 +254,7 @@ class PackedLayout:
             ValueError, TypeError, LookupError, RecursionError: it was written by something else.
         """
         found = json.loads(text)
-        if found["version"] != VERSION:
+        if found["version"] not in (2, VERSION):
             raise ValueError(f"version {found['version']}, not {VERSION}")
         return cls(found["plain_bytes"], found["packed_bytes"], tuple(map(_strip_of, found["strips"])), found["hash"])
 
@@ -248,9 +263,11 @@ def _strip_of(found: tuple[int, list[tuple[int, int, str]]]) -> Strip:
     num_escapes, listed = found
     starts = accumulate((num_bytes for num_bytes, *_ in listed), initial=0)
     spans = zip(listed, starts, strict=False)
-    return Strip(
-        tuple(Span(at, size, bits, tuple(bytes.fromhex(known))) for (size, bits, known), at in spans), num_escapes
+    decoded = (
+        Span(at, size, code % _FP8_CODE, tuple(bytes.fromhex(known)), code > _FP8_CODE)
+        for (size, code, known), at in spans
     )
+    return Strip(tuple(decoded), num_escapes)
 
 
 def packed_size(spans: Sequence[Span], num_escapes: int) -> int:

@@ -23,12 +23,12 @@ _SPREAD[4] = ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0
 """The way back."""
 
 
-def count_exponents(image: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """How often each exponent is there in the bf16 weights between two bytes of a strip: int64 [256]."""
+def count_exponents(image: torch.Tensor, start: int, end: int, is_fp8: bool) -> torch.Tensor:
+    """How often each exponent is there in the words between two bytes of a strip: int64 [256]."""
     counts = torch.zeros(256, dtype=torch.int64, device=image.device)
     step = _num_at_once(image.device) * TILE_BYTES
     for low in range(start, end, step):
-        counts += torch.bincount(_exponents(image[low : min(low + step, end)]), minlength=256)
+        counts += torch.bincount(_exponents(_words(image[low : min(low + step, end)], is_fp8)), minlength=256)
     return counts.cpu()
 
 
@@ -49,9 +49,8 @@ def encode(image: torch.Tensor, strip: Strip, data: torch.Tensor) -> list[torch.
     def encode_part(part: _Part) -> torch.Tensor:
         span, record = part.span, part.record
         split = TILE_WEIGHTS * span.bits // 8
-        weights = image[part.start : part.start + len(record) * TILE_BYTES]
-        words = weights.view(torch.int16)
-        exponents = _exponents(weights)
+        words = _words(image[part.start : part.start + len(record) * TILE_BYTES], span.is_fp8)
+        exponents = _exponents(words)
         codes = _codes_of(exponents, span.exponents)
         is_escape = codes == len(span.exponents)
         halves[:, part.tile : part.tile + len(record)] = is_escape.view(-1, 2, TILE_WEIGHTS // 2).sum(2).T
@@ -109,7 +108,7 @@ def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) 
         rest = record[:, split:].to(torch.int16).flatten()
         words = (rest & 0x80) << 8
         words.bitwise_or_(rest.bitwise_and_(0x7F)).bitwise_or_(exponents.to(torch.int16) << 7)
-        put(words.view(torch.uint8), part.start)
+        put((_exchanged(words) if span.is_fp8 else words).view(torch.uint8), part.start)
 
 
 def tile_table(data: torch.Tensor, strip: Strip) -> torch.Tensor:
@@ -154,8 +153,18 @@ def _num_at_once(device: torch.device) -> int:
     return _TILES_AT_ONCE if device.type == "cpu" else _TILES_ON_DEVICES
 
 
-def _exponents(weights: torch.Tensor) -> torch.Tensor:
-    return (weights.view(torch.int16) >> 7).to(torch.uint8)
+def _words(weights: torch.Tensor, is_fp8: bool) -> torch.Tensor:
+    words = weights.view(torch.int16)
+    return _exchanged(words) if is_fp8 else words
+
+
+def _exchanged(words: torch.Tensor) -> torch.Tensor:
+    """Bits 3 to 6 and 7 to 10 exchanged."""
+    return (words & ~0x7F8).bitwise_or_(words >> 4 & 0x78).bitwise_or_((words & 0x78) << 4)
+
+
+def _exponents(words: torch.Tensor) -> torch.Tensor:
+    return (words >> 7).to(torch.uint8)
 
 
 def _codes_of(exponents: torch.Tensor, known: Sequence[int]) -> torch.Tensor:

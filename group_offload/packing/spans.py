@@ -7,21 +7,21 @@ from collections.abc import Callable
 import torch
 
 from ..base.layout import BlobLayout
-from .layout import ENTRY_BYTES, ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, packed_size, record_bytes
+from .layout import ENTRY_BYTES, FP8, PACKABLE, ROW_BYTES, SPAN_ALIGNMENT, TILE_BYTES, Span, packed_size, record_bytes
 
 _MAX_GAP = 256
 """Between two tensors of one span. Padding is smaller."""
 
 
 class _Run:
-    """Bytes of the strip that are bf16 weights, but for padding."""
+    """Bytes of the strip that are weights in bf16, or in fp8, but for padding."""
 
-    def __init__(self, start: int, end: int, counts: torch.Tensor) -> None:
+    def __init__(self, start: int, end: int, counts: torch.Tensor, is_fp8: bool) -> None:
         """
         Args:
             counts: How often each exponent is there: int64 [256], on the CPU.
         """
-        self.start, self.end, self.counts = start, end, counts
+        self.start, self.end, self.counts, self.is_fp8 = start, end, counts, is_fp8
         self.num_tiles = (end - start) // TILE_BYTES
         others = {bits: int(counts.sum() - counts.topk((1 << bits) - 1).values.sum()) for bits in (3, 4)}
         costs = {0: end - start} | {
@@ -35,23 +35,24 @@ class _Run:
 
 
 def choose_spans(
-    layout: BlobLayout, first: int, last: int, count: Callable[[int, int], torch.Tensor]
+    layout: BlobLayout, first: int, last: int, count: Callable[[int, int, bool], torch.Tensor]
 ) -> tuple[tuple[Span, ...], int]:
     """The spans of a strip, which is bytes `first` to `last` of the image.
 
     Args:
-        count: how often each exponent is there in the bf16 weights between two bytes of the strip (int64 [256], on the CPU).
+        count: how often each exponent is there between two bytes of the strip, which are fp8 or bf16 (int64 [256], on the CPU).
 
     Returns:
         The spans, and how many escapes they have at most.
     """
     runs: list[_Run] = []
-    for start, stop in _weights_within(layout, first, last):
-        run = _Run(start, stop, count(start, stop))
+    for start, stop, is_fp8 in _weights_within(layout, first, last):
+        run = _Run(start, stop, count(start, stop, is_fp8), is_fp8)
         # Exponents of neighbours mostly agree. One table for both then saves a part of a tile, and a span.
-        if runs and start - runs[-1].end < _MAX_GAP:
+        if runs and start - runs[-1].end < _MAX_GAP and is_fp8 == runs[-1].is_fp8:
             before = runs[-1]
-            both = _Run(before.start, stop, before.counts + count(before.end, start) + run.counts)
+            counts = before.counts + count(before.end, start, is_fp8) + run.counts
+            both = _Run(before.start, stop, counts, is_fp8)
             if both.cost <= before.cost + run.cost:
                 runs[-1] = both
                 continue
@@ -61,7 +62,8 @@ def choose_spans(
         if run.start > end:
             spans.append(Span(end, run.start - end))
         end = run.start + run.num_tiles * TILE_BYTES
-        spans.append(Span(run.start, end - run.start, run.bits, _most_frequent(run.counts, (1 << run.bits) - 1)))
+        known = _most_frequent(run.counts, (1 << run.bits) - 1)
+        spans.append(Span(run.start, end - run.start, run.bits, known, run.is_fp8))
     if last - first > end:
         spans.append(Span(end, last - first - end))
     plain, most_escapes = (Span(0, last - first),), sum(run.num_escapes for run in packed)
@@ -76,14 +78,16 @@ def _most_frequent(counts: torch.Tensor, num: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(256), key=lambda each: (-counted[each], abs(each - middle)))[:num]))
 
 
-def _weights_within(layout: BlobLayout, first: int, last: int) -> list[tuple[int, int]]:
-    """The bytes of a strip that hold bf16 weights and nothing else. They begin at multiples of 16, and are in order."""
+def _weights_within(layout: BlobLayout, first: int, last: int) -> list[tuple[int, int, bool]]:
+    """The bytes of a strip that hold bf16 weights and nothing else, or fp8 weights: the first and the last one, exclusive, and
+    which. They begin at multiples of 16, are whole words, and are in order."""
     found = []
     for extent in layout.extents:
-        is_bf16 = all(layout.specs[i].dtype == torch.bfloat16 for i in extent.tensors)
-        if is_bf16 and extent.num_bytes >= 2 and extent.offset % 2 == 0:
+        dtypes = {layout.specs[i].dtype for i in extent.tensors}
+        is_fp8 = dtypes <= FP8
+        if len(dtypes) == 1 and dtypes <= PACKABLE and (is_fp8 or extent.offset % 2 == 0):
             start = max(first, -(-extent.offset // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
-            end = min(last, extent.offset + extent.num_bytes // 2 * 2)
+            end = start + (min(last, extent.offset + extent.num_bytes) - start) // 2 * 2
             if start < end:
-                found.append((start - first, end - first))
+                found.append((start - first, end - first, is_fp8))
     return sorted(found)

@@ -33,7 +33,7 @@ from ..base.pool import Task, on_pool
 from ..base.release import release_later
 from ..base.tuning import tuning
 from ..errors import GroupFileError
-from ..packing.layout import ENTRY_BYTES, PackedLayout, Runs, Strip
+from ..packing.layout import ENTRY_BYTES, PACKABLE, PackedLayout, Runs, Strip
 from ..packing.operators import escapes_of, tile_table
 from .moves import Copy, Move, Read, Tier, Unpack
 from .packed_files import PackedFile
@@ -162,8 +162,8 @@ class PackedImage:
 
 
 def is_packable(layout: BlobLayout) -> bool:
-    """Whether a blob is of a kind that packing makes smaller: large, and mostly bfloat16."""
-    num_bytes = sum(span_of(s.shape, s.stride, 2) for s in layout.specs if s.dtype == torch.bfloat16)
+    """Whether a blob is of a kind that packing makes smaller: large, and mostly bfloat16 or float8."""
+    num_bytes = sum(span_of(s.shape, s.stride, s.dtype.itemsize) for s in layout.specs if s.dtype in PACKABLE)
     return layout.num_bytes >= tuning().min_packed_bytes and 2 * num_bytes >= layout.num_bytes
 
 

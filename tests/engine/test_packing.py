@@ -28,8 +28,9 @@ from group_offload.stores.packed import LockedMemory
 
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of, wait_until_enqueued
+from ..support.models import DIM
 from ..support.on_device import Twins, from_file, offload, packing
-from ..support.packed_models import gained, routed, settled, twin_of
+from ..support.packed_models import gained, groups_of, routed, settled, twin_of
 from ..support.reads import watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -82,6 +83,20 @@ def test_a_checkpoint_takes_no_ram_but_what_is_packed(device: SimulatedDevice, t
             g.num_bytes for g in twins.handle.groups
         )
         assert {name: tensor.data_ptr() for name, tensor in twins.model.named_parameters()} == places
+
+
+def test_weights_in_fp8_are_packed(device: SimulatedDevice) -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    models = routed([9600] * 3), routed([9600] * 3)
+    for model in models:
+        apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
+    with Twins(device, *models, pack=True) as twins:
+        for _ in range(3):
+            twins.step(x=torch.randn(3, DIM).bfloat16())
+        packed, size = groups_of(twins.handle), sum(group.num_bytes for group in twins.handle.groups)
+        assert len(packed) == 3 and sum(group.packed_bytes for group in packed) < 0.9 * size
+        assert twins.handle.stats().bytes_unpacked == 3 * sum(group.num_bytes for group in packed)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "ram"])

@@ -71,6 +71,20 @@ def test_bits_and_bytes(
         handle.remove()
 
 
+def test_weights_in_fp8(model: nn.Module, x: torch.Tensor, device: torch.device) -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    resident = copy.deepcopy(model)
+    for each in (model, resident):
+        apply_layerwise_casting(each, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
+    expected = run(resident.to(device), x)
+    handle = apply_group_offloading(model, device, pack=True)
+    check(model, x, expected)
+    stats, size = handle.stats(), sum(group.num_bytes for group in handle.groups)
+    assert stats.bytes_unpacked and 0 < stats.packed_bytes < 0.9 * size
+    handle.remove()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_packed_files_are_read(

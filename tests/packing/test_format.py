@@ -17,11 +17,13 @@ from group_offload.stores.packed_files import Wanted, find_or_pack
 def test_a_reader_in_plain_python(tmp_path: Path) -> None:
     """A packed file that only the version that wrote it can read."""
     given = [torch.randn(50_001, dtype=torch.bfloat16), torch.randn(99), torch.randn(30_000).exp().pow(4).bfloat16()]
-    layout = lay_out(["a", "b", "c"], given)
+    given += [torch.randn(30_001).to(torch.float8_e4m3fn)]
+    layout = lay_out(["a", "b", "c", "d"], given)
     file = find_or_pack(Folder(tmp_path / "packed", "Model"), Wanted("block", layout, given))
     assert file is not None
     image = torch.frombuffer(bytearray(unpacked(file.source.path)), dtype=torch.uint8)
-    assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(image), given, strict=True))
+    views = [view.view(torch.uint8) for view in layout.views(image)]
+    assert all(torch.equal(view, each.view(torch.uint8)) for view, each in zip(views, given, strict=True))
 
 
 def unpacked(path: Path) -> bytes:
@@ -42,12 +44,13 @@ def unpacked_strip(data: bytes, num_escapes: int, spans: list[tuple[int, int, st
     rows = [struct.unpack_from("<QQQII16s", data, 48 * number) for number in range(len(spans))]
     num_tiles = sum(-(-size // 4096) for size, _, _ in spans)
     tiles_at = -(-48 * len(spans) // 256) * 256
-    offset, size, place, _, bits, _ = rows[-1]
-    end = place + (size // 4096 * (256 * bits + 2048) if bits else size)
+    _, size, place, _, code, _ = rows[-1]
+    end = place + (size // 4096 * (256 * (code & 15) + 2048) if code else size)
     escapes_at = -(-end // 256) * 256
     for tile in range(num_tiles):
         (entry,) = struct.unpack_from("<Q", data, tiles_at + 8 * tile)
-        offset, size, place, first, bits, exponents = rows[entry >> 32 & 0xFFFFF]
+        offset, size, place, first, code, exponents = rows[entry >> 32 & 0xFFFFF]
+        bits, is_fp8 = code & 15, code > 16
         offset, escape = offset + 4096 * (tile - first), escapes_at + (entry & 0xFFFFFFFF)
         if not bits:
             start = place + 4096 * (tile - first)
@@ -62,5 +65,8 @@ def unpacked_strip(data: bytes, num_escapes: int, spans: list[tuple[int, int, st
             if code == (1 << bits) - 1:
                 exponent, escape = data[escape], escape + 1
             rest = data[record + 256 * bits + weight]
-            struct.pack_into("<H", image, offset + 2 * weight, (rest & 0x80) << 8 | exponent << 7 | rest & 0x7F)
+            word = (rest & 0x80) << 8 | exponent << 7 | rest & 0x7F
+            if is_fp8:  # two weights: bits 3 to 6 and 7 to 10 are exchanged
+                word = word & 0xF807 | (word & 0x780) >> 4 | (word & 0x78) << 4
+            struct.pack_into("<H", image, offset + 2 * weight, word)
     return image, data[-(-(escapes_at + num_escapes + 2064) // 256) * 256 :]

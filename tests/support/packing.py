@@ -18,15 +18,20 @@ from group_offload.packing.operators import tile_table
 
 KINDS = ("normal", "wide", "cauchy", "words", "exponents", "zeros", "constant", "nan", "infinite", "denormal", "sparse")
 """Of weights in bf16."""
-OTHERS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
+FP8_KINDS = ("cast", "scaled", "bytes")
+OTHERS = (torch.float32, torch.float16, torch.float8_e5m2, torch.int8, torch.bool, torch.float64)
 LENGTHS = (0, 1, 2, 7, 100, 127, TILE_WEIGHTS - 1, TILE_WEIGHTS, TILE_WEIGHTS + 1, 3 * TILE_WEIGHTS, 10_007)
 
 
 def weights(kind: str, num: int, seed: int = 0) -> torch.Tensor:
-    """`num` weights in bf16."""
+    """`num` weights in bf16, or in fp8."""
     random = torch.Generator().manual_seed(seed)
     normal = torch.randn(num, generator=random)
     words = torch.randint(-(1 << 15), 1 << 15, (num,), generator=random, dtype=torch.int32).to(torch.int16)
+    if kind == "bytes":
+        return words.to(torch.uint8).view(torch.float8_e4m3fn)
+    if kind in FP8_KINDS:
+        return (normal * (0.02 if kind == "cast" else 100)).to(torch.float8_e4m3fn)
     if kind == "words":
         return words.view(torch.bfloat16)
     if kind == "exponents":  # all equally often, the mantissa always the same
@@ -64,8 +69,8 @@ def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
     found = [packable()]
     for seed in range(draw(st.integers(0, 6))):
         length = draw(st.sampled_from(LENGTHS))
-        kind = draw(st.sampled_from((*KINDS, None)))
-        dtype = torch.bfloat16 if kind else draw(st.sampled_from(OTHERS))
+        kind = draw(st.sampled_from((*KINDS, *FP8_KINDS, None)))
+        dtype = draw(st.sampled_from(OTHERS))
         tensor = weights(kind or "words", length, seed)
         if kind is None:
             tensor = tensor.view(torch.uint8)[: length // 16 * 16].view(torch.uint8 if dtype == torch.bool else dtype)
@@ -153,10 +158,11 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
             assert torch.equal(*found)
 
     size = num_tiles * TILE_WEIGHTS
-    many = [each for kind in KINDS for each in (weights(kind, TILE_WEIGHTS + 5), torch.randn(77))]
+    many = [each for kind in (*KINDS, *FP8_KINDS) for each in (weights(kind, 2 * TILE_WEIGHTS + 5), torch.randn(77))]
     images = [
         ([*many, weights("normal", size)], Tuning().strip_bytes),
         ([weights("wide", size + 1), torch.randn(1500)], Tuning().strip_bytes),
+        ([weights("cast", size + 1), weights("scaled", size)], Tuning().strip_bytes),
         ([weights("normal", size), torch.randn(77), weights("cauchy", size)], 20 * TILE_BYTES),
     ]
     for given, strip_bytes in images:
