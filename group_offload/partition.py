@@ -219,8 +219,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
 def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module]) -> Iterator[_Unit]:
     whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
-    leaves: dict[nn.Module, _Unit] = {}
-    others: dict[nn.Module, _Unit] = {}
+    units: dict[nn.Module, _Unit] = {}
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
@@ -228,17 +227,14 @@ def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Mo
         # No weight can be moved inside a compiled graph.
         if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
             taken.add(path)
-            unit = leaves.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
+            unit = units.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
             unit.paths.append(path)
         elif holds_tensors(module):
             above = (part for part in (path, *_ancestors(path)) if not isinstance(modules[part], NEVER_CALLED))
             called = next(above, "")
-            unit = others.setdefault(
-                modules[called], _Unit(f"{config.group_prefix}{called}", openers=[modules[called]])
-            )
+            unit = units.setdefault(modules[called], _Unit(f"{config.group_prefix}{called}", openers=[modules[called]]))
             unit.paths.append(path)
-    yield from leaves.values()
-    yield from others.values()
+    yield from units.values()
 
 
 def _home(path: str, homes: Mapping[str, _Unit]) -> _Unit | None:

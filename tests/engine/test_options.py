@@ -334,6 +334,14 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert "its model is gone" in repr(handle)
 
 
+def test_layers_are_in_the_order_of_registration() -> None:
+    """Hazard: norms come after all linear layers, and the first forward, which guesses by this order, stalls at each."""
+    model = nn.Sequential(*[each for _ in range(3) for each in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))])
+    handle = apply_group_offloading(model, offload_type="leaf_level")
+    assert [group.group_id for group in handle.groups] == ["0", "1", "2", "3", "4", "5"]
+    handle.remove()
+
+
 def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
     evil = "\x1b[2J<b>\u202e"
     model = nn.Module()
