@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.layout import as_bytes, overlapping
-from ...base.mapping import expect_single_pages
+from ...base.layout import as_bytes
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
@@ -21,7 +20,7 @@ from ...weights import fit_for, tracks_version, version_of, wrapped_holders
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
-from .part import Forms, Part, SharedCounter, is_kept, same_bits, same_form, same_memory
+from .part import Forms, Part, SharedCounter, same_bits, same_form, same_memory
 
 
 class Group:
@@ -99,12 +98,6 @@ class Group:
     def is_in_file(self) -> bool:
         """Whether a part of the group is read from a file."""
         return any(isinstance(part.blob, FileBlob) for part in self.parts)
-
-    def expect_single_pages(self, *, expected: bool) -> None:
-        """Say how a table that rests in a file is read: a few rows here and there, or all of it."""
-        if self.is_table and self.is_in_file:
-            for view in self._rest_views:
-                expect_single_pages(view, expected=expected)
 
     @property
     def images(self) -> list[PackedImage]:
@@ -190,9 +183,8 @@ class Group:
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, kept):
-                    part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
-                    part.blob.drop_packed()
+                    part.blob.write(place, value)
                     num_changed += 1
         if slot is not None and not torch.is_inference_mode_enabled():
             # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
@@ -325,31 +317,6 @@ class Group:
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
 
-    def replaced(self) -> list[tuple[Part, int]] | None:
-        """The tensors, by part and index, that are no longer bound to their memory at rest (`weight.data = ...`).
-
-        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
-        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
-        (`w.data, kept = kept, w.data`).
-        """
-        if any(part.is_given_up for part in self.parts):
-            return None
-        found = [(part, i) for part in self.parts for i, is_left in enumerate(part.as_left()) if not is_left]
-        for part, index in found:
-            ref, view = part.refs[index], part.blob.rest[index]
-            if ref.path or not part.is_alone(index) or not same_form(ref.tensor, view) or is_kept(view, 1):
-                return None
-        return found
-
-    def commit_replacement(self, part: Part, index: int) -> None:
-        """Copy the value of a tensor of `replaced()` to its memory at rest, and bind the tensor there again."""
-        tensor, view = part.refs[index].tensor, part.blob.rest[index]
-        part.num_replaced[index] += 1
-        with torch.inference_mode(False), torch.no_grad():
-            view.copy_(tensor.detach())
-        tensor.data = fit_for(tensor, view)
-        self._needs_commit = True
-
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
         on_device = self.packed.on_device()
@@ -446,27 +413,6 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
-
-
-def commit_replacements(groups: Sequence[Group], all_groups: Sequence[Group]) -> bool:
-    """Commit values that replaced views of `groups` at rest. Returns False if groups have to be laid out again for that."""
-    replaced: list[tuple[Group, Part, int]] = []
-    for group in groups:
-        group.check()
-        found = group.replaced()
-        if found is None:
-            return False
-        replaced += [(group, *place) for place in found]
-    if replaced:
-        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
-        at_rest = [view for group in all_groups for part in group.parts for view in part.blob.rest]
-        values = [part.refs[index].tensor.detach() for _, part, index in replaced]
-        clusters = overlapping(values + at_rest)
-        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
-            return False
-    for group, part, index in replaced:
-        group.commit_replacement(part, index)
-    return True
 
 
 def share_counters(groups: Sequence[Group]) -> None:

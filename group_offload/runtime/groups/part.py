@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ...base.layout import num_uses
+from ...base.layout import num_uses, overlapping
 from ...base.torch_internals import TensorGuards
 from ...stores.base import Blob
 from ...stores.moves import Tier
-from ...weights import TensorRef, version_of
+from ...weights import TensorRef, fit_for, version_of
 
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 
@@ -92,13 +92,53 @@ class Part:
         places = zip(self.refs, self.blob.rest, strict=True)
         return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
 
+    def replaced(self) -> list[int] | None:
+        """The tensors, by index, that are no longer bound to their memory at rest (`weight.data = ...`).
 
-def is_kept(view: torch.Tensor, num_ours: int) -> bool:
-    """Whether there are tensors of the storage of `view` beside ours, which are `num_ours`.
+        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
+        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
+        (`w.data, kept = kept, w.data`).
+        """
+        if self.is_given_up:
+            return None
+        found = [index for index, is_left in enumerate(self.as_left()) if not is_left]
+        for index in found:
+            ref, view = self.refs[index], self.blob.rest[index]
+            # Tensors of the storage beside ours: a view keeps the tensor that it is a view of, which is one more.
+            is_kept = num_uses(view) > 1 + view._is_view()
+            if ref.path or not self.is_alone(index) or not same_form(ref.tensor, view) or is_kept:
+                return None
+        return found
 
-    A view keeps the tensor that it is a view of, which is one more.
+
+def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> bool:
+    """Commit values that replaced views of `parts` at rest. Returns False if groups have to be laid out again for that.
+
+    Raises:
+        GroupFileError: another program changed a file of the parts.
     """
-    return num_uses(view) > num_ours + view._is_view()
+    replaced: list[tuple[Part, int]] = []
+    for part in parts:
+        found = part.replaced()
+        if found is None:
+            return False
+        if found:
+            part.blob.check()
+        replaced += [(part, index) for index in found]
+    if replaced:
+        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
+        at_rest = [view for part in all_parts for view in part.blob.rest]
+        values = [part.refs[index].tensor.detach() for part, index in replaced]
+        clusters = overlapping(values + at_rest)
+        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
+            return False
+    for part, index in replaced:
+        tensor, view = part.refs[index].tensor, part.blob.rest[index]
+        part.num_replaced[index] += 1
+        with torch.inference_mode(False), torch.no_grad():
+            view.copy_(tensor.detach())
+        tensor.data = fit_for(tensor, view)
+    return True
 
 
 def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
