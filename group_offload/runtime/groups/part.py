@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter, eq
 from typing import Any
 
@@ -18,14 +17,6 @@ from ...stores.moves import Tier
 from ...weights import TensorRef, fit_for, version_of
 
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
-
-
-@dataclass(slots=True, eq=False)
-class SharedCounter:
-    """The version counter of tensors that were made as views of one tensor, by `chunk` or `unbind` for instance."""
-
-    num_increments: int
-    """How often the engine raised it."""
 
 
 class Part:
@@ -44,10 +35,6 @@ class Part:
         """Where the tensors are at rest."""
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
-        self.num_increments = 0
-        """How often the engine raised the tensors' versions. Edits raise them too."""
-        self.shared_counters: dict[int, SharedCounter] = {}
-        """By index, the counters of tensors that share one."""
         self.num_replaced: Counter[int] = Counter()
         """By index, how often a tensor's value was replaced (`weight.data = ...`)."""
         self.starts = sorted((spec.offset, i) for i, spec in enumerate(blob.layout.specs) if 0 not in spec.shape)
@@ -60,13 +47,8 @@ class Part:
         return packed.is_read if packed is not None else self.blob.tier is not Tier.RAM
 
     def version_of(self, index: int) -> int:
-        """How often a tensor was modified other than by the engine, as far as its version tells."""
-        version = version_of(self.refs[index].tensor)
-        if version < 0:
-            return 0
-        counter = self.shared_counters.get(index)
-        num_increments = self.num_increments if counter is None else counter.num_increments
-        return version - num_increments + self.num_replaced[index]
+        """How often a tensor was modified, as far as its version tells."""
+        return version_of(self.refs[index].tensor) + self.num_replaced[index]
 
     def was_moved(self) -> bool:
         """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
