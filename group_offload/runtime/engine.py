@@ -117,7 +117,7 @@ class Engine:
             try:
                 sharing.join(self)
                 self._build(casts)
-                sharing.check([group for group in self.groups if group.num_bytes])
+                sharing.check({group.group_id: group.blobs_at(0) for group in self.groups if group.num_bytes})
             except BaseException as error:
                 sharing.fail(error)
                 raise

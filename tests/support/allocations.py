@@ -1,4 +1,4 @@
-"""Memory that stands for that of GPUs, in place of `PeerMemory`: of several ranks in one process, and of several processes."""
+"""Memory that stands for that of GPUs, in place of `PeerMemory`."""
 
 from __future__ import annotations
 
@@ -18,67 +18,23 @@ from group_offload.runtime.sharing.links import PeerLink
 from group_offload.runtime.sharing.roll import Roll
 
 
-class FakeMemory:
-    """Allocations of three ranks. One address may hold one allocation after another."""
-
-    def __init__(self) -> None:
-        self.allocations: dict[str, torch.Tensor] = {}
-        self.starts: dict[int, int] = {}
-        self.opened: list[str] = []
-        self.closed: list[int] = []
-
-    def put(self, number: int, memory: torch.Tensor) -> None:
-        self.starts[memory.untyped_storage().data_ptr()] = number
-        self.allocations[str(number)] = memory
-
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        start = self.start_of(memory)
-        return self.starts[start], memory.data_ptr() - start
-
-    def start_of(self, memory: torch.Tensor) -> int:
-        return memory.untyped_storage().data_ptr()
-
-    def number_at(self, address: int) -> int:
-        if address not in self.starts:
-            raise RuntimeError("nothing is there")
-        return self.starts[address]
-
-    def handle_of(self, memory: torch.Tensor) -> str:
-        return str(self.place_of(memory)[0])
-
-    def open(self, handle: str) -> int:
-        self.opened.append(handle)
-        return self.allocations[handle].data_ptr()
-
-    def close(self, address: int) -> None:
-        self.closed.append(address)
-
-    def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
-        for target in self.allocations.values():
-            start = address - target.data_ptr()
-            if 0 <= start < target.numel():
-                target[start : start + source.numel()] = source
-                return
-        raise AssertionError("there is no memory")
-
-
 class SharedFiles:
-    """Each slot memory of this process is in a file of its own, which other processes map."""
+    """Each allocation of a process is in a file of its own, which other processes map."""
 
     def __init__(self) -> None:
-        self._files: dict[int, tuple[int, int, int]] = {}
+        self.files: dict[int, tuple[int, int, int]] = {}
         """By the address that it begins at, the file's number, its descriptor and its size."""
-        self._opened: dict[int, mmap.mmap] = {}
+        self.opened: dict[int, mmap.mmap] = {}
 
     def empty(self, num_bytes: int, stream: Any = None) -> torch.Tensor:
         fd = new_shared_file(max(1, num_bytes))
         memory = torch.frombuffer(mmap.mmap(fd, max(1, num_bytes)), dtype=torch.uint8)
         first, last = memory.data_ptr(), memory.data_ptr() + max(1, num_bytes)
-        for start, (_, other, size) in [*self._files.items()]:
+        for start, (_, other, size) in [*self.files.items()]:
             if start < last and first < start + size:  # it was freed
                 os.close(other)
-                del self._files[start]
-        self._files[first] = os.fstat(fd).st_ino, fd, max(1, num_bytes)
+                del self.files[start]
+        self.files[first] = os.fstat(fd).st_ino, fd, max(1, num_bytes)
         return memory[:num_bytes]
 
     def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
@@ -87,26 +43,26 @@ class SharedFiles:
 
     def start_of(self, memory: torch.Tensor) -> int:
         at = memory.data_ptr()
-        return next(start for start, (_, _, size) in self._files.items() if start <= at < start + size)
+        return next(start for start, (_, _, size) in self.files.items() if start <= at < start + size)
 
     def number_at(self, address: int) -> int:
-        if address not in self._files:
+        if address not in self.files:
             raise RuntimeError("nothing is there")
-        return self._files[address][0]
+        return self.files[address][0]
 
     def handle_of(self, memory: torch.Tensor) -> str:
-        return name_of_shared_file(self._files[self.start_of(memory)][1])
+        return name_of_shared_file(self.files[self.start_of(memory)][1])
 
     def open(self, handle: str) -> int:
         fd = open_shared_file(handle)
         mapped = mmap.mmap(fd, os.fstat(fd).st_size)
         os.close(fd)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        self._opened[address] = mapped
+        self.opened[address] = mapped
         return address
 
     def close(self, address: int) -> None:
-        del self._opened[address]
+        del self.opened[address]
 
     def copy(self, address: int, source: torch.Tensor, stream: Any) -> None:
         ctypes.memmove(address, source.data_ptr(), source.numel())

@@ -12,7 +12,7 @@ from group_offload.base.device import Backend
 from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.links import PeerLink
 
-from ..support.allocations import FakeMemory
+from ..support.allocations import SharedFiles
 from ..support.tuning import tune
 
 TOPICS = ["1/memory", "1/places", "1/reached", "1/arrived", "1/closed"]
@@ -83,20 +83,15 @@ class Ranks:
     """The trials of all ranks, in one process."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.memory, self.backends = FakeMemory(), [Backend() for _ in range(num_ranks)]
-        self.trials: list[crew.Trial] = []
+        memory, self.trials = SharedFiles(), list[crew.Trial]()
+        self.backends = [Backend() for _ in range(num_ranks)]
         for rank, backend in enumerate(self.backends):
-            backend.empty = self._empty  # type: ignore[method-assign]
-            backend.empty_pinned = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)  # type: ignore[method-assign]
-            self.trials.append(crew.Trial(backend, rank, num_ranks, self.memory))  # type: ignore[arg-type]
+            backend.empty = memory.empty  # type: ignore[method-assign]
+            backend.empty_pinned = memory.empty  # type: ignore[method-assign]
+            self.trials.append(crew.Trial(backend, rank, num_ranks, memory))  # type: ignore[arg-type]
         self.places = {str(rank): trial.place for rank, trial in enumerate(self.trials)}
         for trial in self.trials:
             trial.link.look({str(rank): each.link.handles for rank, each in enumerate(self.trials)})
-
-    def _empty(self, num_bytes: int, stream: Any = None) -> torch.Tensor:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.memory.put(5 + len(self.trials), memory)
-        return memory
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -113,16 +108,17 @@ def test_what_all_ranks_send_arrives(num_ranks: int, monkeypatch: pytest.MonkeyP
 
 
 def test_an_address_that_is_used_again_has_another_number() -> None:
-    memory, mine = FakeMemory(), torch.zeros(100, dtype=torch.uint8)
+    memory = SharedFiles()
+    mine = memory.empty(100)
     link = PeerLink(Backend(), 1, 3, memory)  # type: ignore[arg-type]
-    memory.put(5, mine)
-    assert link.place_of(mine)[0] == 5
-    memory.put(9, mine)  # freed, and handed out once more
+    first, _ = link.place_of(mine)
+    start, (_, fd, size) = next(iter(memory.files.items()))
+    memory.files[start] = first + 1, fd, size  # freed, and handed out once more
     link.forget_freed()
     assert link.handles == {}
     for _ in range(2):
-        assert link.place_of(mine)[0] == 9 and link.handles == {"9": "9"}
+        assert link.place_of(mine)[0] == first + 1 and [*link.handles] == [str(first + 1)]
         link.forget_freed()
-    memory.starts.clear()
+    memory.files.clear()
     link.forget_freed()
     assert link.handles == {}

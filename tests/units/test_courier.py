@@ -20,7 +20,7 @@ from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
 from group_offload.runtime.sharing.links import PeerLink, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 
-from ..support.allocations import FakeMemory
+from ..support.allocations import SharedFiles
 from ..support.tuning import tune
 
 
@@ -39,10 +39,9 @@ class Two:
         fd, backend = new_shared_file(BOARD_BYTES), Backend()
         self.board = Board(open_shared_file(name_of_shared_file(fd)), 1, 2)
         peers = [Peer(each + 4, pid, started_at(pid)) for each, pid in enumerate((os.getpid(), other.pid))]
-        self.memory = FakeMemory()
-        self.mine, self.its = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-        self.memory.put(5, self.mine)
-        self.memory.put(6, self.its)
+        self.memory = SharedFiles()
+        self.mine, self.its = self.memory.empty(8), self.memory.empty(8)
+        self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
         self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
         self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
@@ -51,8 +50,9 @@ class Two:
         self.courier.post("submit", self.job)
         wait_until(lambda: self.board.read()[0].offers)
         with self.board.change() as state:
-            state.memories["1"] = {"6": "6"}
-            state.offer(1, "1/a", "digest", (6, 0), 2)
+            number, _ = self.its_place = self.memory.place_of(self.its)
+            state.memories["1"] = {str(number): self.memory.handle_of(self.its)}
+            state.offer(1, "1/a", "digest", self.its_place, 2)
         wait_until(lambda: self.board.sent[0] == 1)
 
     def other_has_sent(self) -> None:
@@ -61,7 +61,7 @@ class Two:
     def offer(self, key: str) -> None:
         """Offer a group in the other rank's name, and send its part."""
         with self.board.change() as state:
-            state.offer(1, key, "digest", (6, 0), 2)
+            state.offer(1, key, "digest", self.its_place, 2)
             number = state.first + len(state.log)
         self.board.has_sent(number)
 
@@ -117,11 +117,11 @@ def test_a_group_has_arrived_once_all_ranks_have_sent(fresh: Two) -> None:
     assert fresh.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     fresh.courier.post("leave", "1")
     wait_until(lambda: fresh.board.read()[0].left)
-    assert not fresh.job.is_settled and fresh.shared.bytes
+    assert not fresh.job.is_settled and fresh.shared.bytes and fresh.memory.opened
     fresh.other_has_sent()
     fresh.job.wait()
     assert not fresh.shared.bytes
-    wait_until(lambda: fresh.memory.closed)
+    wait_until(lambda: not fresh.memory.opened)
 
 
 class SlowReads:
@@ -163,7 +163,7 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
     job = two.submit("b", two.mine, reads)
     wait_until(two.says(reads=True))
     with two.board.change() as state:
-        state.offer(1, "1/b", "digest", (6, 0), 2)
+        state.offer(1, "1/b", "digest", two.its_place, 2)
     if fault == "given up":
         job.cancel()
     reads.is_over = True

@@ -29,7 +29,7 @@ _TINY, _ONE = 1e-310, 1.0
 
 
 class Caller:
-    """Grad mode, inference mode, autocast, the device and stream in use, context variables, function and dispatch modes.
+    """Inference mode, autocast, the device and stream in use, context variables, function and dispatch modes. (No gradients.)
 
     And the number of threads of a kernel on the CPU: it is each thread's own, and bits depend on it.
     """
@@ -39,11 +39,11 @@ class Caller:
         kinds = dict.fromkeys(("cpu", backend.device.type))
         self._autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._infers = torch.is_inference_mode_enabled()
         self._stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._kernels = torch.get_num_threads(), _flushes_denormals()
-        self._settings = [self._autocast, self._caches_casts, self._modes, self._stream, self._index, self._kernels]
+        self._settings = [self._autocast, self._caches_casts, self._infers, self._stream, self._index, self._kernels]
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
         # `with torch.device(...)` may be entered anew for each call.
         self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
@@ -61,7 +61,7 @@ class Caller:
         return self._context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], Any]) -> Any:
-        (has_grad, is_inference), (num_threads, flushes_denormals) = self._modes, self._kernels
+        num_threads, flushes_denormals = self._kernels
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         torch.set_flush_denormal(flushes_denormals)
@@ -69,8 +69,8 @@ class Caller:
             stack.enter_context(self._backend.on_stream(self._stream))
             if self._index is not None:
                 torch.accelerator.set_device_index(self._index)
-            stack.enter_context(torch.inference_mode(is_inference))
-            stack.enter_context(torch.set_grad_enabled(has_grad))
+            stack.enter_context(torch.inference_mode(self._infers))
+            stack.enter_context(torch.no_grad())
             for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
                 autocast = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
                 stack.enter_context(autocast)

@@ -116,8 +116,8 @@ def _are_remade(one: Any, other: Any) -> bool:
 def examine(root: nn.Module) -> Fingerprint | str:
     """Look at a module between forwards. Returns the state, or why forwards cannot share passes."""
     added: set[int] = set()
-    modules = [*root.modules()]
-    for module in modules:
+    named = [*root.named_modules()]
+    for name, module in named:
         attributes = module.__dict__
         # peft adds layers to a model in eval mode, and leaves them in the other.
         if type(module).__module__.startswith("peft."):
@@ -140,6 +140,5 @@ def examine(root: nn.Module) -> Fingerprint | str:
             finding = "has inference tensors, whose changes can't be detected"
         else:
             continue
-        name = next((name for name, each in root.named_modules() if each is module), "")
         return f"{name or type(module).__name__} {finding}"
-    return Fingerprint(modules)
+    return Fingerprint([module for _, module in named])

@@ -105,7 +105,7 @@ class LookAhead:
         """
         self.schedule.begin(key, scope, guess)
         if self.transfer.sharing is not None:
-            self.transfer.sharing.begin_pass(scope)
+            self.transfer.sharing.begin_pass(sum(group.num_bytes for group in scope if group.slot is None))
         self._is_last = is_last
         self._look()
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -56,18 +56,6 @@ _ALIKE = {
 not among them: those of the first rank count.)"""
 _ASSUMED_LINK = 5e9
 """Bytes per second where the link was not measured."""
-
-
-class Shareable(Protocol):
-    """A group, as far as its bytes are concerned: see `Group`."""
-
-    group_id: str
-    slot: Any
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def blobs_at(self, offset: int) -> list[PlacedBlob]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +178,11 @@ class Sharing:
                         f"{first} in rank {ranks[0]}."
                     )
 
-    def check(self, groups: Sequence[Shareable]) -> None:
+    def check(self, groups: Mapping[str, Sequence[PlacedBlob]]) -> None:
         """Make sure that all ranks have the same model.
+
+        Args:
+            groups: For the id of each group, its blobs, from byte 0 of a slot on.
 
         Raises:
             ModuleError: another rank has other groups, or groups with other bytes.
@@ -201,8 +192,10 @@ class Sharing:
         if self.one_copy is not None:
             self.one_copy.end()
             self.one_copy = None
-        names = [_same_as(group) for group in groups]
-        mine = [[group.group_id, group.num_bytes, name] for group, name in zip(groups, names, strict=True)]
+        all_blobs = [*groups.values()]
+        names = [*map(_same_as, all_blobs)]
+        sizes = [sum(placed.blob.layout.num_bytes for placed in blobs) for blobs in all_blobs]
+        mine = [[*each] for each in zip(groups, sizes, names, strict=True)]
         ranks = self._roll.ranks
         found = self._exchange("groups", [self.crew is not None, self._title, mine], ranks)
         _, first_title, firsts = found[0]
@@ -222,20 +215,19 @@ class Sharing:
             logger.info(
                 "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
             )
-            hashes = run_all(partial(_hash_of, groups[at].blobs_at(0)) for at in unsure)
+            hashes = run_all(partial(_hash_of, all_blobs[at]) for at in unsure)
             of_all = self._exchange("hashes", hashes, [*sharing])
             for rank, theirs in zip(sharing, of_all, strict=True):
                 differ = [at for at, its, first in zip(unsure, theirs, of_all[0], strict=True) if its != first]
                 if differ and other is None:
-                    other = rank, min(sharing), f"group {groups[differ[0]].group_id!r} has other weights"
+                    other = rank, min(sharing), f"group {[*groups][differ[0]]!r} has other weights"
             for at, digest in zip(unsure, hashes, strict=True):
                 names[at] = digest
         for found_there in filter(None, self._exchange("others", other or [], ranks)):  # hosts compare for themselves
             raise OtherModel(*found_there)
         self._is_checked = True
-        for group, name in zip(groups, names, strict=True):
-            blobs = group.blobs_at(0)
-            self._digests[group.group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
+        for (group_id, blobs), name in zip(groups.items(), names, strict=True):
+            self._digests[group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
 
     def _exchange(self, topic: str, content: object, ranks: list[int]) -> list[Any]:
         assert self._roll is not None
@@ -254,10 +246,10 @@ class Sharing:
 
     # ---------------------------------------------------------------- a pass
 
-    def begin_pass(self, groups: Iterable[Shareable]) -> None:
+    def begin_pass(self, missing_bytes: int) -> None:
         """
         Args:
-            groups: Those that the pass can need.
+            missing_bytes: What the pass can need, and is on the device in no slot.
 
         Raises:
             StateError: another rank has ended.
@@ -267,7 +259,6 @@ class Sharing:
             return
         if crew.courier.error is not None:
             raise again(crew.courier.error)
-        missing_bytes = sum(group.num_bytes for group in groups if group.slot is None)
         link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
         patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
         crew.courier.begin_pass(self._model, patience)
@@ -462,9 +453,9 @@ def _hash_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> str:
     return str(digest.hexdigest())
 
 
-def _same_as(group: Shareable) -> str:
+def _same_as(blobs: Sequence[PlacedBlob]) -> str:
     """A text that groups of other ranks have only if they have the same bytes; empty if there is none."""
-    place, found = place_of_process(), [placed.blob.same_as for placed in group.blobs_at(0)]
+    place, found = place_of_process(), [placed.blob.same_as for placed in blobs]
     return str(xxhash.xxh3_128_hexdigest(repr((place, found)).encode())) if place and all(found) else ""
 
 
