@@ -11,12 +11,13 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
+
+from .patching import around_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,22 +196,17 @@ def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
     """
     key = id(module)
     _listeners[key] = weakref.ref(module, lambda _: _listeners.pop(key, None)), weakref.WeakMethod(listener)
-    plain: Callable[..., Any] = nn.Module._apply
-    if hasattr(plain, "group_offload_before"):
-        return
+    around_once(nn.Module, "_apply", _apply_and_tell)
 
-    @wraps(plain)
-    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(self, *args, **kwargs)
-        finally:
-            found = _listeners.get(id(self))
-            method = found[1]() if found is not None and found[0]() is self else None
-            if method is not None:
-                method()
 
-    _apply.group_offload_before = plain  # type: ignore[attr-defined]
-    nn.Module._apply = _apply  # type: ignore[method-assign]
+def _apply_and_tell(apply: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return apply(module, *args, **kwargs)
+    finally:
+        found = _listeners.get(id(module))
+        method = found[1]() if found is not None and found[0]() is module else None
+        if method is not None:
+            method()
 
 
 TENSOR_PARALLEL = "_distribute_module_applied"
