@@ -385,16 +385,15 @@ def _check_names(
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
 
 
-def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `model_options` say of one model, by all of its names."""
-    own: dict[str, Any] = {}
-    for name in names:
-        for option, value in special.get(name, {}).items():
-            if own.setdefault(option, value) != value:
-                raise ConfigError(
-                    f"model_options: {' and '.join(names)} are names of one model, which can't have both "
-                    f"{option}={own[option]!r} and {option}={value!r}. Give the option for one of its names."
-                )
+def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What `model_options` say of one model, by any of its names."""
+    own, *others = [special[name] for name in names if name in special] or [{}]
+    for other in others:
+        if other != own:
+            raise ConfigError(
+                f"model_options: {' and '.join(names)} are names of one model, which can't have both {short(own)} and "
+                f"{short(other)}. Give options for one of its names."
+            )
     return own
 
 
