@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
-
-from .patching import around_once
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -183,30 +180,6 @@ def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
-
-_listeners: dict[int, tuple[weakref.ref[nn.Module], weakref.WeakMethod[Callable[[], None]]]] = {}
-"""By the ids of modules."""
-
-
-def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
-    """Call `listener()`, a method, whenever `to`, `cuda` or another method has changed all weights of a module.
-
-    Neither of the two is kept alive.
-    """
-    key = id(module)
-    _listeners[key] = weakref.ref(module, lambda _: _listeners.pop(key, None)), weakref.WeakMethod(listener)
-    around_once(nn.Module, "_apply", _apply_and_tell)
-
-
-def _apply_and_tell(apply: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return apply(module, *args, **kwargs)
-    finally:
-        found = _listeners.get(id(module))
-        method = found[1]() if found is not None and found[0]() is module else None
-        if method is not None:
-            method()
-
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""
