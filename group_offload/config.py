@@ -134,8 +134,6 @@ class OffloadConfig:
     num_blocks_per_group: int
     non_blocking: bool
     use_stream: bool
-    was_stream_asked_for: bool
-    """The caller gave `use_stream=True`: copies then overlap with compute even where the whole module fits on the device."""
     record_stream: bool
     low_cpu_mem_usage: bool
     rests_in_files: bool
@@ -236,7 +234,6 @@ class OffloadConfig:
             onload_device=backend.device,
             offload_type=kind,
             num_blocks_per_group=_as_count(1 if count is None else count),
-            was_stream_asked_for=options.use_stream is True,
             rests_in_files=is_disk or path is not None,
             offload_to_disk_path=None if path is None else _as_path(path),
             vram_budget=parse_budget(_vram_of(options, backend), "vram_budget", backend.total_bytes()),

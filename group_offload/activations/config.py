@@ -71,7 +71,7 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
         ModuleError: `groups` is not given, and `root` has no ModuleList.
     """
     if config.groups is None:
-        found = dict(_elements(root, "") if isinstance(root, (*_LISTS, nn.Sequential)) else _in_lists(root, ""))
+        found = dict(_elements(root, "", is_list=isinstance(root, (*_LISTS, nn.Sequential))))
         if not found:
             raise ModuleError(
                 f"{type(root).__name__} has no ModuleList, so its groups are not known. Name them: "
@@ -92,7 +92,7 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
             hint = did_you_mean(name, modules) or f" It has {[name for name, _ in root.named_children()]}."
             raise ConfigError(f"groups names {name!r}, which {type(root).__name__} does not have.{hint}")
         for fqn, module in found.items():
-            named.update(_elements(module, fqn) if isinstance(module, _LISTS) else [(fqn, module)])
+            named.update(_elements(module, fqn, is_list=True) if isinstance(module, _LISTS) else [(fqn, module)])
     if not named:
         raise ConfigError(
             "groups is empty, or names empty lists: nothing would be offloaded. Drop it, or name modules."
@@ -100,17 +100,11 @@ def find_groups(root: nn.Module, config: ActivationConfig) -> dict[str, nn.Modul
     return {fqn: named[fqn] for fqn in modules if fqn in named}
 
 
-def _in_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _elements(module: nn.Module, path: str, *, is_list: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The elements of a list, or of the lists below a module. Lists are never called, so one in another has groups too."""
     for name, child in module.named_children():
         fqn = f"{path}.{name}" if path else name
-        yield from _elements(child, fqn) if isinstance(child, _LISTS) else _in_lists(child, fqn)
-
-
-def _elements(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The elements of a list. One that is itself a list is never called, so its own elements are groups."""
-    for name, child in blocks.named_children():
-        fqn = f"{path}.{name}" if path else name
-        if isinstance(child, _LISTS):
-            yield from _elements(child, fqn)
-        else:
+        if is_list and not isinstance(child, _LISTS):
             yield fqn, child
+        else:
+            yield from _elements(child, fqn, is_list=isinstance(child, _LISTS))

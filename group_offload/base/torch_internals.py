@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -102,9 +100,8 @@ try:
     # A weight that was saved as a negative view is given back as one. `torch.neg` would compute.
     neg_view: Any = torch._neg_view
 
-    # Weights that are opened with another dtype: what `Module.to` is called with, and whether `data` can be exchanged.
-    parse_to: Any = torch._C._nn._parse_to
-    has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
+    # A tensor subclass that hears of operations below autograd only, and whose results are no such tensors by themselves.
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.8 to 2.15 have "
@@ -183,35 +180,6 @@ def places_of_fsdp() -> Iterator[tuple[nn.Module, str, bool]]:
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module where torch looks for what to call in place of its forward: there gates stand."""
-
-_listeners: dict[int, tuple[weakref.ref[nn.Module], weakref.WeakMethod[Callable[[], None]]]] = {}
-"""By the ids of modules."""
-
-
-def tell_of_apply(module: nn.Module, listener: Callable[[], None]) -> None:
-    """Call `listener()`, a method, whenever `to`, `cuda` or another method has changed all weights of a module.
-
-    Neither of the two is kept alive.
-    """
-    key = id(module)
-    _listeners[key] = weakref.ref(module, lambda _: _listeners.pop(key, None)), weakref.WeakMethod(listener)
-    plain: Callable[..., Any] = nn.Module._apply
-    if hasattr(plain, "group_offload_before"):
-        return
-
-    @wraps(plain)
-    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(self, *args, **kwargs)
-        finally:
-            found = _listeners.get(id(self))
-            method = found[1]() if found is not None and found[0]() is self else None
-            if method is not None:
-                method()
-
-    _apply.group_offload_before = plain  # type: ignore[attr-defined]
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-
 
 TENSOR_PARALLEL = "_distribute_module_applied"
 """The attribute of a module whose weights `distribute_module` has shared out: for tensor parallelism, and not for FSDP."""

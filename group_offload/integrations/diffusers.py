@@ -32,6 +32,7 @@ from ..api import apply_group_offloading, handle_of, offload, remove_group_offlo
 from ..base.arena import moved
 from ..base.compiled import HANDLE
 from ..base.layout import span_bytes
+from ..base.patching import around, around_once, swap
 from ..base.text import did_you_mean, short
 from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
@@ -43,7 +44,6 @@ from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
 from .modular import hear_guiders, leave_room_to_hooks, make_room
-from .patching import around, swap
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -385,16 +385,15 @@ def _check_names(
         raise ConfigError(f"{both} are in exclude_modules and in model_options. Leave them in one of the two.")
 
 
-def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `model_options` say of one model, by all of its names."""
-    own: dict[str, Any] = {}
-    for name in names:
-        for option, value in special.get(name, {}).items():
-            if own.setdefault(option, value) != value:
-                raise ConfigError(
-                    f"model_options: {' and '.join(names)} are names of one model, which can't have both "
-                    f"{option}={own[option]!r} and {option}={value!r}. Give the option for one of its names."
-                )
+def _own_options(names: Sequence[str], special: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What `model_options` say of one model, by any of its names."""
+    own, *others = [special[name] for name in names if name in special] or [{}]
+    for other in others:
+        if other != own:
+            raise ConfigError(
+                f"model_options: {' and '.join(names)} are names of one model, which can't have both {short(own)} and "
+                f"{short(other)}. Give options for one of its names."
+            )
     return own
 
 
@@ -587,38 +586,31 @@ def _install_seams() -> None:
     """Replace what [Note: What diffusers looks at] says, and `to` of pipelines and models, once for the process."""
     for module_name, class_name in _WITH_TO:
         kind = getattr(sys.modules.get(module_name), class_name, None)
-        if kind is not None and not hasattr(kind.to, "group_offload_before"):
-            before = kind.to
-            kind.to = around(before, _move)
-            kind.to.group_offload_before = before
+        if kind is not None:
+            around_once(kind, "to", _move)
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
-    find, before = offloading._get_top_level_group_offload_hook, offloading._apply_group_offloading
-    if hasattr(find, "group_offload_before"):
-        return
+    around_once(offloading, "_get_top_level_group_offload_hook", _find_hook)
+    around_once(offloading, "_apply_group_offloading", _apply)
 
-    def find_hook(module: nn.Module) -> Any:
-        return _marker_of(module) or find(module)
 
-    def apply(module: nn.Module, config: Any) -> None:
-        if isinstance(config, OffloadMarker):
-            try:
-                config.handle.refresh()
-            except ModuleError as error:
-                # The rest of diffusers' own call is what the user asked for. (A LoRA that lacks some weights loads.)
-                logger.warning(
-                    "%s cannot run like this: %s The next forward raises this.", type(module).__name__, error
-                )
-        elif any(map(is_offloaded, module.modules())):
-            raise StateError(
-                f"{type(module).__name__}, or a part of it, is already offloaded by group_offload. Call "
-                f"remove_group_offloading() on the module that you offloaded first."
-            )
-        else:
-            before(module, config)
+def _find_hook(find: Callable[..., Any], module: nn.Module) -> Any:
+    return _marker_of(module) or find(module)
 
-    find_hook.group_offload_before = find  # type: ignore[attr-defined]
-    offloading._get_top_level_group_offload_hook = find_hook
-    offloading._apply_group_offloading = apply
+
+def _apply(apply: Callable[..., Any], module: nn.Module, config: Any) -> None:
+    if isinstance(config, OffloadMarker):
+        try:
+            config.handle.refresh()
+        except ModuleError as error:
+            # The rest of diffusers' own call is what the user asked for. (A LoRA that lacks some weights loads.)
+            logger.warning("%s cannot run like this: %s The next forward raises this.", type(module).__name__, error)
+    elif any(map(is_offloaded, module.modules())):
+        raise StateError(
+            f"{type(module).__name__}, or a part of it, is already offloaded by group_offload. Call "
+            f"remove_group_offloading() on the module that you offloaded first."
+        )
+    else:
+        apply(module, config)
 
 
 _WITH_TO = (

@@ -13,9 +13,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,24 +22,19 @@ from torch import nn
 
 from ..api import handle_of
 from ..base.arena import arenas
+from ..base.patching import around_once
 from ..errors import ConfigError
 from ..handle import OffloadHandle
 from ..runtime.convoy.contract import shares_passes
 from ..runtime.convoy.steps import announce, begin_step
-from .patching import around
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+def _wanted(num_bytes: int) -> Any:
     """What diffusers' own strategy asks of a model: how much room it needs."""
-
-    num_bytes: int
-
-    def get_memory_footprint(self) -> int:
-        return self.num_bytes
+    return SimpleNamespace(get_memory_footprint=lambda: num_bytes)
 
 
 class GroupOffloadStrategy:
@@ -85,7 +79,7 @@ class GroupOffloadStrategy:
                 if backend.device == execution_device and short > 0:
                     arena.give_way(short)
                     backend.release_unused()
-        leaving: list[Any] = self._strategy(hooks, model_id, _Wanted(needed), execution_device)
+        leaving: list[Any] = self._strategy(hooks, model_id, _wanted(needed), execution_device)
         return leaving
 
 
@@ -107,7 +101,7 @@ def make_room(module: nn.Module) -> None:
         others = strategy(
             hooks=others,
             model_id=hook.model_id,
-            model=_Wanted(handle.missing_bytes) if is_own else module,
+            model=_wanted(handle.missing_bytes) if is_own else module,
             execution_device=hook.execution_device,
         )
     for other in others:
@@ -130,28 +124,24 @@ def _hook_of(module: nn.Module) -> Any:
 
 
 def hear_guiders(handle: OffloadHandle) -> None:
-    """Note the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes."""
-    if shares_passes(handle.config, handle.module):
-        _hear(importlib.import_module(_GUIDERS).BaseGuidance)
+    """Note the branches that guiders prepare for a step, from the first model on that is offloaded and shares passes.
+
+    Guiders make each branch by one of two methods, and none has methods of these names for itself.
+    """
+    if not shares_passes(handle.config, handle.module):
+        return
+    guidance = importlib.import_module(_GUIDERS).BaseGuidance
+    around_once(guidance, "set_state", _begin)
+    around_once(guidance, "_prepare_batch", _prepare)
+    around_once(guidance, "_prepare_batch_from_block_state", _prepare)
 
 
-@cache
-def _hear(guidance: Any) -> None:
-    """Guiders make each branch by one of two methods, and none has methods of these names for itself."""
+def _begin(set_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    begin_step()
+    return set_state(*args, **kwargs)
 
-    def begins(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin_step()
-        return call(*args, **kwargs)
 
-    def prepares(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        branch = call(*args, **kwargs)
-        announce(branch, getattr(branch, guidance._identifier_key, None))
-        return branch
-
-    methods = {"set_state": begins, "_prepare_batch": prepares, "_prepare_batch_from_block_state": prepares}
-    for name, instead in methods.items():
-        before = guidance.__dict__.get(name)
-        if before is not None:
-            call = getattr(before, "__func__", before)
-            mine = around(call, instead)
-            setattr(guidance, name, classmethod(mine) if isinstance(before, classmethod) else mine)
+def _prepare(prepare: Callable[..., Any], guider: Any, *args: Any, **kwargs: Any) -> Any:
+    branch = prepare(guider, *args, **kwargs)
+    announce(branch, getattr(branch, guider._identifier_key, None))
+    return branch

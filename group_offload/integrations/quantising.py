@@ -24,10 +24,11 @@ from torch import nn
 
 from ..base.arena import moved
 from ..base.mapping import trim_heap
+from ..base.patching import swap
+from ..base.tensors import map_tensors
 from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..weights import rewrap
 from .casts import PostponedCasts
-from .patching import swap
 
 _SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
 """The classes whose `from_config` makes quantisers."""
@@ -118,18 +119,16 @@ class Quantising:
         self, call: Callable[..., Any], operation: Any, values: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         with self._casts.paused(), torch.no_grad():
-            made = {key: self._moved(value) for key, value in values.items()}
+            made = map_tensors(dict(values), self._moved)
             values.clear()
             found = call(operation, made, *args, **kwargs)
             name, model = kwargs.get("full_layer_name"), kwargs.get("model")
             if isinstance(model, nn.Module) and isinstance(name, str):
                 self._to_ram(_owner_of(model, name))
-            return {key: _in_ram(value) for key, value in found.items()}
+            return map_tensors(found, _in_ram)
 
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return moved(self._casts.made(value), self._device)
-        return [self._moved(item) for item in value] if isinstance(value, list) else value
+    def _moved(self, weight: torch.Tensor) -> torch.Tensor:
+        return moved(self._casts.made(weight), self._device)
 
     def _to_ram(self, module: nn.Module) -> None:
         """Bring the weights of one layer to RAM."""
@@ -142,14 +141,12 @@ class Quantising:
             trim_heap()
 
 
-def _in_ram(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_in_ram(item) for item in value]
-    if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
-        return value
-    moved = value.to("cpu")
-    if isinstance(value, nn.Parameter) and not isinstance(moved, nn.Parameter):
-        moved = nn.Parameter(moved, requires_grad=value.requires_grad)
+def _in_ram(weight: torch.Tensor) -> Any:
+    if weight.device.type in ("cpu", "meta"):
+        return weight
+    moved = weight.to("cpu")
+    if isinstance(weight, nn.Parameter) and not isinstance(moved, nn.Parameter):
+        moved = nn.Parameter(moved, requires_grad=weight.requires_grad)
     return moved
 
 

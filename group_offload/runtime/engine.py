@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.compiled import HANDLE
+from ..base.patching import around_once
 from ..base.release import wait_for_releases
 from ..base.saved import first_of_two_runs
-from ..base.torch_internals import tell_of_apply
 from ..base.tuning import tuning
 from ..base.weak import Weak, weakly
 from ..config import OffloadConfig
@@ -99,7 +100,7 @@ class Engine:
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(root, config, self._passes, self._backward)
-        tell_of_apply(root, self._look_for_meta)
+        around_once(nn.Module, "_apply", _apply_and_look)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""
 
@@ -378,3 +379,13 @@ class Engine:
         self._gates.install(self.groups)
         gates, checks_all = self._gates, self._gates.records_graphs or self.config.is_leaf_level
         self._changes.expect(self.root, self.groups, gates.groups_of, self._of_fsdp, checks_all_calls=checks_all)
+
+
+def _apply_and_look(apply: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In place of `nn.Module._apply`, by which `to`, `cuda` and others change all weights of a module."""
+    try:
+        return apply(module, *args, **kwargs)
+    finally:
+        engine: Engine | None = getattr(module.__dict__.get(HANDLE), "_engine", None)
+        if engine is not None:
+            engine._look_for_meta()

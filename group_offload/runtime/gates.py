@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -43,6 +43,7 @@ from ..base.compiled import (
     is_ours,
     refuse_trace,
 )
+from ..base.patching import around_once
 from ..base.saved import hooks_in_force
 from ..base.tensors import map_tensors
 from ..base.torch_internals import (
@@ -317,22 +318,13 @@ class MethodGate(InnerGate):
         return _let_through, (self.module, self.name)
 
 
-def _watch_compile() -> None:
-    """Let `compile` of a root put what it makes inside of the root's gate, and not in its place; once for the process."""
-    plain: Callable[..., Any] = nn.Module.compile
-    if hasattr(plain, "group_offload_before"):
-        return
-
-    @wraps(plain)
-    def compile_inside(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        gate = None if self.__dict__.get(HANDLE) is None else innermost(self)[0]
-        if gate is None:
-            plain(self, *args, **kwargs)
-        else:  # what torch does, in one step: no other thread, and no interrupt, finds the module without its gate
-            gate.compiled = torch.compile(self._call_impl, *args, **kwargs)
-
-    compile_inside.group_offload_before = plain  # type: ignore[attr-defined]
-    nn.Module.compile = compile_inside  # type: ignore[method-assign]
+def _compile_inside(plain: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In place of `nn.Module.compile`: a root has what it makes inside of its gate, and not in its place."""
+    gate = None if module.__dict__.get(HANDLE) is None else innermost(module)[0]
+    if gate is None:
+        plain(module, *args, **kwargs)
+    else:  # what torch does, in one step: no other thread, and no interrupt, finds the module without its gate
+        gate.compiled = torch.compile(module._call_impl, *args, **kwargs)
 
 
 def _let_through(module: nn.Module, name: str) -> MethodGate:
@@ -400,7 +392,7 @@ class Gates:
         self._gates: dict[weakref.ref[nn.Module] | Method, Gate] = {}
         """The gates of modules and methods. The root's comes first."""
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        _watch_compile()
+        around_once(nn.Module, "compile", _compile_inside)
 
     def __del__(self) -> None:
         """The model is gone, and so is the engine. Parts of the model that are still there become modules as any other."""

@@ -118,7 +118,7 @@ class DeviceMemory(Holding):
         # With a budget, the plan gives that memory to groups that stay.
         has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
         num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
-        if len(sizes) <= config.num_slots and not config.was_stream_asked_for:
+        if len(sizes) <= config.num_slots:
             num_slots = 1  # room for all groups would save no memory, and overlap is not worth that
         in_turn = sum(sorted(sizes)[-num_slots:])
         return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if height and config.use_stream else in_turn

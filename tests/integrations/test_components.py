@@ -183,6 +183,17 @@ def test_a_component_that_is_part_of_another_goes_with_it(kind: Kind, device: to
     assert not handles_of(pipe)
 
 
+def test_a_model_with_two_names(device: torch.device) -> None:
+    """`model_options` may use either, or both. Hazard: the options of one name are ignored silently."""
+    vae = tiny.kl()
+    both = SimpleNamespace(components={"one": vae, "two": vae})
+    with pytest.raises(ConfigError, match="one and two are names of one model"):
+        enable_group_offload(both, onload_device=device, model_options={"one": LEAVES, "two": BLOCKS})
+    for names in (["two"], ["one", "two"]):
+        handles = enable_group_offload(both, onload_device=device, model_options=dict.fromkeys(names, LEAVES))
+        assert handles["one"] is handles["two"] and handles["one"].config.offload_type == "leaf_level"
+
+
 def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> None:
     """Hazard: the other models are restored, and then the one that runs is refused."""
     pipe = kind.make()

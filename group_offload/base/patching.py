@@ -1,4 +1,4 @@
-"""Methods of other libraries' classes that are replaced, some for a while."""
+"""Functions and methods of other libraries that are replaced: for a while, or once for the process."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ def around(call: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
         return instead(call, *args, **kwargs)
 
     return method
+
+
+def around_once(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Let calls of a function that `owner` (a class or a module) has be `instead(call, ...)`, if there is one of that name.
+
+    It stays so, and repeated calls do nothing.
+    """
+    before = vars(owner).get(name)
+    call = getattr(before, "__func__", before)
+    if call is None or hasattr(call, "group_offload_before"):
+        return
+    mine = around(call, instead)
+    mine.group_offload_before = call  # type: ignore[attr-defined]
+    setattr(owner, name, classmethod(mine) if isinstance(before, classmethod) else mine)
