@@ -192,7 +192,7 @@ def test_a_component_that_is_offloaded_in_part_or_in_another_module(
     pipe = kind.make()
     other = pipe.transformer.transformer_blocks[0] if what == "a part of it" else nn.Sequential(pipe.transformer)
     handle = apply_group_offloading(other, device)
-    with pytest.raises(StateError, match="FluxTransformer2DModel.* is already offloaded"):
+    with pytest.raises(StateError, match=r"FluxTransformer2DModel.* is already offloaded"):
         kind.enable(pipe, onload_device=device)
     assert not handles_of(pipe)
     disable_group_offload(pipe)
