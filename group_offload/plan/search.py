@@ -105,6 +105,7 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
     if len(model.uses) <= _MANY_USES:
         for kept in [Placement.PACKED, Placement.DEVICE] if packed else [Placement.DEVICE]:
             yield from _filled_evenly(model, rests, sorted(able, key=model.used.index), kept)
+    yield rests  # a resident can disturb how evenly the others come
 
 
 def _differ(model: PassModel) -> bool:
