@@ -95,9 +95,8 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
     all_packed = [Placement.PACKED if index in packed else at for index, at in enumerate(rests)]
     for number, order in enumerate(_orders(model, able, rests)):
         as_they_are = [(index, Placement.DEVICE) for index in order]
-        if (
-            packed and number < 2
-        ):  # packed first, then as they are; the second needs no room for packed bytes on their way
+        # Packed first, then as they are; the second needs no space for packed bytes on their way.
+        if packed and number < 2:
             as_packed = [(index, Placement.PACKED if index in packed else Placement.DEVICE) for index in order]
             yield _filled(model, rests, as_packed + as_they_are)
             yield _filled(model, all_packed, as_they_are)
