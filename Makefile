@@ -8,6 +8,7 @@ PORTABLE := $(addprefix tests/,engine/weights engine/test_changes.py engine/test
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FETCHES := it fetches torch and the tools: 1.4 GB with torch for the CPU, more where torch comes with CUDA, in a few minutes
 
 # Tests start many processes: what they import is compiled once, whatever the shell says, and not into the tree.
 export PYTHONDONTWRITEBYTECODE :=
@@ -17,7 +18,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 .PHONY: help setup demo cover size test quick portable matrix versions lint type bench pages pins site docs dist wheel
 
 help:
-	@echo "make setup   the environment, in $(VENV): it fetches torch and the tools (1.4 GB with torch for the CPU; more where torch comes with CUDA)"
+	@echo "make setup   the environment, in $(VENV): $(FETCHES)"
 	@echo "make demo    a diffusers pipeline, resident and with its weights in files, by diffusers and by this package (into demo-output/)"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make quick   the tests that take no time, for while you work: two and a half minutes on 2 cores"
@@ -40,6 +41,7 @@ setup: $(READY)
 # torch comes first and alone: resolved together with the rest, pip may pick another build of it.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Development needs Python 3.10 or newer: make PYTHON=python3.10 ...")'
+	@echo "Making the environment in $(VENV): $(FETCHES)."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'

@@ -1,7 +1,7 @@
 """One FLUX-class pipeline, resident and with its weights in files, by diffusers and by this package: memory, time, same bits?
 
-Builds a real diffusers `FluxPipeline` (random weights, about 1 GiB in bfloat16), saves it, and runs it once in a process
-of its own for each arm, so that the peak of one arm is not the peak of another. Run from the repository:
+Builds a real diffusers `FluxPipeline` (random weights, about 1 GiB in bfloat16), saves it, and runs it in each
+configuration in a process of its own, so that the peak of one isn't the peak of another. Run from the repository:
 
     python -m examples.demo
 """

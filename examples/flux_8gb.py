@@ -1,7 +1,7 @@
 """FLUX.1 on a card with 8 GB.
 
-The weights (31 GiB with both text encoders) rest in RAM, and in the checkpoint's files where RAM has no room for them. As many
-blocks as fit stay on the card, and the others are copied there ahead of the compute that needs them.
+The weights (31 GiB with both text encoders) live in RAM, and in the checkpoint's files if RAM is too small. As many blocks as
+fit stay on the GPU, and the others are prefetched.
 
     python examples/flux_8gb.py "a lighthouse in the fog"
     python examples/flux_8gb.py --tiny

@@ -1,6 +1,6 @@
 """FLUX.1 with a ControlNet that follows the edges of a picture.
 
-ControlNet and transformer take turns in each step. Within a budget they stay on the card side by side, as far as it has room.
+ControlNet and transformer alternate in each step. Within a budget both keep on the GPU what fits, side by side.
 This example loads the pipeline with diffusers' own call and offloads it afterwards.
 
     python examples/flux_controlnet.py "a lighthouse in the fog" --edges edges.png

@@ -1,7 +1,7 @@
-"""FLUX.1 in bfloat16 on a card with 16 GB, with weights that are packed without loss.
+"""FLUX.1 in bfloat16 on a card with 16 GB, with losslessly compressed weights.
 
-The transformer has 22 GiB, and about 16 packed. Blocks that fit stay on the card as they are or packed, and the others are sent
-packed. The device unpacks them right before they compute, and every bit is what it was.
+The transformer has 22 GiB, and about 16 compressed. Blocks that fit stay on the GPU, compressed or not, and the others are sent
+compressed. The GPU decompresses a block right before it computes. Outputs are bit-exact.
 
     python examples/flux_packed.py "a lighthouse in the fog"
     python examples/flux_packed.py --tiny

@@ -1,6 +1,6 @@
-"""FLUX.1 with a transformer of int8 weights: half the bytes on the card, on the link and on the drive.
+"""FLUX.1 with a transformer of int8 weights: half the bytes on the GPU, on the link and on disk.
 
-torchao quantises one weight after another, so the original weights are never all in RAM. Each start quantizes again: to do it
+torchao quantizes one weight after another, so the original weights are never all in RAM. Each start quantizes again: to do it
 once, save the transformer with `save_pretrained`, and pass what you open from there to the pipeline.
 
     pip install torchao
@@ -20,7 +20,7 @@ from group_offload import from_pretrained, handles_of
 parser = argparse.ArgumentParser(description="FLUX.1 with a transformer of int8 weights.")
 parser.add_argument("prompt", nargs="?", default="a lighthouse in the fog")
 parser.add_argument("--model", default="black-forest-labs/FLUX.1-dev", help="a name on the hub, or a folder")
-parser.add_argument("--folder", default="offload", help="a folder on a fast drive, for the quantised weights")
+parser.add_argument("--folder", default="offload", help="a folder on a fast disk, for the quantized weights")
 parser.add_argument("--output", default="flux-int8.png")
 parser.add_argument("--tiny", action="store_true", help="random weights, on the CPU, in seconds")
 args = parser.parse_args()

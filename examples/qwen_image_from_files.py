@@ -1,7 +1,7 @@
 """Qwen-Image, 54 GiB of weights, on a machine with little RAM.
 
-The weights stay in the checkpoint's files, and threads read them ahead of the compute that needs them. RAM holds what the
-budget has room for. Opening reads no weight.
+The weights stay in the checkpoint's files, and threads read them ahead of the compute that needs them. RAM holds what fits in
+the budget. Opening reads no weight.
 
     python examples/qwen_image_from_files.py "a lighthouse in the fog" --ram 12GiB
     python examples/qwen_image_from_files.py --tiny

@@ -1,7 +1,7 @@
 """A server for FLUX.1 that works on four requests at once, and sends the weights once for all of them.
 
 Each request runs in a thread of its own. With `share_passes=True` the steps of all requests meet: each block is copied to the
-card once, and every request computes with it. Images are the same, bit for bit, as if each request ran alone.
+GPU once, and every request computes with it. Images are the same, bit for bit, as if each request ran alone.
 
     python examples/serve.py
     curl "http://127.0.0.1:8000/?prompt=a+lighthouse+in+the+fog&seed=1" > lighthouse.png

@@ -1,7 +1,7 @@
 """Train a LoRA of FLUX.1 while the weights of FLUX.1 are offloaded.
 
-The weights rest in RAM, or in their files, and are copied to the card block by block, once for forward and once for backward.
-The LoRA, its gradients and the optimizer's state stay on the card.
+The weights live in RAM, or in their files, and are copied to the GPU block by block, once for forward and once for backward.
+The LoRA, its gradients and the optimizer's state stay on the GPU.
 
     python examples/train_lora.py PICTURES "a photo of sks dog"
     python examples/train_lora.py --tiny

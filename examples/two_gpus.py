@@ -1,6 +1,6 @@
-"""FLUX.1 on two GPUs of one machine: each brings a share of every block, and they compute one image together.
+"""FLUX.1 on two GPUs of one machine: each loads a shard of every block, and they compute one image together.
 
-With `--train` they train instead: a LoRA, under DDP, over weights that are shared.
+With `--train` they train instead: a LoRA, under DDP, over the same offloaded weights.
 
     torchrun --nproc_per_node 2 examples/two_gpus.py "a lighthouse in the fog"
     torchrun --nproc_per_node 2 examples/two_gpus.py --train

@@ -1,7 +1,8 @@
 """Wan 2.2 with its two experts of 14 billion parameters on a card with 16 GB.
 
-One expert computes the first steps of a video, and the other one the rest. Both rest in files and in RAM, and the blocks that
-stay on the card are those of the expert that runs. Weights that the checkpoint has in float32 are cast once, into the folder.
+One expert computes the first steps of a video, and the other one the rest. Both live in files and in RAM, and the blocks
+that stay on the GPU are those of the expert that runs. Weights that are float32 in the checkpoint are cast once, into
+the folder.
 
     python examples/wan_two_experts.py "a lighthouse in the fog" --folder /nvme/offload
     python examples/wan_two_experts.py --tiny

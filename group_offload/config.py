@@ -175,17 +175,17 @@ class OffloadConfig:
 
     @property
     def is_leaf_level(self) -> bool:
-        """Whether single layers move."""
+        """True if single layers move, not blocks."""
         return self.offload_type is OffloadType.LEAF_LEVEL
 
     @property
     def has_budgets(self) -> bool:
-        """Whether a plan decides where weights are stored."""
+        """True if a plan decides where weights are stored."""
         return self.vram_budget is not None or self.ram_budget is not None
 
     @property
     def may_lock_files(self) -> bool:
-        """Whether files may be pinned in the page cache."""
+        """True if files may be pinned in the page cache."""
         return self.backend.has_streams and not (self.low_cpu_mem_usage or self.verify_files)
 
     @property

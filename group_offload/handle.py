@@ -128,7 +128,7 @@ class OffloadHandle(Shown, NotCopied):
 
     @property
     def is_active(self) -> bool:
-        """Whether the module is offloaded: true until `remove()`, and as long as the module is there."""
+        """True until `remove()`, or until the module is gone."""
         return self._engine is not None
 
     @property
@@ -205,8 +205,8 @@ class OffloadHandle(Shown, NotCopied):
         """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
 
         The timeline has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy), and one
-        for unpacking where weights may be packed. Each slice is named by its group. Recording takes time, so a traced pass is
-        a little slower.
+        for unpacking where weights may be packed. Each slice is named by its group. Recording takes time, so a traced
+        forward is a little slower.
 
         Raises:
             StateError: a trace is being recorded already.
@@ -235,7 +235,7 @@ class OffloadHandle(Shown, NotCopied):
     def remove(self) -> None:
         """Restore the module: values (with all edits), devices, hooks, `forward`, class.
 
-        Each weight gets separate memory again, on the device where it was, so all of them need room there. All memory that
+        Each weight gets separate memory again, on the device where it was, so all of them need space there. All memory that
         offloading took is free on return. Group files stay for the next time. Repeated calls do nothing, and of a module
         that is gone nothing is left to restore.
 

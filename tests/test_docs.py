@@ -146,6 +146,12 @@ def test_the_docs_stay_small() -> None:
     assert sum(words.values()) <= 35_000, words
 
 
+@pytest.mark.parametrize("word", ["OOM", "12GB", "Colab", 'pipe.to("cuda")', "notebook", "exit code 137"])
+def test_the_docs_have_the_words_that_people_search_for(word: str) -> None:
+    """The search finds whole words: `12 GB` is not `12GB`."""
+    assert any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", page.read_text()) for page in PAGES)
+
+
 # ------------------------------------------------------------------------------------------------ the site
 
 DESCRIBED = re.findall(r"^<!-- ::: group_offload\.(\w+) -->$", (DOCS / "api.md").read_text(), re.MULTILINE)

@@ -48,7 +48,7 @@ class ActivationOffloadHandle(NotCopied):
 
     @property
     def is_active(self) -> bool:
-        """Whether activations are offloaded: true until `remove()`."""
+        """True until `remove()`."""
         return self._session is not None
 
     def stats(self) -> ActivationStats:

@@ -40,9 +40,9 @@ def _wanted(num_bytes: int) -> Any:
 class GroupOffloadStrategy:
     """A strategy for a `ComponentsManager` of Modular Diffusers, some of whose models are group-offloaded.
 
-    A model that the manager moves to the device whole gets its room from weights that offloaded models keep there, and only
-    then from other whole models. (Evicting weights copies nothing: they are in RAM or in a file too.) An offloaded model gets
-    room for the weights that its forward takes, not for all of its weights.
+    Before the manager moves a whole model to the device, it evicts weights that offloaded models keep there, and only then
+    other whole models. (Evicting weights copies nothing: they are in RAM or in a file too.) An offloaded model gets
+    space for the weights that its forward takes, not for all of its weights.
 
     Args:
         memory_reserve_margin: Device memory to leave free for activations: bytes, or a size such as "3GB", as diffusers'

@@ -43,7 +43,7 @@ def from_pretrained(model_class: Any, pretrained_model_name_or_path: str | os.Pa
     weight. Only its casts are postponed: a weight stays in its file, in the file's dtype, until it is cast together with the
     others of its group, and placed. With `offload_to_disk_path` the cast weights are written to that folder and found there
     the next time; weights that need no cast stay in the checkpoint. So at most one group is in RAM. (Without a folder, cast
-    weights rest in RAM, and at most 256 MiB are there in addition.)
+    weights stay in RAM, and at most 256 MiB are there in addition.)
 
     With a `quantization_config` the library's own quantiser makes one weight after another, each time: save the result with
     `save_pretrained` to open it without quantizing.

@@ -22,10 +22,10 @@ class OffloadPlan(Shown):
     details: Plan | None
     """The plan itself: placements, predicted times, stalls and bytes. None if no weights are streamed."""
     device_has_memory: bool = True
-    """Whether the device has its own memory. The CPU hasn't: it uses weights in RAM in place, and only weights that are read
-    from files move."""
+    """True if the device has memory of its own. The CPU uses weights in RAM in place, and only weights that are read from
+    files move."""
     notes: Sequence[str] = ()
-    """Whether GPUs share transfers, with the measured speeds, and what forwards that ran block by block together have saved."""
+    """Why GPUs share transfers or don't, with the measured speeds, and what interleaved forwards have saved."""
     memory: Sequence[tuple[str, int]] = ()
     """Who holds device memory now, or has it kept free: labels and bytes. Empty for the CPU."""
 

@@ -95,9 +95,8 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
     all_packed = [Placement.PACKED if index in packed else at for index, at in enumerate(rests)]
     for number, order in enumerate(_orders(model, able, rests)):
         as_they_are = [(index, Placement.DEVICE) for index in order]
-        if (
-            packed and number < 2
-        ):  # packed first, then as they are; the second needs no room for packed bytes on their way
+        # Packed first, then as they are; the second needs no space for packed bytes on their way.
+        if packed and number < 2:
             as_packed = [(index, Placement.PACKED if index in packed else Placement.DEVICE) for index in order]
             yield _filled(model, rests, as_packed + as_they_are)
             yield _filled(model, all_packed, as_they_are)
@@ -105,6 +104,7 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
     if len(model.uses) <= _MANY_USES:
         for kept in [Placement.PACKED, Placement.DEVICE] if packed else [Placement.DEVICE]:
             yield from _filled_evenly(model, rests, sorted(able, key=model.used.index), kept)
+    yield rests  # a resident can disturb how evenly the others come
 
 
 def _differ(model: PassModel) -> bool:

@@ -81,10 +81,11 @@ def group() -> Any:
         yield group
 
 
-def test_a_rank_alone_shares_with_nobody(group: Any) -> None:
-    model = nn.Linear(2, 2)
-    handle = apply_group_offloading(model, "cpu", process_group=group)
-    assert "no other rank of process_group is on this host" in str(handle.plan)
+def test_a_rank_alone_shares_with_nobody(group: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, why = nn.Linear(2, 2), "no other rank of process_group is on this host"
+    with caplog.at_level("INFO", "group_offload"):
+        handle = apply_group_offloading(model, "cpu", process_group=group)
+    assert why in str(handle.plan) and f"Not sharing transfers of Linear among GPUs: {why}." in caplog.messages
     handle.remove()
 
 

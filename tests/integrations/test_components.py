@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 from group_offload import (
     ConfigError,
@@ -182,15 +183,35 @@ def test_a_component_that_is_part_of_another_goes_with_it(kind: Kind, device: to
     assert not handles_of(pipe)
 
 
-def test_a_model_with_two_names(device: torch.device) -> None:
-    """`model_options` may use either, or both. Hazard: the options of one name are ignored silently."""
-    vae = tiny.kl()
-    both = SimpleNamespace(components={"one": vae, "two": vae})
-    with pytest.raises(ConfigError, match="one and two are names of one model"):
-        enable_group_offload(both, onload_device=device, model_options={"one": LEAVES, "two": BLOCKS})
-    for names in (["two"], ["one", "two"]):
-        handles = enable_group_offload(both, onload_device=device, model_options=dict.fromkeys(names, LEAVES))
-        assert handles["one"] is handles["two"] and handles["one"].config.offload_type == "leaf_level"
+@pytest.mark.parametrize("what", ["a part of it", "a module around it"])
+def test_a_component_that_is_offloaded_in_part_or_in_another_module(
+    what: str, kind: Kind, device: torch.device
+) -> None:
+    """The error names it, and no model of the pipeline is offloaded."""
+    pipe = kind.make()
+    other = pipe.transformer.transformer_blocks[0] if what == "a part of it" else nn.Sequential(pipe.transformer)
+    handle = apply_group_offloading(other, device)
+    with pytest.raises(StateError, match=r"FluxTransformer2DModel.* is already offloaded"):
+        kind.enable(pipe, onload_device=device)
+    assert not handles_of(pipe)
+    disable_group_offload(pipe)
+    assert handle.is_active
+    handle.remove()
+    assert kind.enable(pipe).keys() == models_of(pipe).keys()
+
+
+def test_a_component_with_two_names(kind: Kind, device: torch.device) -> None:
+    """Options of either name are its own, and it's excluded if one of its names is."""
+    pipe = kind.make()
+    both = SimpleNamespace(components={**pipe.components, "decoder": pipe.vae})
+    enable_group_offload(both, onload_device=device, exclude_modules="decoder")
+    assert handle_of(pipe.vae) is None and next(pipe.vae.parameters()).device == device
+    disable_group_offload(both)
+    disagreeing = {"vae": LEAVES, "decoder": BLOCKS}
+    with pytest.raises(ConfigError, match=r"decoder"):
+        enable_group_offload(both, onload_device=device, model_options=disagreeing)
+    handles = enable_group_offload(both, onload_device=device, model_options={"decoder": LEAVES})
+    assert handles["vae"].config.offload_type == "leaf_level"
 
 
 def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> None:
@@ -215,7 +236,7 @@ def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> N
 # ---------------------------------------------------------------- added, replaced, given up
 
 
-@pytest.mark.parametrize("change", ["added", "replaced"])
+@pytest.mark.parametrize("change", ["added", "replaced", "removed alone"])
 def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, device: torch.device) -> None:
     """As the others were. Excluded models stay excluded, until the call says otherwise. Hazard: a component that was
     added later is never offloaded."""
@@ -224,7 +245,10 @@ def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, device: tor
     if change == "added":
         pipe.vae = None
     first = kind.enable(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
-    pipe.vae = vae if change == "added" else kind.make().vae
+    if change == "removed alone":
+        first["vae"].remove()
+    else:
+        pipe.vae = vae if change == "added" else kind.make().vae
     handles = kind.enable(pipe)
     assert handles.keys() == models_of(pipe).keys() - {"text_encoder"}
     assert handles["transformer"] is first["transformer"] and handles["vae"].config.offload_type == "leaf_level"

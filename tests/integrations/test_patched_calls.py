@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +43,7 @@ from ..support.pipelines import (
     models_of,
     weights_of,
 )
+from ..support.processes import ROOT
 
 CPU = torch.device("cpu")
 
@@ -69,6 +73,15 @@ def by_roles(pipe: Any, device: torch.device, folder: Path) -> None:
             imported_before_patching(component, device, CPU, "leaf_level", **options)
 
 
+def the_denoiser(pipe: Any, device: torch.device, folder: Path) -> None:
+    """The others go to the device whole."""
+    for model in models_of(pipe).values():
+        if model is not pipe.transformer and not stock._is_group_offload_enabled(pipe.transformer):
+            model.to(device)
+    options = {"onload_device": device, "offload_device": CPU, "num_blocks_per_group": 1, "use_stream": device != CPU}
+    imported_before_patching(pipe.transformer, offload_type="block_level", **options)
+
+
 def one_by_one(pipe: Any, device: torch.device, folder: Path) -> None:
     """By a name that was imported before, and then by the method."""
     for name, model in models_of(pipe).items():
@@ -82,15 +95,23 @@ def one_by_one(pipe: Any, device: torch.device, folder: Path) -> None:
 PROGRAMS: dict[str, Callable[[Any, torch.device, Path], object]] = {
     "no arguments": lambda pipe, device, folder: pipe.enable_group_offload(),
     "blocks": lambda pipe, device, folder: pipe.enable_group_offload(
-        device, CPU, "block_level", 1, False, False, False, False, None, "vae"
+        device,
+        CPU,
+        "block_level",
+        1,
+        non_blocking=False,
+        use_stream=False,
+        record_stream=False,
+        exclude_modules=["vae"],
     ),
     "leaves in files": lambda pipe, device, folder: pipe.enable_group_offload(
         device, CPU, "leaf_level", None, False, False, False, False, str(folder), "vae"
     ),
+    "the denoiser": the_denoiser,
     "one by one": one_by_one,
     "by roles": by_roles,
 }
-"""How programs call diffusers' group offloading."""
+"""How programs call diffusers' group offloading: SD.Next ("blocks"), unsloth Studio ("the denoiser"), and others."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -110,10 +131,35 @@ def test_calls_of_programs(
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
     pipe.disable_group_offload()
-    assert any(handle.is_active for handle in handles.values()) == (name in ("one by one", "by roles"))
+    assert any(handle.is_active for handle in handles.values()) == (name in ("the denoiser", "one by one", "by roles"))
     for model in models_of(pipe).values():
         remove_group_offloading(model)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
+
+
+def test_a_program_that_accelerate_launches(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import torch
+from accelerate import Accelerator
+from group_offload import handle_of, patch_diffusers
+from tests.support import tiny_models as tiny
+
+accelerator, pipe = Accelerator(), tiny.flux_pipeline()
+patch_diffusers()
+pipe.enable_group_offload(accelerator.device)
+pipe.transformer = accelerator.prepare(pipe.transformer)
+assert torch.equal(tiny.run(pipe), tiny.run(tiny.flux_pipeline().to(accelerator.device)))
+assert handle_of(pipe.transformer).stats().passes
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes=1",
+        tmp_path / "program.py",
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def state_of_diffusers() -> dict[str, Any]:
@@ -202,7 +248,7 @@ def test_modules_offloaded_by_accelerate_are_refused(how: Callable[[Any], object
     how(pipe.transformer)
     before = {name: snapshot(part) for name, part in models_of(pipe).items()}
     for call in (lambda: apply_group_offloading(pipe.transformer, device), lambda: enable_group_offload(pipe, device)):
-        with pytest.raises(ModuleError, match="already offloaded by accelerate"):
+        with pytest.raises(ModuleError, match=r"already offloaded by accelerate\. Call pipe\.remove_all_hooks\(\)"):
             call()
         assert {name: snapshot(part) for name, part in models_of(pipe).items()} == before
 
@@ -222,7 +268,7 @@ def test_accelerate_takes_the_weights_of_an_offloaded_model(
 def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:
     for part in (tiny.flux_transformer(), tiny.flux_transformer().transformer_blocks):
         imported_before_patching(part, device, num_blocks_per_group=1)
-        with pytest.raises(StateError, match="already uses diffusers' group offloading"):
+        with pytest.raises(StateError, match="already uses diffusers' group offloading, which can't be removed"):
             apply_group_offloading(nn.Sequential(part), device)
 
 

@@ -190,7 +190,10 @@ def test_an_offer_that_is_given_up_breaks_the_pass_off(two: Two) -> None:
     assert not job.alone
 
 
-@pytest.mark.parametrize(("fault", "why"), [("is killed", "Rank 5 .*ended"), ("is stopped", "weights from rank 5")])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("is killed", "Rank 5 .*ended"), ("is stopped", "^Timed out after 0.3 s waiting for weights from rank 5")],
+)
 def test_a_rank_that_does_not_send_is_named(fault: str, why: str, monkeypatch: pytest.MonkeyPatch, fresh: Two) -> None:
     if fault == "is stopped":
         tune(monkeypatch, share_limit_seconds=0.3)

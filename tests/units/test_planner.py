@@ -329,6 +329,41 @@ def test_plans_are_about_as_fast_as_the_fastest_known() -> None:
     assert max(over) <= 0.1 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0
 
 
+SHARES, MORE = st.one_of(st.none(), st.floats(0, 1)), st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0.01, 0.5))
+
+
+@given(
+    *(
+        st.sampled_from([*names])
+        for names in (GOLDEN["models"], GOLDEN["machines"], ["plain", "packed", "packed files"])
+    ),
+    *(SHARES, SHARES, MORE, MORE),
+)
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_more_memory_is_never_slower(
+    model: str, machine: str, kind: str, device: float | None, ram: float | None, more_device: float, more_ram: float
+) -> None:
+    """But for 5%: few fillings are tried, and what is packed is unpacked. Hazard: a plan for more memory is slower."""
+    problem, seconds = golden(model, machine, kind, None, None), []
+    total = sum(group.num_bytes for group in problem.groups)
+    for device_share, ram_share in ((0.0, 0.0), (more_device, more_ram)):
+        ram_bytes = None if ram is None else int((ram + ram_share) * total)
+        least = smallest_device_bytes(within(problem, None, ram_bytes))
+        device_bytes = None if device is None else least + int((device + device_share) * total)
+        seconds.append(make_plan(within(problem, device_bytes, ram_bytes)).prediction.step_seconds)
+    assert seconds[1] <= seconds[0] * 1.05
+
+
+def test_more_memory_is_one_more_group_where_groups_are_large() -> None:
+    """1 GiB more would change nothing where the smallest thing that can move has more than that."""
+    problem = problem_of(groups_of([1200 * MIB] * 8), speeds=Speeds(h2d=50e9, drive=2e9))
+    plan = make_plan(replace(problem, rests=(R,) * 2 + (F,) * 6))
+    assert plan.more_bytes == 1200 * MIB
+    assert plan.would_save("RAM", plan.gain_from(ram_bytes=plan.more_bytes)).startswith(
+        "1.18 GiB more RAM would save 6"
+    )
+
+
 # Bad input
 
 
