@@ -22,7 +22,7 @@ from group_offload.base.tuning import tuning
 
 from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import Twins, forward, from_file, offload
+from ..support.on_device import Twins, forward, from_file, offload, twin_on
 from ..support.processes import run_python
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
@@ -107,12 +107,6 @@ def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: 
         assert pair.resident_bytes >= min(num_bytes - outer, least)
 
 
-def place(resident: RoutedModel, tier: str, folder: Path) -> tuple[Any, dict[str, Any]]:
-    if tier == "checkpoint":
-        return from_file(resident, folder / "model.safetensors"), {"offload_device": "disk"}
-    return copy.deepcopy(resident), {"offload_to_disk_path": folder}
-
-
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
 @pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -127,7 +121,7 @@ def test_a_budget_for_ram(
     """So much of the files is page-locked, after they were read once, and the rest is read past the page cache."""
     tune(monkeypatch, chunk_bytes=8192, small_chunk_bytes=8192)
     resident = RoutedModel([1000] * 8).eval()
-    model, files = place(resident, tier, tmp_path)
+    model, files = twin_on(tier, resident, tmp_path)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     num_bytes += num_bytes // 10  # blobs begin where kernels want them to
     ram_share = int(share * num_bytes)
@@ -314,7 +308,7 @@ def test_ram_that_others_need(
 ) -> None:
     """Page-locked files are given up, a part at a time, and read instead. The system is asked at most once a second."""
     resident, looks = RoutedModel([1000] * 8).eval(), list[int]()
-    model, files = place(resident, "checkpoint", tmp_path)
+    model, files = twin_on("checkpoint", resident, tmp_path)
     with Pair(device, resident, model, **files, ram_budget="1GiB", ram_share=1 << 20) as pair:
         pair.run(3)
         monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: looks.append(1) or 1000)
@@ -393,7 +387,7 @@ def locked_bytes(pair: Pair) -> int:
 def test_a_module_that_is_cut_again_keeps_its_ram(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
     """By then the process has taken what weights are read into, pages that it has locked, and whatever else it needs."""
     resident = RoutedModel(WIDTHS).eval()
-    model, files = place(resident, "checkpoint", tmp_path)
+    model, files = twin_on("checkpoint", resident, tmp_path)
     with Pair(device, resident, model, ram_budget=budget_for(20_000), **files) as pair:
         pair.run(3)
         locked = locked_bytes(pair)

@@ -70,12 +70,28 @@ def some(most: int = 0, seed: int = SEED) -> Places:
     return Places(None if STRIKES == "each" else max(most, int(STRIKES)), seed)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS if STRIKES == "each" else ["any"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
+SWEPT: list[tuple[Scenario, str, int, type[BaseException]]] = [
+    *(
+        (each, name, 0, KeyboardInterrupt)
+        for each in SCENARIOS
+        for name in (OPERATIONS if STRIKES == "each" else ["any"])
+    ),
+    *((SCENARIOS[number], "apply", 30, KeyboardInterrupt) for number in (0, 1, 2, 4, 5, 6, 10, 12)),
+    *((SCENARIOS[number], "refresh", 30, KeyboardInterrupt) for number in (2, 11)),
+    *((SCENARIOS[number], "forward", 0, error) for number in (0, 3, 10) for error in (MemoryError, RuntimeError)),
+]
+"""Scenarios, operations, how many places at least, and what is raised there."""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "operation", "most", "error"), SWEPT, ids=lambda each: getattr(each, "__name__", str(each))
+)
+def test_interrupts_at_a_few_places(scenario: Scenario, operation: str, most: int, error: type[BaseException]) -> None:
+    """Of a set-up also between a hook and what torch notes of it: nothing is left half offloaded. As edited weights of files
+    move to RAM ("refresh") no edit is lost, nor is the next one, and files keep their bytes."""
     chosen = random.Random(f"{SEED} {scenario}").choice([*OPERATIONS]) if operation == "any" else operation
     for attempt in range(4):  # an operation may come to none of the places as often as it did when they were counted
-        result = interrupts.sweep(scenario, chosen, some(seed=SEED + attempt))
+        result = interrupts.sweep(scenario, chosen, some(most, SEED + attempt), error)
         if result.struck or result.failures:
             break
     assert result.struck and not result.failures, (chosen, SEED, result.failures)
@@ -117,33 +133,11 @@ def test_interrupts_inside_of_functions(name: str, operation: str, functions: tu
     assert result.struck > len(functions) and not result.failures, (SEED, result.failures)
 
 
-@pytest.mark.parametrize("scenario", [SCENARIOS[number] for number in (0, 1, 2, 4, 5, 6, 10, 12)], ids=str)
-def test_interrupts_of_a_set_up(scenario: Scenario) -> None:
-    """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
-    result = interrupts.sweep(scenario, "apply", some(30))
-    assert result.struck and not result.failures, (SEED, result.failures)
-
-
-@pytest.mark.parametrize("name", ["cpu files", "simulated files leaf"])
-def test_interrupts_while_edited_weights_of_files_move_to_ram(name: str) -> None:
-    """No edit is lost, nor is the next one, and files keep their bytes."""
-    scenario = next(each for each in SCENARIOS if each.name == name)
-    result = interrupts.sweep(scenario, "refresh", some(30))
-    assert result.struck and not result.failures, (SEED, result.failures)
-
-
 @pytest.mark.parametrize("where", ["cpu", "random"])
 def test_interrupts_of_a_step_with_activations(where: str) -> None:
     """Else gradients are wrong, or memory is freed under a copy."""
     result = interrupts.sweep_activations(where, some(8))
     assert result.struck and not result.failures, (SEED, result.failures)
-
-
-@pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
-    result = interrupts.sweep(scenario, "forward", some(), error)
-    assert not result.failures, (SEED, result.failures)
 
 
 def test_real_signals() -> None:

@@ -56,6 +56,7 @@ from ..support.on_device import (
     packing,
     raise_interrupt,
     several,
+    twin_on,
 )
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
@@ -273,11 +274,8 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
 @pytest.mark.parametrize("where", ["checkpoint", "folder"])
 def test_an_edit_of_what_is_read_ahead(where: str) -> None:
     """The old bytes lie in the staging memory, for a group that has no slot yet."""
-    model: Any = RoutedModel([16] * 6)
     with drive(laziness="random", frames=True) as (device, _, folder, _):
-        options: dict[str, Any] = {"offload_to_disk_path": folder}
-        if where == "checkpoint":
-            model, options = from_file(model, folder / "model.safetensors"), {"offload_device": "disk"}
+        model, options = twin_on(where, RoutedModel([16] * 6), folder)
         with Twins(device, model, **options) as twins:
             for _ in range(2):  # the first one learns the order
                 twins.step()

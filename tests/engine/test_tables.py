@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import os
 from collections.abc import Iterator
@@ -19,13 +18,13 @@ from group_offload.base.mapping import cached_bytes, forget_writes
 
 from ..support import tiny_models as tiny
 from ..support.models import make as make_model
-from ..support.on_device import from_file, offload
+from ..support.on_device import offload, twin_on
+from ..support.rigs import LEVELS
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
 NUM_ROWS, DIM = 4096, 64
 TABLE_BYTES = NUM_ROWS * DIM * 4
-LEVELS = ["block_level", "leaf_level"]
 TIERS = ["ram", "folder", "checkpoint"]
 
 
@@ -71,11 +70,8 @@ def make(embedding: nn.Embedding | None = None) -> Encoder:
 
 
 def offloaded(resident: nn.Module, tier: str, folder: Path, **options: Any) -> tuple[nn.Module, OffloadHandle]:
-    if tier == "checkpoint":
-        model = from_file(resident, folder / "model.safetensors")
-        return model, offload(model, offload_device="disk", **options)
-    model = copy.deepcopy(resident)
-    return model, offload(model, offload_to_disk_path=folder if tier == "folder" else None, **options)
+    model, where = twin_on(tier, resident, folder)
+    return model, offload(model, **where, **options)
 
 
 def indices(seed: int = 0) -> torch.Tensor:
@@ -157,8 +153,7 @@ def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.Mon
     resident = kind().eval()
     table = resident.get_input_embeddings().weight
     tune(monkeypatch, table_bytes=table.nbytes)
-    model = copy.deepcopy(resident)
-    handle = offload(model, offload_type=level, offload_to_disk_path=tmp_path if tier == "folder" else None)
+    model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
     assert sum("looked up" in group.where for group in handle.groups) == 1
     x = torch.randint(table.shape[0], (2, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
