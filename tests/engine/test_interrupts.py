@@ -11,9 +11,9 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,16 +229,6 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
                 twins.step(x=inputs())
 
 
-@contextmanager
-def twins_that_stay() -> Iterator[Twins]:
-    """All groups are on the device."""
-    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(), vram_budget="1GiB") as twins:
-        for _ in range(4):
-            twins.step(x=inputs())
-        assert twins.handle.stats().resident_bytes
-        yield twins
-
-
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it would compute with."""
 
@@ -312,8 +302,11 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
 
 def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets memory of its own, and takes none that the first one is looking at."""
-    with twins_that_stay() as twins:
-        other = Twins(twins.device, make(Model, seed=1))
+    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(), vram_budget="1GiB") as twins:
+        for _ in range(4):
+            twins.step(x=inputs())
+        assert twins.handle.stats().resident_bytes
+        other = Twins(device, make(Model, seed=1))
         before = twins.handle.stats().onloads
         placer: Any = engine_of(twins.handle).placer
         real = placer.replan

@@ -22,7 +22,7 @@ from group_offload import ModuleError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
-from ..support.rigs import LEVELS, TIERS, OnloadedOnly, offload_to, pair
+from ..support.rigs import OnloadedOnly, offload_to, pair
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 DIM = 8
@@ -128,14 +128,12 @@ def check(model: Any, reference: Any, passes: int = 2) -> None:
             assert_at_rest(model, reference)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_bits(level: str, tier: str, tmp_path: Path) -> None:
+def test_bits(level: str, folder: Path | None) -> None:
     """No weight is read where it rests, whichever method is called, in whichever order. Hazard: a pipeline reads weights
     outside of any `forward` (diffusers #13666, #14695)."""
     model, reference = pair(Autoencoder)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
-    handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    handle = offload_to(folder, model, level)
     check(model, reference)
     handle.remove()
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before
@@ -227,7 +225,6 @@ def test_callers_see_the_method() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("what", ["method", "blocks"])
 def test_compiled(what: str, is_late: bool, level: str) -> None:

@@ -20,8 +20,7 @@ from group_offload.stores.packed import PackedImage
 from ..support.inside import engine_of
 from ..support.models import DIM
 from ..support.on_device import from_file, offload, packing
-from ..support.packed_files import DAMAGES, packed_names
-from ..support.packed_models import packed_twins, routed, scale
+from ..support.packed_files import DAMAGES, packed_names, packed_twins, routed, scale
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 SOURCES = ["checkpoint", "folder"]

@@ -18,8 +18,7 @@ from group_offload.stores.folder import Folder
 from ..support.folders import headers_in
 from ..support.inside import engine_of
 from ..support.on_device import Twins, from_file, packing
-from ..support.packed_files import DAMAGES, flip, packed_names
-from ..support.packed_models import gained, groups_of, packed_twins, routed, scale, settled
+from ..support.packed_files import DAMAGES, flip, gained, groups_of, packed_names, packed_twins, routed, scale, settled
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds

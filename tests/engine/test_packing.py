@@ -28,8 +28,8 @@ from group_offload.stores.packed import LockedMemory
 
 from ..support import tiny_models as tiny
 from ..support.inside import engine_of, wait_until_enqueued
-from ..support.on_device import Twins, from_file, offload, packing
-from ..support.packed_models import gained, routed, settled, twin_of
+from ..support.on_device import Twins, from_file, offload, packing, twin_on
+from ..support.packed_files import gained, routed, settled
 from ..support.reads import watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -96,7 +96,7 @@ def test_what_was_edited_is_packed_again(source: str, device: SimulatedDevice, t
                 model.blocks[number].up.weight.mul_(1.5)
 
     resident = routed([2400] * 4)  # an edited tensor of a checkpoint is packed apart from the others
-    with Twins(device, twin_of(resident, source, tmp_path), resident, pack=True) as twins:
+    with Twins(device, twin_on(source, resident, tmp_path)[0], resident, pack=True) as twins:
         twins.run(2)
         for number in range(3):  # they are sent as they are at first, and packed later
             twins.edit(change, number)
@@ -159,7 +159,7 @@ def test_what_does_not_fit_into_ram_stays_plain(
         options["offload_device"] = "disk"
         tune(monkeypatch, locked_share=0.0)
     resident = routed([600] * 3)
-    model = twin_of(resident, source, tmp_path)
+    model = twin_on(source, resident, tmp_path)[0]
     with (
         caplog.at_level(logging.WARNING, "group_offload"),
         watch_file_reads(device),

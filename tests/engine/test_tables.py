@@ -19,7 +19,6 @@ from group_offload.base.mapping import cached_bytes, forget_writes
 from ..support import tiny_models as tiny
 from ..support.models import make as make_model
 from ..support.on_device import offload, twin_on
-from ..support.rigs import LEVELS
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -89,7 +88,6 @@ def check(device: SimulatedDevice, model: nn.Module, resident: nn.Module, x: tor
         assert torch.equal(run(device, model, x), resident(x))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", [None, Centred])
 def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
@@ -121,7 +119,6 @@ def test_options_with_which_a_table_moves(options: dict[str, Any], device: Simul
     handle.remove()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", TIERS)
 def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
     resident = make()
@@ -145,7 +142,6 @@ def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevic
     assert torch.equal(model.embed.weight, resident.embed.weight)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", ["ram", "folder"])
 @pytest.mark.parametrize("kind", [tiny.t5, tiny.clip])
 def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +194,6 @@ class Reading(Encoder):
         return F.linear(super().forward(indices), self.embed.weight)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("kind", "is_table"),
     [
