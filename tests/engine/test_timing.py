@@ -39,22 +39,19 @@ DOUBLE_SECONDS, SINGLE_SECONDS, REST_SECONDS = 0.00334, 0.00289, 0.0005
 COMPUTE = 19 * DOUBLE_SECONDS + 38 * SINGLE_SECONDS + REST_SECONDS
 
 
+_device: TimedDevice = None  # type: ignore[assignment]
+"""What layers compute on. It is no state of theirs: a module that keeps such things could not be told to be unchanged."""
+
+
 class Timed(nn.Module):
     def __init__(self, num_bytes: int, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_bytes // 2, dtype=torch.bfloat16), requires_grad=False)
         self.seconds = seconds
-        self.device: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.device.compute(self.seconds)
+        _device.compute(self.seconds)
         return x
-
-
-def put_on(device: Any, model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, Timed):
-            module.device = device
 
 
 class Flux(nn.Module):
@@ -80,13 +77,17 @@ def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, **{name: getattr(tuning(), name) // SCALE for name in names})
 
 
+def a_device(monkeypatch: pytest.MonkeyPatch) -> TimedDevice:
+    device = TimedDevice(LINK)
+    use_speeds(monkeypatch, h2d=int(LINK))
+    monkeypatch.setattr(f"{__name__}._device", device)
+    return device
+
+
 @contextmanager
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
     tune(monkeypatch, min_packed_bytes=tuning().min_packed_bytes // SCALE)
-    device = TimedDevice(LINK)
-    use_speeds(monkeypatch, h2d=int(LINK))
-    model = Flux()
-    put_on(device, model)
+    device, model = a_device(monkeypatch), Flux()
     with use_simulated_device(device):  # type: ignore[arg-type]
         handle = apply_group_offloading(model, "cpu", **options)
         yield device, model, handle
@@ -209,13 +210,9 @@ def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: 
 
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two transformers of one class share the device, used in different steps, as in Wan 2.2."""
-    device = TimedDevice(LINK)
-    use_speeds(monkeypatch, h2d=int(LINK))
-    budget = TOTAL * 6 // 10
+    device, budget = a_device(monkeypatch), TOTAL * 6 // 10
     with use_simulated_device(device):  # type: ignore[arg-type]
         models = [Flux(), Flux()]
-        for model in models:
-            put_on(device, model)
         handles = [apply_group_offloading(model, "cpu", vram_budget=budget) for model in models]
         for model in models * 2:
             steady = steps(device, model, 8)[-1]
@@ -229,18 +226,6 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
         assert device.peak_bytes_in_use() <= budget
         for handle in handles:
             handle.remove()
-
-
-class Clock:
-    """A part of the device that is no state of the model: nobody looks at what a function has closed over."""
-
-    __slots__ = ("compute",)
-
-    def __init__(self, device: TimedDevice) -> None:
-        def compute(seconds: float) -> None:
-            device.compute(seconds)
-
-        self.compute = compute
 
 
 class Guided(Flux):
@@ -260,7 +245,6 @@ def guided_pipeline(
         handle.remove()
         device.scale = scale
         model.eval()
-        put_on(Clock(device), model)
 
         def run(num_steps: int) -> float:
             begun = device.now
