@@ -20,7 +20,7 @@ from ..support import edits
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.faults import raise_at
 from ..support.models import WIDTH, Model, inputs, make
-from ..support.on_device import Twins, from_file
+from ..support.on_device import Twins, from_file, twin_on
 from ..support.rigs import check, offload_to, pair, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -33,27 +33,23 @@ IN_MODULES = (
 IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.bfloat16))
 
 
-HOMES: dict[str, dict[str, Any]] = {
-    "ram": {},
-    "ram, leaves": {"offload_type": "leaf_level"},
-    "files": {"offload_to_disk_path": True},
-    "files, budgets": {"offload_to_disk_path": True, "vram_budget": "1GiB", "ram_budget": "80%"},
-    "checkpoint": {"offload_device": "disk"},
-    "checkpoint, leaves": {"offload_device": "disk", "offload_type": "leaf_level"},
-    "checkpoint, budget": {"offload_device": "disk", "ram_budget": "80%"},
-}
+HOMES: list[tuple[str, dict[str, Any]]] = [
+    ("ram", {}),
+    ("ram", {"offload_type": "leaf_level"}),
+    ("folder", {}),
+    ("folder", {"vram_budget": "1GiB", "ram_budget": "80%"}),
+    ("checkpoint", {}),
+    ("checkpoint", {"offload_type": "leaf_level"}),
+    ("checkpoint", {"ram_budget": "80%"}),
+]
 
 
-@pytest.fixture(params=HOMES)
+@pytest.fixture(params=HOMES, ids=str)
 def twins(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Twins]:
     """A model on a tier, at a level, and its resident twin."""
-    options = dict(HOMES[request.param])
-    model = make(Model)
-    if "offload_device" in options:
-        model = from_file(model, tmp_path / "model.safetensors")
-    if "offload_to_disk_path" in options:
-        options["offload_to_disk_path"] = tmp_path
-    with use_simulated_device(SimulatedDevice(0)) as device, Twins(device, model, **options) as twins:
+    tier, options = request.param
+    model, home = twin_on(tier, make(Model), tmp_path)
+    with use_simulated_device(SimulatedDevice(0)) as device, Twins(device, model, **home, **options) as twins:
         yield twins
 
 

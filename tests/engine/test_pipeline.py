@@ -270,19 +270,14 @@ def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], de
     pipe.remove()
 
 
-def with_one_expert(device: SimulatedDevice, **options: Any) -> tuple[PretendPipeline, int]:
-    """A pipeline of two experts with room for the blocks of one, and its budget."""
-    pipe = PretendPipeline(device, transformer_2=5)
-    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = peak_without_budget(device) + one
-    return pipe.offload(vram_budget=budget, **options), budget
-
-
 @pytest.mark.parametrize("wrong", ["another step", "another model", "an error"])
 def test_experts_displace_each_other(wrong: str, device: SimulatedDevice) -> None:
     """Each runs four steps in a row: with room for one of the two, the later steps of both send nothing. A wrong guess of who
     leaves costs transfers: at most once what was given up, and once what came in its place. The budget holds."""
-    pipe, budget = with_one_expert(device)
+    pipe = PretendPipeline(device, transformer_2=5)
+    budget = peak_without_budget(device)
+    budget += sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    pipe.offload(vram_budget=budget)
     for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
         if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
             assert not passed.num_bytes, passed

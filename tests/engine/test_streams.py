@@ -144,20 +144,6 @@ class Fork(nn.Module):
         return x, y
 
 
-def test_a_block_on_two_streams_that_nothing_orders() -> None:
-    device = SimulatedDevice(0, "lazy")
-    model = Fork(device, 0)
-    with use_simulated_device(device):
-        handle = offload(model)
-        for _ in range(3):
-            x = device.put(torch.randn(2, DIM))
-            with device.use_stream(model.device[1]):
-                y = device.put(torch.randn(2, DIM))
-            with torch.no_grad(), device.running():
-                device.get(model(x, y)[1])
-        handle.remove()
-
-
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
 def test_what_a_forward_changed_is_fetched_after_it_was_changed(options: dict[str, Any]) -> None:
     """The pass ends on another stream than the one on which a block, still expected again, was used last."""
@@ -482,10 +468,12 @@ def test_the_bytes_of_what_could_not_be_read_go_to_others() -> None:
         del memory
 
 
+@pytest.mark.parametrize("at", [3, 0])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any]) -> None:
+def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any], at: int) -> None:
+    """With 0 a block is on two streams that nothing orders."""
     device = SimulatedDevice(0, "lazy")
-    model, other = Fork(device, 3), Fork(device, 3)
+    model, other = Fork(device, at), Fork(device, at)
     side = model.device[1]
     other.device = model.device
     x, y = torch.randn(2, DIM), torch.randn(2, DIM)

@@ -133,21 +133,11 @@ tune(segment_bytes=32 << 20)
 peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 where = contextlib.nullcontext()
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24)).requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
 if sys.argv[1] == "mapped twice":
     from tests.support.simulated import SimulatedDevice, use_simulated_device
     where = use_simulated_device(SimulatedDevice())
 with where:
-    model = Chain()
+    model = Blocks(*(nn.Linear(2048, 2048, bias=False) for _ in range(24))).requires_grad_(False)
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=sys.argv[2] if sys.argv[1] == "edited" else None)
     if sys.argv[1] == "edited":
         for number in range(24):
