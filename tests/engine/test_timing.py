@@ -177,35 +177,29 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
             assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
 
 
-@pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])
-def test_the_plan_follows_compute(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device becomes slower or faster: the 16th and the 32nd pass show that, and then the plan is for it."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *([(1.0, 8, 1), (scale, 26, 1)] for scale in (1.15, 0.7, 3.0)),
+        [(1.0, 6, 1), (4.0, 6, 4)],
+        [(4.0, 6, 4), (1.0, 6, 1)],
+    ],
+    ids=str,
+)
+def test_the_plan_follows_compute(changes: list[tuple[float, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device becomes slower or faster: the 16th and the 32nd pass show that, and then the plan is for it. Inputs of another
+    size compute for another time: what the others took does not count."""
     with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
-        steps(device, model, 8)
-        device.scale = factor
-        steps(device, model, 26)
+        for scale, num_steps, size in changes:
+            device.scale = scale
+            steps(device, model, num_steps, torch.zeros(size))
+            assert handle.plan.details is not None
+            prediction = handle.plan.details.prediction
+            assert prediction.compute_seconds == pytest.approx(COMPUTE * scale, rel=0.001)
         before = device.copied_bytes
-        (seconds,) = steps(device, model, 1)
-        assert handle.plan.details is not None
-        prediction = handle.plan.details.prediction
-        assert prediction.compute_seconds == pytest.approx(COMPUTE * factor, rel=0.001)
-        assert prediction.step_seconds == pytest.approx(seconds, rel=0.01)
-        assert seconds <= 1.02 * limit(device.copied_bytes - before, COMPUTE * factor)
-
-
-@pytest.mark.parametrize("is_first_larger", [False, True])
-def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of another size compute for another time: what the others took does not count."""
-    sizes = (4, 1) if is_first_larger else (1, 4)
-    with offloaded(monkeypatch, vram_budget=TOTAL * 6 // 10) as (device, model, handle):
-        for size in sizes:
-            device.scale = float(size)
-            steps(device, model, 6, torch.zeros(size))
-            details = handle.plan.details
-            assert details is not None
-            assert details.prediction.compute_seconds == pytest.approx(COMPUTE * size, rel=0.001)
         (seconds,) = steps(device, model, 1, torch.zeros(size))
-        assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
+        assert prediction.step_seconds == pytest.approx(seconds, rel=0.01)
+        assert seconds <= 1.02 * limit(device.copied_bytes - before, COMPUTE * scale)
 
 
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
