@@ -207,40 +207,29 @@ def _let_be_skipped(block: nn.Module) -> None:
 # ---------------------------------------------------------------- what is swept
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A tier, a level, a device."""
-
-    name: str
-    options: dict[str, Any]
-    is_simulated: bool = False
-
-    def __str__(self) -> str:
-        return self.name
-
-
-SCENARIOS = [
-    Scenario("cpu ram", {}),
-    Scenario("cpu ram leaf", {"offload_type": "leaf_level"}),
-    Scenario("cpu files", {"in_files": True}),
-    Scenario("cpu files leaf", {"in_files": True, "offload_type": "leaf_level"}),
-    Scenario("cpu checkpoint", {"in_checkpoint": True}),
-    Scenario("simulated ram", {}, True),
-    Scenario("simulated ram leaf", {"offload_type": "leaf_level"}, True),
-    Scenario("simulated record_stream", {"record_stream": True}, True),
-    Scenario("simulated no stream", {"use_stream": False}, True),
-    Scenario("simulated ram, not locked", {"low_cpu_mem_usage": True}, True),
-    Scenario("simulated files", {"in_files": True}, True),
-    Scenario("simulated files leaf", {"in_files": True, "offload_type": "leaf_level"}, True),
-    Scenario("simulated checkpoint", {"in_checkpoint": True}, True),
-    Scenario("simulated budget", {"vram_budget": 30_000, "in_checkpoint": True}, True),
-    Scenario("simulated, blocks that a hook may skip", {"has_skips": True}, True),
-    Scenario("simulated packed", {"pack": True}, True),
-    Scenario("simulated packed files", {"pack": True, "in_checkpoint": True, "reads_packed": True}, True),
-    Scenario("simulated packed, budget", {"pack": True, "vram_budget": 150_000}, True),
-    Scenario("simulated pipeline", {"in_checkpoint": True, "in_pipeline": True}, True),
-    Scenario("simulated pipeline, budget", {"vram_budget": 30_000, "in_pipeline": True}, True),
-]
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "cpu ram": {},
+    "cpu ram leaf": {"offload_type": "leaf_level"},
+    "cpu files": {"in_files": True},
+    "cpu files leaf": {"in_files": True, "offload_type": "leaf_level"},
+    "cpu checkpoint": {"in_checkpoint": True},
+    "simulated ram": {},
+    "simulated ram leaf": {"offload_type": "leaf_level"},
+    "simulated record_stream": {"record_stream": True},
+    "simulated no stream": {"use_stream": False},
+    "simulated ram, not locked": {"low_cpu_mem_usage": True},
+    "simulated files": {"in_files": True},
+    "simulated files leaf": {"in_files": True, "offload_type": "leaf_level"},
+    "simulated checkpoint": {"in_checkpoint": True},
+    "simulated budget": {"vram_budget": 30_000, "in_checkpoint": True},
+    "simulated, blocks that a hook may skip": {"has_skips": True},
+    "simulated packed": {"pack": True},
+    "simulated packed files": {"pack": True, "in_checkpoint": True, "reads_packed": True},
+    "simulated packed, budget": {"pack": True, "vram_budget": 150_000},
+    "simulated pipeline": {"in_checkpoint": True, "in_pipeline": True},
+    "simulated pipeline, budget": {"vram_budget": 30_000, "in_pipeline": True},
+}
+"""A device, a tier and a level, and the options for them. `Rig` takes some of these, and `apply_group_offloading` the rest."""
 
 
 def attributes(module: nn.Module) -> dict[str, set[str]]:
@@ -250,16 +239,15 @@ def attributes(module: nn.Module) -> dict[str, set[str]]:
 class Rig:
     """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
 
-    def __init__(self, scenario: Scenario, stack: ExitStack, seed: int = 0) -> None:
+    def __init__(self, scenario: str, stack: ExitStack, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.scenario = scenario
         self._rng = random.Random(seed)
         self.taken_out: list[nn.Module] = []
-        self.device = SimulatedDevice(seed, "random") if scenario.is_simulated else None
+        self.device = SimulatedDevice(seed, "random") if scenario.startswith("simulated") else None
         if self.device is not None:
             stack.enter_context(use_simulated_device(self.device))
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.options = dict(scenario.options)
+        self.options = dict(SCENARIOS[scenario])
         tune(stack.enter_context(pytest.MonkeyPatch.context()), device_margin_bytes=0)
         if self.options.get("pack"):
             stack.enter_context(packing(locked_share=0.0 if self.options.pop("reads_packed", False) else 0.5))
@@ -560,10 +548,10 @@ def _strike_again(
     return result, rig
 
 
-def sweep(scenario: Scenario, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
+def sweep(scenario: str, operation: str, places: Places, error: type[BaseException] = KeyboardInterrupt) -> Result:
     """Strike an operation of one model; of a new one each time where that can happen once in its life."""
     trains, is_last = operation == "backward", operation in ("apply", "remove")
-    leaves_files = operation == "refresh" and "in_files" in scenario.options
+    leaves_files = operation == "refresh" and "in_files" in SCENARIOS[scenario]
 
     def begin() -> Rig:
         stack.close()
@@ -694,7 +682,7 @@ def _raise(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def strike_by_signals(scenario: Scenario, seconds: float, seed: int = 0, least: int = 0) -> Result:
+def strike_by_signals(scenario: str, seconds: float, seed: int = 0, least: int = 0) -> Result:
     """Forwards of one model under a timer's signals, which strike anywhere; whole ones in between.
 
     Args:

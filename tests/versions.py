@@ -60,7 +60,8 @@ def run_row(row: Row, folder: Path, arguments: list[str]) -> str:
     python = python_of(row.python)
     if python is None:
         return f"not run: there is no Python {row.python} here"
-    with (folder / f"{row.name}.log").open("w") as log, tempfile.TemporaryDirectory(dir=folder) as place:
+    path = folder / f"{row.name}.log"
+    with path.open("w") as log, tempfile.TemporaryDirectory(dir=folder) as place:
         here = Path(place) / "bin" / "python"
         install = [str(here), "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
         others = [f"diffusers=={row.diffusers}", *(row.others or ("transformers",)), *OTHERS, *RUNNERS]
@@ -71,17 +72,9 @@ def run_row(row: Row, folder: Path, arguments: list[str]) -> str:
                 return f"not run: {' '.join(command[1:4])} failed"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": f"{place}/bytecode"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        tests = [
-            str(here),
-            "-m",
-            "pytest",
-            *["-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "worksteal"],
-            *arguments,
-        ]
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(tests, cwd=ROOT, env=environment, **output)
-        log.write(done.stdout)
-    last = re.findall(r"^.*\b(?:passed|failed|error)\b.* in .*$", done.stdout, re.MULTILINE)
+        tests = [str(here), "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "worksteal"]
+        done = subprocess.run([*tests, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    last = re.findall(r"^.*\b(?:passed|failed|error)\b.* in .*$", path.read_text(), re.MULTILINE)
     return last[-1].strip("= ") if last else f"pytest ended with {done.returncode}"
 
 

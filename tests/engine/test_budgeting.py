@@ -21,8 +21,8 @@ from group_offload import (
 from group_offload.base.tuning import tuning
 
 from ..support.inside import engine_of, wait_until_enqueued
-from ..support.models import DIM, RoutedModel
-from ..support.on_device import Twins, forward, from_file, offload
+from ..support.models import DIM, Blocks, RoutedModel
+from ..support.on_device import Twins, forward, from_file, offload, twin_on
 from ..support.processes import run_python
 from ..support.reads import watch_file_reads
 from ..support.rigs import run
@@ -45,44 +45,32 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
         yield device
 
 
-class Pair(Twins):
-    """What its handle says of it."""
+def bytes_of(pair: Twins) -> int:
+    return sum(group.num_bytes for group in pair.handle.groups)
 
-    def __init__(self, device: SimulatedDevice, resident: Any, model: Any = None, **options: Any) -> None:
-        super().__init__(device, copy.deepcopy(resident) if model is None else model, resident, **options)
-        self.num_bytes = sum(group.num_bytes for group in self.handle.groups)
 
-    @property
-    def resident_bytes(self) -> int:
-        return self.handle.stats().resident_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.handle.stats().pinned_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """What was read of the drive, once all that is read ahead was."""
-        wait_until_enqueued(self.handle)
-        read = self.handle.stats().bytes_read
-        return read["direct"] + read["page cache"]
+def bytes_read_by(pair: Twins) -> int:
+    """What was read of the drive, once all that is read ahead was."""
+    wait_until_enqueued(pair.handle)
+    read = pair.handle.stats().bytes_read
+    return read["direct"] + read["page cache"]
 
 
 def needed(device: SimulatedDevice, resident: RoutedModel, **options: Any) -> tuple[int, int]:
     """Bytes of weights, and the device's peak without a budget."""
-    with Pair(device, resident, **options) as pair:
+    with Twins(device, resident, **options) as pair:
         pair.run(2)
-        peak = device.peak_bytes_in_use()
+        found = bytes_of(pair), device.peak_bytes_in_use()
     device.reset_peak()
-    return pair.num_bytes, peak
+    return found
 
 
-def all_resident(device: SimulatedDevice, **options: Any) -> Pair:
+def all_resident(device: SimulatedDevice, **options: Any) -> Twins:
     """Twins with room for all weights on the device."""
     resident = RoutedModel(WIDTHS).eval()
-    pair = Pair(device, resident, vram_budget=sum(needed(device, resident, **options)), **options)
+    pair = Twins(device, resident, vram_budget=sum(needed(device, resident, **options)), **options)
     pair.run(4)
-    assert pair.resident_bytes
+    assert pair.handle.stats().resident_bytes
     return pair
 
 
@@ -93,24 +81,18 @@ def test_a_budget_for_the_device(share: float, options: dict[str, Any], device: 
     resident = RoutedModel(WIDTHS).eval()
     num_bytes, peak = needed(device, resident, **options)
     budget = peak + int(share * num_bytes)
-    with Pair(device, resident, vram_budget=budget, **options) as pair:
+    with Twins(device, resident, vram_budget=budget, **options) as pair:
         for _ in range(6):
             before = pair.handle.stats().bytes_onloaded["ram"]
             pair.run()
             assert device.peak_bytes_in_use() <= budget
         sent = pair.handle.stats().bytes_onloaded["ram"] - before
         outer = num_bytes - sum(group.num_bytes for group in pair.handle.plan.details.problem.groups)
-        assert sent <= num_bytes - outer - pair.resident_bytes
+        assert sent <= num_bytes - outer - pair.handle.stats().resident_bytes
         # Memory that is taken just in time may count twice: among activations, and as slots.
         largest = max(group.num_bytes for group in pair.handle.groups)
         least = share * num_bytes - largest * (4 if options else 1)
-        assert pair.resident_bytes >= min(num_bytes - outer, least)
-
-
-def place(resident: RoutedModel, tier: str, folder: Path) -> tuple[Any, dict[str, Any]]:
-    if tier == "checkpoint":
-        return from_file(resident, folder / "model.safetensors"), {"offload_device": "disk"}
-    return copy.deepcopy(resident), {"offload_to_disk_path": folder}
+        assert pair.handle.stats().resident_bytes >= min(num_bytes - outer, least)
 
 
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
@@ -127,22 +109,22 @@ def test_a_budget_for_ram(
     """So much of the files is page-locked, after they were read once, and the rest is read past the page cache."""
     tune(monkeypatch, chunk_bytes=8192, small_chunk_bytes=8192)
     resident = RoutedModel([1000] * 8).eval()
-    model, files = place(resident, tier, tmp_path)
+    model, files = twin_on(tier, resident, tmp_path)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     num_bytes += num_bytes // 10  # blobs begin where kernels want them to
     ram_share = int(share * num_bytes)
-    with Pair(device, resident, model, **options, **files, ram_budget="1GiB", ram_share=ram_share) as pair:
+    with Twins(device, model, resident, **options, **files, ram_budget="1GiB", ram_share=ram_share) as pair:
         for _ in range(4):
             pair.run()
             # A small blob may lie in a page that is locked for its neighbour.
-            assert pair.pinned_bytes <= ram_share + 1024 or share == 0
+            assert pair.handle.stats().pinned_bytes <= ram_share + 1024 or share == 0
         largest = max(group.num_bytes for group in pair.handle.groups)
-        assert pair.pinned_bytes >= min(share * num_bytes - largest - num_bytes // 10, pair.num_bytes)
+        assert pair.handle.stats().pinned_bytes >= min(share * num_bytes - largest - num_bytes // 10, bytes_of(pair))
         ways = {group.way for group in pair.handle.groups if group.num_bytes >= largest // 2}
         assert ways == {0.0: {"direct"}, 0.4: {"direct", "locked"}, 1.0: {"locked"}}[share]
-        before = pair.read_bytes
+        before = bytes_read_by(pair)
         pair.run()
-        read = pair.read_bytes - before
+        read = bytes_read_by(pair) - before
         most = (1 - share) * num_bytes + pair.handle.stats().staging_bytes
         assert read <= most if share < 1 else read == 0
 
@@ -165,7 +147,7 @@ def test_more_tokens_beside_a_long_text(
     resident, text = Captioned(WIDTHS).eval(), torch.randn(500, DIM)
     resident.attends = attends
 
-    def peak_of(pair: Pair, batch: int) -> int:
+    def peak_of(pair: Twins, batch: int) -> int:
         x = torch.randn(batch, DIM)
         device.reset_peak()
         with torch.no_grad(), device.running():
@@ -175,12 +157,12 @@ def test_more_tokens_beside_a_long_text(
         resident.alive.clear()
         return device.peak_bytes_in_use()
 
-    with Pair(device, resident) as pair:
+    with Twins(device, copy.deepcopy(resident), resident) as pair:
         budget = max(peak_of(pair, 96) for _ in range(2)) + 4096
-    with Pair(device, resident, vram_budget=budget) as pair:
+    with Twins(device, copy.deepcopy(resident), resident, vram_budget=budget) as pair:
         for batch, passes in ((8, 4), (96, 2), (8, 8)):
             assert all(peak_of(pair, batch) <= budget for _ in range(passes))
-            assert (pair.resident_bytes > 0) == (batch == 8)
+            assert (pair.handle.stats().resident_bytes > 0) == (batch == 8)
         assert "over vram_budget" not in caplog.text
         peak_of(pair, 500)
         assert "Captioned: peak VRAM was " in caplog.text and "over vram_budget=" in caplog.text
@@ -191,27 +173,23 @@ def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monke
     """Somebody else takes device memory, and nobody foresees it: residents give way, and refused calls are repeated
     (diffusers #14304)."""
     with all_resident(device, **options) as pair:
-        before, taken = pair.resident_bytes, device.empty(pair.num_bytes)
+        before, taken = pair.handle.stats().resident_bytes, device.empty(bytes_of(pair))
         device.card.capacity = device.card.allocated.now + 3 * DIM * 4  # room for the input, and no more
         with monkeypatch.context() as patch:
             for name in ("replan", "make_room"):
                 patch.setattr(engine_of(pair.handle).placer, name, lambda kind, **_: None)
             pair.run()
-            assert device.card.num_refused and pair.resident_bytes < before
+            assert device.card.num_refused and pair.handle.stats().resident_bytes < before
         pair.run(3)
         device.free(taken)
         device.card.capacity = 1 << 40
         pair.run(40)  # what was refused is tried again by halves
-        assert pair.resident_bytes == before
-
-
-def test_residents_give_way_to_an_input(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only to slots (`test_give_way.py` has the rest). Nothing fails for want of memory that a resident has."""
-    with all_resident(device) as pair:
-        before, device.card.capacity = pair.resident_bytes, device.card.allocated.now
-        monkeypatch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
-        engine_of(pair.handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
-        assert device.card.num_refused and pair.resident_bytes < before
+        assert pair.handle.stats().resident_bytes == before
+        refused, device.card.capacity = device.card.num_refused, device.card.allocated.now
+        with monkeypatch.context() as patch:  # an input, not only slots and activations
+            patch.setattr(device, "bring", lambda tensor, non_blocking: device.empty(tensor.nbytes))
+            engine_of(pair.handle)._gates.move_inputs((torch.empty(4096, device="meta"),), {})
+        assert device.card.num_refused > refused and pair.handle.stats().resident_bytes < before
         device.card.capacity = 1 << 40
         pair.run()
 
@@ -219,7 +197,7 @@ def test_residents_give_way_to_an_input(device: SimulatedDevice, monkeypatch: py
 def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) -> None:
     resident = RoutedModel(WIDTHS).eval()
     _, peak = needed(device, resident)
-    with Pair(device, resident, vram_budget=peak) as pair:
+    with Twins(device, resident, vram_budget=peak) as pair:
         pair.run(2)
         device.card.capacity = device.card.allocated.now + 1
         with pytest.raises(torch.OutOfMemoryError, match="No resident weights of RoutedModel left to evict"):
@@ -228,16 +206,14 @@ def test_memory_runs_out_where_nothing_can_be_given_up(device: SimulatedDevice) 
         pair.run()
 
 
-class Remembering(torch.nn.Module):
+class Remembering(Blocks):
     """Keeps things between forwards, as caches of videos' frames and of steps do."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+        super().__init__(*(torch.nn.Linear(64, 64) for _ in range(6)))
 
     def forward(self, x: torch.Tensor, act: Any = None, **kwargs: Any) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        x = super().forward(x)
         if act is not None:
             act(self, x, kwargs)
         return x
@@ -305,7 +281,7 @@ def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDev
     with pytest.raises(ConfigError, match=message):
         offload(model, **options)
     assert device.pinned_bytes == 0
-    with Pair(device, resident, model) as pair:
+    with Twins(device, model, resident) as pair:
         pair.run()
 
 
@@ -314,19 +290,19 @@ def test_ram_that_others_need(
 ) -> None:
     """Page-locked files are given up, a part at a time, and read instead. The system is asked at most once a second."""
     resident, looks = RoutedModel([1000] * 8).eval(), list[int]()
-    model, files = place(resident, "checkpoint", tmp_path)
-    with Pair(device, resident, model, **files, ram_budget="1GiB", ram_share=1 << 20) as pair:
+    model, files = twin_on("checkpoint", resident, tmp_path)
+    with Twins(device, model, resident, **files, ram_budget="1GiB", ram_share=1 << 20) as pair:
         pair.run(3)
         monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: looks.append(1) or 1000)
         assert tuning().relief_seconds == 1
         tune(monkeypatch, relief_seconds=1000)
         pair.run(3)
         assert len(looks) <= 1
-        pinned = [pair.pinned_bytes]
+        pinned = [pair.handle.stats().pinned_bytes]
         tune(monkeypatch, relief_seconds=0)
         for _ in range(3):
             pair.run()
-            pinned.append(pair.pinned_bytes)
+            pinned.append(pair.handle.stats().pinned_bytes)
         assert pinned == sorted(pinned, reverse=True) and pinned[0] > pinned[1] > pinned[3]
         assert "Low on RAM" in caplog.text
 
@@ -340,22 +316,14 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
         torch.set_num_threads(2)
         size = 4096 * 4096 * 4
         header = {
-            f"layers.{i}.weight": {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]}
+            f"blocks.{i}.weight": {"dtype": "F32", "shape": [4096, 4096], "data_offsets": [i * size, (i + 1) * size]}
             for i in range(64)
         }
         text = json.dumps(header).encode().ljust(8192)
         with open(sys.argv[1], "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + 64 * size)  # zeros take nothing of the drive
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(64))
-            def forward(self, x):
-                for layer in self.layers:
-                    x = layer(x)
-                return x
-        model = Model().requires_grad_(False)
+        model = Blocks(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(64))).requires_grad_(False)
         model.load_state_dict(load_file(sys.argv[1]), assign=True)
         handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="1GiB")
         for _ in range(3):
@@ -386,15 +354,15 @@ def budget_for(num_bytes: int) -> int:
     return RAM_WITHOUT_WEIGHTS + tuning().reading_bytes + tuning().ram_margin_bytes + num_bytes
 
 
-def locked_bytes(pair: Pair) -> int:
+def locked_bytes(pair: Twins) -> int:
     return sum(blob.layout.num_bytes for blob in engine_of(pair.handle).placer._files.blobs if blob.is_locked)
 
 
 def test_a_module_that_is_cut_again_keeps_its_ram(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
     """By then the process has taken what weights are read into, pages that it has locked, and whatever else it needs."""
     resident = RoutedModel(WIDTHS).eval()
-    model, files = place(resident, "checkpoint", tmp_path)
-    with Pair(device, resident, model, ram_budget=budget_for(20_000), **files) as pair:
+    model, files = twin_on("checkpoint", resident, tmp_path)
+    with Twins(device, model, resident, ram_budget=budget_for(20_000), **files) as pair:
         pair.run(3)
         locked = locked_bytes(pair)
         assert locked > 10_000
@@ -407,13 +375,13 @@ def test_a_module_that_is_cut_again_keeps_its_ram(device: SimulatedDevice, ram: 
 
 def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
     """Else page-locked memory freezes the system."""
-    pairs: list[Pair] = []
+    pairs: list[Twins] = []
     for number in range(2):
         resident = RoutedModel([640] * 6).eval()
         model = from_file(resident, tmp_path / f"{number}.safetensors")
         whole = sum(parameter.nbytes for parameter in model.parameters())
         budget = budget_for(whole + 20_000) + tuning().reading_bytes
-        pairs.append(Pair(device, resident, model, offload_device="disk", ram_budget=budget))
+        pairs.append(Twins(device, model, resident, offload_device="disk", ram_budget=budget))
         ram["now"] += tuning().reading_bytes  # and for weights the first one leaves 20,000 bytes at most
     for _ in range(4):
         for pair in pairs:
@@ -422,7 +390,7 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
     for pair in pairs:
         pair.handle.remove()
     ram["now"] = RAM_WITHOUT_WEIGHTS
-    with Pair(device, resident, model, offload_device="disk", ram_budget=budget_for(whole + 20_000)) as again:
+    with Twins(device, model, resident, offload_device="disk", ram_budget=budget_for(whole + 20_000)) as again:
         again.run(4)
         assert locked_bytes(again) >= whole
 

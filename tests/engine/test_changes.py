@@ -20,8 +20,8 @@ from ..support import edits
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.faults import raise_at
 from ..support.models import WIDTH, Model, inputs, make
-from ..support.on_device import Twins, from_file
-from ..support.rigs import LEVELS, TIERS, check, offload_to, pair, run, run_onloaded
+from ..support.on_device import Twins, from_file, twin_on
+from ..support.rigs import check, offload_to, pair, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -30,30 +30,26 @@ IN_MODULES = (
     edits.new_table, edits.remove_block, edits.remove_parameter, edits.replace_parameter, edits.swap_blocks,
     edits.swap_module, edits.swap_parameters, edits.tie,
 )  # fmt: skip
-IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.half, edits.bfloat16))
+IN_WEIGHTS = tuple(each for each in edits.EDITS if each not in (*IN_MODULES, edits.bfloat16))
 
 
-HOMES: dict[str, dict[str, Any]] = {
-    "ram": {},
-    "ram, leaves": {"offload_type": "leaf_level"},
-    "files": {"offload_to_disk_path": True},
-    "files, budgets": {"offload_to_disk_path": True, "vram_budget": "1GiB", "ram_budget": "80%"},
-    "checkpoint": {"offload_device": "disk"},
-    "checkpoint, leaves": {"offload_device": "disk", "offload_type": "leaf_level"},
-    "checkpoint, budget": {"offload_device": "disk", "ram_budget": "80%"},
-}
+HOMES: list[tuple[str, dict[str, Any]]] = [
+    ("ram", {}),
+    ("ram", {"offload_type": "leaf_level"}),
+    ("folder", {}),
+    ("folder", {"vram_budget": "1GiB", "ram_budget": "80%"}),
+    ("checkpoint", {}),
+    ("checkpoint", {"offload_type": "leaf_level"}),
+    ("checkpoint", {"ram_budget": "80%"}),
+]
 
 
-@pytest.fixture(params=HOMES)
+@pytest.fixture(params=HOMES, ids=str)
 def twins(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Twins]:
     """A model on a tier, at a level, and its resident twin."""
-    options = dict(HOMES[request.param])
-    model = make(Model)
-    if "offload_device" in options:
-        model = from_file(model, tmp_path / "model.safetensors")
-    if "offload_to_disk_path" in options:
-        options["offload_to_disk_path"] = tmp_path
-    with use_simulated_device(SimulatedDevice(0)) as device, Twins(device, model, **options) as twins:
+    tier, options = request.param
+    model, home = twin_on(tier, make(Model), tmp_path)
+    with use_simulated_device(SimulatedDevice(0)) as device, Twins(device, model, **home, **options) as twins:
         yield twins
 
 
@@ -104,7 +100,6 @@ def test_random_changes(seed: int, twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_refreshed", [True, False], ids=["refreshed", "failed"])
 def test_another_table(is_refreshed: bool, table: str, level: str) -> None:
     """`refresh()`, or a forward that fails: torch finds the new weights on another device. The next one is right."""
@@ -235,12 +230,11 @@ class Interleaved(nn.Module):
         return x @ self.a + x @ self.b
 
 
-@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("how", ["strided", "dense", "in place"])
-def test_a_forward_replaces_one_of_two_that_interleave(tier: str, how: str, tmp_path: Path) -> None:
+def test_a_forward_replaces_one_of_two_that_interleave(how: str, folder: Path | None) -> None:
     """The value of the other one would be overwritten."""
     model, reference = Interleaved(how), Interleaved(how)
-    handle = offload_to(tmp_path if tier == "file" else None, model)
+    handle = offload_to(folder, model)
     x = inputs(0, 3, 2)
     for _ in range(3):
         assert_same(run(model, x), run(reference, x))

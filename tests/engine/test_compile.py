@@ -22,10 +22,8 @@ from group_offload import ActivationOffloadHandle, StateError, apply_activation_
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import Model, inputs, make
-from ..support.rigs import LEVELS, TIERS, offload_to, run
+from ..support.rigs import offload_to, run
 from ..support.versions import TORCH
-
-every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +32,6 @@ def _fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=TIERS)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    return tmp_path if request.param == "file" else None
 
 
 @pytest.fixture
@@ -82,7 +75,6 @@ def compiled_outputs() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["compiled first", "offloaded first"])
-@every_level
 def test_blocks_that_are_compiled(level: str, is_first: bool, folder: Path | None, backend: Any) -> None:
     """In any order, without recompiling (diffusers #11584, #11605)."""
     torch.manual_seed(0)
@@ -123,7 +115,6 @@ def test_blocks_that_are_compiled(level: str, is_first: bool, folder: Path | Non
         *("compile itself, apply", "apply, compile itself", "apply, compile itself, unbound"),
     ],
 )
-@every_level
 def test_whole_model_that_is_compiled(how: str, level: str, folder: Path | None, backend: Any) -> None:
     """It would trace past the hook that onloads."""
     model, expected = make(Model), compiled_outputs()
@@ -148,7 +139,6 @@ def test_whole_model_that_is_compiled(how: str, level: str, folder: Path | None,
     assert (model._compiled_call_impl is not None) is ("itself" in how)
 
 
-@every_level
 def test_whole_model_in_one_graph_is_refused(level: str, folder: Path | None) -> None:
     model, reference = make(Model), make(Model)
     offload_to(folder, model, level)
@@ -236,13 +226,12 @@ def test_export(folder: Path | None) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
-def test_a_trace_of_torch_jit_is_refused(offload_type: str) -> None:
+def test_a_trace_of_torch_jit_is_refused(level: str) -> None:
     """It would record where weights are in one forward. The model is as before, and can be traced once it is not offloaded."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
     x = torch.ones(1, 4)
     expected = module(x)
-    handle = apply_group_offloading(module, "cpu", offload_type=offload_type)
+    handle = apply_group_offloading(module, "cpu", offload_type=level)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=r"`torch\.jit")  # torch has deprecated it
         with pytest.raises(StateError, match=r"torch\.jit\.trace.*Call handle\.remove\(\) first"):

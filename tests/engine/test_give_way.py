@@ -18,6 +18,7 @@ from group_offload.base.arena import Arena
 
 from ..support import activations, backward, simulated, training
 from ..support.allocator import Memory
+from ..support.models import Blocks
 from ..support.on_device import Twins, exercise
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -84,19 +85,15 @@ def test_what_activations_take(asked: Counter[str]) -> None:
     assert asked["streams.allocate"]
 
 
-class Tied(nn.Module):
-    """Looks rows up, and returns one of its own weights beside its output."""
+class LooksUp(Blocks):
+    """Looks rows up."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(*(nn.Linear(64, 64) for _ in range(3)))
         self.table = nn.Embedding(4096, 64)
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.table(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(self.table(x))
 
 
 class ReturnsWeight(nn.Linear):
@@ -107,7 +104,7 @@ class ReturnsWeight(nn.Linear):
 @pytest.mark.parametrize("place", ["tables._brought", "gates._made"])
 def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, table_bytes=1 << 16)
-    model = Tied().eval()
+    model = LooksUp().eval()
     if place == "gates._made":
         model.blocks[2] = ReturnsWeight(64, 64)
     with use_simulated_device(SimulatedDevice(0, "random")) as device, Twins(device, model) as twins:

@@ -11,9 +11,9 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from group_offload.runtime.passes import Passes
 from group_offload.runtime.slots.slot import Slot
 
 from .. import interrupts
-from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Scenario, Strike
+from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Strike
 from ..support.asserts import assert_at_rest, assert_same, snapshot
 from ..support.drivers import LockingDriver
 from ..support.faults import raise_at
@@ -70,12 +70,36 @@ def some(most: int = 0, seed: int = SEED) -> Places:
     return Places(None if STRIKES == "each" else max(most, int(STRIKES)), seed)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS if STRIKES == "each" else ["any"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_interrupts_at_a_few_places(scenario: Scenario, operation: str) -> None:
+SWEPT: list[tuple[str, str, int, type[BaseException]]] = [
+    *(
+        (each, name, 0, KeyboardInterrupt)
+        for each in SCENARIOS
+        for name in (OPERATIONS if STRIKES == "each" else ["any"])
+    ),
+    *(
+        (f"{where} {tier}", "apply", 30, KeyboardInterrupt)
+        for where in ("cpu", "simulated")
+        for tier in ("ram", "ram leaf", "files", "checkpoint")
+    ),
+    *((each, "refresh", 30, KeyboardInterrupt) for each in ("cpu files", "simulated files leaf")),
+    *(
+        (each, "forward", 0, error)
+        for each in ("cpu ram", "cpu files leaf", "simulated files")
+        for error in (MemoryError, RuntimeError)
+    ),
+]
+"""Scenarios, operations, how many places at least, and what is raised there."""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "operation", "most", "error"), SWEPT, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_interrupts_at_a_few_places(scenario: str, operation: str, most: int, error: type[BaseException]) -> None:
+    """Of a set-up also between a hook and what torch notes of it: nothing is left half offloaded. As edited weights of files
+    move to RAM ("refresh") no edit is lost, nor is the next one, and files keep their bytes."""
     chosen = random.Random(f"{SEED} {scenario}").choice([*OPERATIONS]) if operation == "any" else operation
     for attempt in range(4):  # an operation may come to none of the places as often as it did when they were counted
-        result = interrupts.sweep(scenario, chosen, some(seed=SEED + attempt))
+        result = interrupts.sweep(scenario, chosen, some(most, SEED + attempt), error)
         if result.struck or result.failures:
             break
     assert result.struck and not result.failures, (chosen, SEED, result.failures)
@@ -112,24 +136,8 @@ def test_interrupts_inside_of_functions(name: str, operation: str, functions: tu
     """Else the pass never ends, and edits are not seen from then on; a module loses its gates for good; the next forward waits
     for threads that were never started; models no longer share memory, or hold it twice; two slots
     get the same events."""
-    scenario = next(each for each in SCENARIOS if each.name == name)
-    result = interrupts.sweep(scenario, operation, Inside(seed=SEED, functions=functions))
+    result = interrupts.sweep(name, operation, Inside(seed=SEED, functions=functions))
     assert result.struck > len(functions) and not result.failures, (SEED, result.failures)
-
-
-@pytest.mark.parametrize("scenario", [SCENARIOS[number] for number in (0, 1, 2, 4, 5, 6, 10, 12)], ids=str)
-def test_interrupts_of_a_set_up(scenario: Scenario) -> None:
-    """Also one between a hook and what torch notes of it. Nothing is left half offloaded."""
-    result = interrupts.sweep(scenario, "apply", some(30))
-    assert result.struck and not result.failures, (SEED, result.failures)
-
-
-@pytest.mark.parametrize("name", ["cpu files", "simulated files leaf"])
-def test_interrupts_while_edited_weights_of_files_move_to_ram(name: str) -> None:
-    """No edit is lost, nor is the next one, and files keep their bytes."""
-    scenario = next(each for each in SCENARIOS if each.name == name)
-    result = interrupts.sweep(scenario, "refresh", some(30))
-    assert result.struck and not result.failures, (SEED, result.failures)
 
 
 @pytest.mark.parametrize("where", ["cpu", "random"])
@@ -139,23 +147,16 @@ def test_interrupts_of_a_step_with_activations(where: str) -> None:
     assert result.struck and not result.failures, (SEED, result.failures)
 
 
-@pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3], SCENARIOS[10]], ids=str)
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_errors_at_a_few_places(error: type[BaseException], scenario: Scenario) -> None:
-    result = interrupts.sweep(scenario, "forward", some(), error)
-    assert not result.failures, (SEED, result.failures)
-
-
 def test_real_signals() -> None:
     """In a process of its own: they strike torch and Python too, and leave there what they leave."""
-    numbers = [*range(len(SCENARIOS))] if STRIKES == "each" else [1, 2, 4]
+    scenarios = [*SCENARIOS] if STRIKES == "each" else ["cpu ram leaf", "cpu files", "cpu checkpoint"]
     done = run_python(
         f"""
-        from tests.interrupts import SCENARIOS, strike_by_signals
+        from tests.interrupts import strike_by_signals
         torch.set_num_threads(1)
-        for number in {numbers}:
-            result = strike_by_signals(SCENARIOS[number], 2, least=4)
-            assert not result.failures, (SCENARIOS[number], result)
+        for scenario in {scenarios}:
+            result = strike_by_signals(scenario, 2, least=4)
+            assert not result.failures, (scenario, result)
         print("right")
         """
     )
@@ -190,12 +191,14 @@ def test_interrupts_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
 class Retrying(Model):
     """Calls a block again if its weights could not be read or copied."""
 
+    caught: Any = (GroupFileError, torch.OutOfMemoryError)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.proj_in(x)
         for block in self.blocks:
             try:
                 x = block(x)
-            except (GroupFileError, torch.OutOfMemoryError):
+            except self.caught:
                 x = block(x)
         return self.norm(x) * self.gain
 
@@ -235,27 +238,11 @@ def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
                 twins.step(x=inputs())
 
 
-@contextmanager
-def twins_that_stay() -> Iterator[Twins]:
-    """All groups are on the device."""
-    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(), vram_budget="1GiB") as twins:
-        for _ in range(4):
-            twins.step(x=inputs())
-        assert twins.handle.stats().resident_bytes
-        yield twins
-
-
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it would compute with."""
 
-    class GoesOn(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                try:
-                    x = block(x)
-                except KeyboardInterrupt:
-                    x = block(x)
-            return x
+    class GoesOn(Retrying):
+        caught = KeyboardInterrupt
 
     model, reference = make(GoesOn), make(GoesOn)
     handle = offload_to(tmp_path, model)
@@ -318,8 +305,11 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
 
 def test_another_model_begins_while_slots_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets memory of its own, and takes none that the first one is looking at."""
-    with twins_that_stay() as twins:
-        other = Twins(twins.device, make(Model, seed=1))
+    with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(), vram_budget="1GiB") as twins:
+        for _ in range(4):
+            twins.step(x=inputs())
+        assert twins.handle.stats().resident_bytes
+        other = Twins(device, make(Model, seed=1))
         before = twins.handle.stats().onloads
         placer: Any = engine_of(twins.handle).placer
         real = placer.replan
@@ -371,21 +361,15 @@ def test_a_capture_is_refused_at_once() -> None:
 def test_a_module_that_is_a_graph_already_is_refused() -> None:
     """Its kernels read the memory that its weights had when they were captured."""
     model = make()
-    model.blocks[1].forward = _as_if_graphed(model.blocks[1].forward)
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = replay = lambda *args: forward(*args)
+    replay.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
     with pytest.raises(
         ModuleError, match=r"the forward of blocks\.1 is a CUDA graph .torch\.cuda\.make_graphed_callables"
     ):
         offload_to(None, model)
     del model.blocks[1].forward
     offload_to(None, model).remove()
-
-
-def _as_if_graphed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def replay(*args: Any) -> Any:
-        return forward(*args)
-
-    replay.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
-    return replay
 
 
 # ---------------------------------------------------------------- applying that fails

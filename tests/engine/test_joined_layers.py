@@ -155,26 +155,28 @@ def test_bytes_and_memory_are_those_of_single_layers(
     assert peaks[1] <= most
 
 
-def test_layers_are_joined_in_the_order_of_their_calls(device: SimulatedDevice) -> None:
+@pytest.mark.parametrize(
+    ("at_most", "ends"),
+    [
+        (None, ("norm to blocks.1.out", "up", "down")),
+        (2, ("norm to blocks.1.q", "k to blocks.1.v", "out", "up", "down")),
+    ],
+)
+def test_layers_are_joined_in_the_order_of_their_calls(
+    at_most: int | None, ends: tuple[str, ...], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones stay apart: the link takes longer than the host there, and they would be held through what is computed between
+    them."""
     with Twins(device, blocks(), **LEAF) as twins:
-        for _ in range(3):
-            twins.step()
-        names = {name for name in groups_of(twins.handle) if name.startswith("blocks.1.")}
-        assert names == {"blocks.1.norm to blocks.1.out", "blocks.1.up", "blocks.1.down"}
-        assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
-
-
-def test_large_layers_stay_apart(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link takes longer than the host there, and joined layers would be held through what is computed between them."""
-    with Twins(device, blocks(), **LEAF) as twins:
-        layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")
-        tune(monkeypatch, max_run_bytes=2 * layer.num_bytes)
+        if at_most is not None:
+            layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")
+            tune(monkeypatch, max_run_bytes=at_most * layer.num_bytes)
         for _ in range(3):
             twins.step()
             twins.check()
         names = {name for name in groups_of(twins.handle) if name.startswith("blocks.1.")}
-    ends = "norm to blocks.1.q", "k to blocks.1.v", "out", "up", "down"
-    assert names == {f"blocks.1.{each}" for each in ends}
+        assert names == {f"blocks.1.{each}" for each in ends}
+        assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
 
 
 def test_an_order_that_depends_on_data_leaves_layers_apart(device: SimulatedDevice) -> None:

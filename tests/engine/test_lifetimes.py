@@ -21,13 +21,13 @@ from group_offload import ModuleError, StateError, apply_group_offloading, enabl
 from group_offload.base import release
 from group_offload.runtime.measure.recorder import Recorder
 
-from ..support import training
+from ..support import backward, training
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward
 from ..support.rigs import offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.training import CHECKPOINTS
+from ..support.training import CHECKPOINTS, reentrant
 
 
 @contextmanager
@@ -204,29 +204,15 @@ def test_a_part_that_outlives_its_model(keeps_handle: bool) -> None:
         _ = handle.module
 
 
-class CheckpointedPart(nn.Module):
-    """A part of a block that is called again in backward, and not the block."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = training.reentrant(self.part, x)
-        return result
-
-
 @pytest.mark.parametrize("run_block", [*CHECKPOINTS, None])
 def test_a_checkpoint_calls_blocks_of_a_model_that_was_dropped(run_block: Any) -> None:
-    """Or, with None, a part of a block, and not the block."""
+    """Or, with None, parts of a block, and not the block."""
     gradients, gone = [], []
     for offloads in (False, True):
         with use_simulated_device(SimulatedDevice(0, "random")) as device, counted():
-            model = training.make().requires_grad_(False)
-            if run_block is not None:
-                model.run_block = run_block
-            else:
-                model.blocks[1].down = CheckpointedPart(model.blocks[1].down)
+            is_in_parts = run_block is None
+            model: Any = backward.make(run_part=reentrant) if is_in_parts else training.make(run_block=run_block)
+            model.requires_grad_(False)
             put = device.put if offloads else torch.clone
             if offloads:
                 apply_group_offloading(model, "cpu")

@@ -22,7 +22,7 @@ from group_offload import ModuleError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
-from ..support.rigs import LEVELS, TIERS, OnloadedOnly, offload_to, pair
+from ..support.rigs import OnloadedOnly, offload_to, pair
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 DIM = 8
@@ -93,6 +93,9 @@ class Autoencoder(nn.Module):
     def many(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [each + self.shift for each in tensors]
 
+    def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self.decode(x)
+
     def reset(self, factor: float) -> None:
         self.shift.mul_(factor)
 
@@ -112,6 +115,7 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "forward": lambda model, x: model(x),
 }
 METHODS = {"encode", "decode", "both", "many", "reset"}
+"""Those with a gate. A generator has none: programs ask what it is, and its call is over before it needs a weight."""
 
 
 def called(model: Any, call: Callable[[Any, Any], Any], x: torch.Tensor) -> Any:
@@ -128,18 +132,25 @@ def check(model: Any, reference: Any, passes: int = 2) -> None:
             assert_at_rest(model, reference)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_bits(level: str, tier: str, tmp_path: Path) -> None:
-    """No weight is read where it rests, whichever method is called, in whichever order. Hazard: a pipeline reads weights
-    outside of any `forward` (diffusers #13666, #14695)."""
+def test_bits(level: str, folder: Path | None) -> None:
+    """No weight is read where it rests, whichever method is called, in whichever order. Whoever took a method while the model
+    was offloaded has it afterwards. Hazard: a pipeline reads weights outside of any `forward` (diffusers #13666, #14695)."""
     model, reference = pair(Autoencoder)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
-    handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    handle = offload_to(folder, model, level)
     check(model, reference)
+    encode, x = model.encode, torch.ones(1, DIM)
+    assert {name for name in vars(model) if name in vars(Autoencoder)} == METHODS
+    assert inspect.signature(encode) == inspect.signature(reference.encode)
+    assert encode.__name__ == "encode" and encode.__self__ is model
+    assert callable(encode) and not hasattr(encode, "missing")
+    passes = handle.stats().passes
+    assert_same(*(called(each, lambda each, x: next(each.stream(x)), x) for each in (model, reference)))
+    assert inspect.isgeneratorfunction(model.stream) and handle.stats().passes == passes + 1
     handle.remove()
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before
-    assert_same(called(model, CALLS["both"], torch.ones(1, DIM)), called(reference, CALLS["both"], torch.ones(1, DIM)))
+    assert_same(called(model, CALLS["both"], x), called(reference, CALLS["both"], x))
+    assert_same(called(model, lambda _, x: encode(x), x), called(reference, CALLS["encode"], x))
 
 
 @any_mode
@@ -197,37 +208,7 @@ def test_gradients_with_a_checkpoint() -> None:
         assert_same(*grads)
 
 
-def test_methods_that_go_on_after_they_returned() -> None:
-    """They have no gate: programs ask what they are, and their calls are over before they need a weight."""
-
-    class Streams(Autoencoder):
-        def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-            yield self.decode(x)
-
-    model, reference = pair(Streams)
-    handle = offload_to(None, model)
-    assert inspect.isgeneratorfunction(model.stream)
-    with torch.no_grad():
-        assert torch.equal(*(next(each.stream(torch.ones(2, DIM))) for each in (model, reference)))
-    assert handle.stats().passes == 1
-
-
-def test_callers_see_the_method() -> None:
-    """Whoever took it while the model was offloaded has it afterwards."""
-    model, reference = pair(Autoencoder)
-    handle = offload_to(None, model)
-    encode = model.encode
-    assert {name for name in vars(model) if name in vars(Autoencoder)} == METHODS
-    assert inspect.signature(encode) == inspect.signature(reference.encode)
-    assert encode.__name__ == "encode" and encode.__self__ is model
-    assert callable(encode) and not hasattr(encode, "missing")
-    handle.remove()
-    x = torch.ones(1, DIM)
-    assert_same(called(model, lambda _, x: encode(x), x), called(reference, CALLS["encode"], x))
-
-
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("what", ["method", "blocks"])
 def test_compiled(what: str, is_late: bool, level: str) -> None:

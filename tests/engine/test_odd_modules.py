@@ -22,12 +22,9 @@ from group_offload import ModuleError, StateError, apply_group_offloading
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.on_device import Twins, forward, offload
-from ..support.rigs import LEVELS, Offload, check, offload_to, run
+from ..support.rigs import Offload, check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import in_threads
-
-every_level = pytest.mark.parametrize("level", LEVELS)
-
 
 # ---------------------------------------------------------------- TorchScript
 
@@ -123,7 +120,6 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@every_level
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_yours_run_once_and_until_they_are_removed(kind: str, level: str) -> None:
     """A layer that has none is called without torch's search for hooks."""
@@ -145,7 +141,6 @@ def test_hooks_of_yours_run_once_and_until_they_are_removed(kind: str, level: st
     assert_same(gradient(model), plain)
 
 
-@every_level
 def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
     model, reference = (nn.Sequential(make(Model), Doubled(WIDTH, WIDTH)) for _ in range(2))
     reference.load_state_dict(model.state_dict())
@@ -156,7 +151,6 @@ def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
 # ---------------------------------------------------------------- copies of hooks
 
 
-@every_level
 def test_hooks_that_are_copied_do_nothing(level: str) -> None:
     """`quantize_dynamic` copies hooks, without how they want to be called."""
     model, reference = make(Model), make(Model)
@@ -219,7 +213,6 @@ class Unbound(nn.Module):
         return nn.Linear.forward(self.last, x)
 
 
-@every_level
 def test_an_unbound_call_of_a_forward_has_its_weights_on_the_device(level: str) -> None:
     with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(Unbound), offload_type=level) as twins:
         model = twins.model
@@ -259,7 +252,6 @@ def two() -> tuple[Sharing, Sharing]:
     return Sharing(embed).eval(), Sharing(embed).eval()
 
 
-@every_level
 def test_two_models_with_a_weight_in_two_threads(level: str) -> None:
     """One would compute with the other's slot."""
     models, references = two(), two()

@@ -29,7 +29,7 @@ from group_offload.base.device import say_that_the_cpu_computes
 
 from ..support.asserts import assert_at_rest, assert_same, named_tensors, snapshot
 from ..support.models import WIDTH, Block, Blocks, Model, inputs, make
-from ..support.rigs import LEVELS, TIERS, check, offload_to, run
+from ..support.rigs import check, offload_to, run
 from ..support.tuning import tune
 
 
@@ -127,7 +127,6 @@ def test_not_a_module(module: Any) -> None:
             call(module)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("model", [nn.Identity(), nn.ModuleList([nn.ReLU()])])
 def test_module_without_weights(model: nn.Module, level: str) -> None:
     before = snapshot(model)
@@ -312,12 +311,10 @@ def test_a_large_part_around_blocks_is_cut_into_its_own(monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- what the handle tells
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_table_names_every_group(tier: str, level: str, tmp_path: Path) -> None:
+def test_table_names_every_group(tier: str, level: str, folder: Path | None) -> None:
     """A summary of groups, bytes and devices (diffusers #14702)."""
     before = snapshot(model := make(Model))
-    handle = offload_to(tmp_path if tier == "file" else None, model, level)
+    handle = offload_to(folder, model, level)
     assert sum(group.num_tensors for group in handle.groups) == len(list(model.parameters()))
     assert sum(group.num_bytes for group in handle.groups) == blob_bytes(model)
     assert {group.tier for group in handle.groups} == {tier} and handle.module is model
@@ -342,10 +339,9 @@ def test_layers_are_in_the_order_of_registration() -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_statistics_of_blocks(tier: str, tmp_path: Path) -> None:
+def test_statistics_of_blocks(tier: str, folder: Path | None) -> None:
     model = make(Model)
-    handle = offload_to(tmp_path if tier == "file" else None, model)
+    handle = offload_to(folder, model)
     block = blob_bytes(model.blocks[0])
     rest = blob_bytes(model.proj_in, model.norm, model.gain)
     empty = handle.stats()

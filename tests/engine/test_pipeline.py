@@ -130,13 +130,25 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 
 @any_mode
 def test_the_next_model_is_on_its_way_before_its_call(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """Each model's first groups are, from the second image on: a decoder's too, which comes after the last of many steps."""
+    """Each model's first groups are, from the second image on: a decoder's too, which comes after the last of many steps. The
+    device holds what the model with most slots takes alone."""
+    peaks = []
+    for name in ("encoder", "transformer", "vae"):
+        alone = PretendPipeline(device).offload(**options)
+        device.synchronize()
+        device.memory.peak = device.memory.now
+        for _ in range(3):
+            alone.call(name)
+        alone.remove()
+        peaks.append(device.memory.peak)
+    device.memory.peak = device.memory.now
     pipe = PretendPipeline(device).offload(**options)
     first, second, third = pipe.image(), pipe.image(), pipe.image()
     assert first[1].before > 0  # the pipeline says what comes after its encoder
     assert all(passed.before > 0 for passed in second if passed.name != "transformer" and passed is not second[0])
     assert all(passed.before > 0 for passed in (third[0], third[1], third[-1]))
     assert all(passed.stalls == 0 for passed in second + third)
+    assert device.memory.peak <= max(peaks)
     pipe.remove()
 
 
@@ -151,26 +163,6 @@ def test_a_model_that_others_follow_is_not_sent_in_vain(device: SimulatedDevice)
         expected = num_steps * len(blocks) + 1 if num_steps else 0
         assert sum(passed.onloads for passed in image if passed.name == name) == expected, name
         assert outer.num_bytes
-    pipe.remove()
-
-
-@any_mode
-def test_the_next_model_takes_no_memory_beside_the_last(options: dict[str, Any], device: SimulatedDevice) -> None:
-    """The device holds what the model with most slots takes alone."""
-    peaks = []
-    for name in ("encoder", "transformer", "vae"):
-        alone = PretendPipeline(device).offload(**options)
-        device.synchronize()
-        device.memory.peak = device.memory.now
-        for _ in range(3):
-            alone.call(name)
-        alone.remove()
-        peaks.append(device.memory.peak)
-    device.memory.peak = device.memory.now
-    pipe = PretendPipeline(device).offload(**options)
-    for _ in range(3):
-        pipe.image()
-    assert device.memory.peak <= max(peaks)
     pipe.remove()
 
 
@@ -278,19 +270,14 @@ def test_a_budget_holds_for_all_models(share: float, options: dict[str, Any], de
     pipe.remove()
 
 
-def with_one_expert(device: SimulatedDevice, **options: Any) -> tuple[PretendPipeline, int]:
-    """A pipeline of two experts with room for the blocks of one, and its budget."""
-    pipe = PretendPipeline(device, transformer_2=5)
-    one = sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
-    budget = peak_without_budget(device) + one
-    return pipe.offload(vram_budget=budget, **options), budget
-
-
 @pytest.mark.parametrize("wrong", ["another step", "another model", "an error"])
 def test_experts_displace_each_other(wrong: str, device: SimulatedDevice) -> None:
     """Each runs four steps in a row: with room for one of the two, the later steps of both send nothing. A wrong guess of who
     leaves costs transfers: at most once what was given up, and once what came in its place. The budget holds."""
-    pipe, budget = with_one_expert(device)
+    pipe = PretendPipeline(device, transformer_2=5)
+    budget = peak_without_budget(device)
+    budget += sum(tensor.nbytes for tensor in pipe.resident["transformer"].parameters())
+    pipe.offload(vram_budget=budget)
     for at, passed in enumerate(settled(pipe, WITH_EXPERTS)):
         if passed.name.startswith("transformer") and WITH_EXPERTS[at - 1] == passed.name:
             assert not passed.num_bytes, passed

@@ -56,6 +56,7 @@ from ..support.on_device import (
     packing,
     raise_interrupt,
     several,
+    twin_on,
 )
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
@@ -141,20 +142,6 @@ class Fork(nn.Module):
             if position != self.at or not position:
                 x = block(x)
         return x, y
-
-
-def test_a_block_on_two_streams_that_nothing_orders() -> None:
-    device = SimulatedDevice(0, "lazy")
-    model = Fork(device, 0)
-    with use_simulated_device(device):
-        handle = offload(model)
-        for _ in range(3):
-            x = device.put(torch.randn(2, DIM))
-            with device.use_stream(model.device[1]):
-                y = device.put(torch.randn(2, DIM))
-            with torch.no_grad(), device.running():
-                device.get(model(x, y)[1])
-        handle.remove()
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
@@ -273,11 +260,8 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
 @pytest.mark.parametrize("where", ["checkpoint", "folder"])
 def test_an_edit_of_what_is_read_ahead(where: str) -> None:
     """The old bytes lie in the staging memory, for a group that has no slot yet."""
-    model: Any = RoutedModel([16] * 6)
     with drive(laziness="random", frames=True) as (device, _, folder, _):
-        options: dict[str, Any] = {"offload_to_disk_path": folder}
-        if where == "checkpoint":
-            model, options = from_file(model, folder / "model.safetensors"), {"offload_device": "disk"}
+        model, options = twin_on(where, RoutedModel([16] * 6), folder)
         with Twins(device, model, **options) as twins:
             for _ in range(2):  # the first one learns the order
                 twins.step()
@@ -484,10 +468,12 @@ def test_the_bytes_of_what_could_not_be_read_go_to_others() -> None:
         del memory
 
 
+@pytest.mark.parametrize("at", [3, 0])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any]) -> None:
+def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[str, Any], at: int) -> None:
+    """With 0 a block is on two streams that nothing orders."""
     device = SimulatedDevice(0, "lazy")
-    model, other = Fork(device, 3), Fork(device, 3)
+    model, other = Fork(device, at), Fork(device, at)
     side = model.device[1]
     other.device = model.device
     x, y = torch.randn(2, DIM), torch.randn(2, DIM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import os
 from collections.abc import Iterator
@@ -19,13 +18,12 @@ from group_offload.base.mapping import cached_bytes, forget_writes
 
 from ..support import tiny_models as tiny
 from ..support.models import make as make_model
-from ..support.on_device import from_file, offload
+from ..support.on_device import offload, twin_on
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
 NUM_ROWS, DIM = 4096, 64
 TABLE_BYTES = NUM_ROWS * DIM * 4
-LEVELS = ["block_level", "leaf_level"]
 TIERS = ["ram", "folder", "checkpoint"]
 
 
@@ -71,11 +69,8 @@ def make(embedding: nn.Embedding | None = None) -> Encoder:
 
 
 def offloaded(resident: nn.Module, tier: str, folder: Path, **options: Any) -> tuple[nn.Module, OffloadHandle]:
-    if tier == "checkpoint":
-        model = from_file(resident, folder / "model.safetensors")
-        return model, offload(model, offload_device="disk", **options)
-    model = copy.deepcopy(resident)
-    return model, offload(model, offload_to_disk_path=folder if tier == "folder" else None, **options)
+    model, where = twin_on(tier, resident, folder)
+    return model, offload(model, **where, **options)
 
 
 def indices(seed: int = 0) -> torch.Tensor:
@@ -93,11 +88,10 @@ def check(device: SimulatedDevice, model: nn.Module, resident: nn.Module, x: tor
         assert torch.equal(run(device, model, x), resident(x))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", [None, Centred])
 def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
-    """Else a table of 2 GiB moves for a few rows."""
+    """Else a table of 2 GiB moves for a few rows. Edits of it are seen."""
     resident = make(None if kind is None else kind())
     model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
     others = sum(tensor.nbytes for name, tensor in resident.named_parameters() if name != "embed.weight")
@@ -108,28 +102,6 @@ def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevic
             assert device.copied_bytes - before < 2 * others < TABLE_BYTES
         assert torch.equal(run(device, model.embed, indices(number)), resident.embed(indices(number)))  # as trainers do
     assert any(group.group_id == "embed.weight" and "looked up" in group.where for group in handle.groups)
-    handle.remove()
-    with torch.no_grad():
-        assert torch.equal(model(indices()), resident(indices()))
-
-
-@pytest.mark.parametrize("options", [{"embeddings_on_cpu": False}, {"verify_files": True}], ids=str)
-def test_options_with_which_a_table_moves(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
-    """It can be switched off, and files that are verified are read whole."""
-    resident = make()
-    model, handle = offloaded(resident, "folder", tmp_path, **options)
-    before = device.copied_bytes
-    check(device, model, resident, indices())
-    assert device.copied_bytes - before > TABLE_BYTES
-    assert not any("looked up" in group.where for group in handle.groups)
-    handle.remove()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("tier", TIERS)
-def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
-    resident = make()
-    model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
     x = indices()
     edits = (
         lambda each: each.embed.weight.data.mul_(2),
@@ -147,9 +119,22 @@ def test_edits_of_a_table_are_seen(tier: str, level: str, device: SimulatedDevic
             assert model.get_parameter("embed.weight").data_ptr() != place
     handle.remove()
     assert torch.equal(model.embed.weight, resident.embed.weight)
+    with torch.no_grad():
+        assert torch.equal(model(x), resident(x))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("options", [{"embeddings_on_cpu": False}, {"verify_files": True}], ids=str)
+def test_options_with_which_a_table_moves(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
+    """It can be switched off, and files that are verified are read whole."""
+    resident = make()
+    model, handle = offloaded(resident, "folder", tmp_path, **options)
+    before = device.copied_bytes
+    check(device, model, resident, indices())
+    assert device.copied_bytes - before > TABLE_BYTES
+    assert not any("looked up" in group.where for group in handle.groups)
+    handle.remove()
+
+
 @pytest.mark.parametrize("tier", ["ram", "folder"])
 @pytest.mark.parametrize("kind", [tiny.t5, tiny.clip])
 def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,8 +142,7 @@ def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.Mon
     resident = kind().eval()
     table = resident.get_input_embeddings().weight
     tune(monkeypatch, table_bytes=table.nbytes)
-    model = copy.deepcopy(resident)
-    handle = offload(model, offload_type=level, offload_to_disk_path=tmp_path if tier == "folder" else None)
+    model, handle = offloaded(resident, tier, tmp_path, offload_type=level)
     assert sum("looked up" in group.where for group in handle.groups) == 1
     x = torch.randint(table.shape[0], (2, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -203,7 +187,6 @@ class Reading(Encoder):
         return F.linear(super().forward(indices), self.embed.weight)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("kind", "is_table"),
     [

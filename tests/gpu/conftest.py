@@ -6,7 +6,9 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
+from ..support.models import Model
 from ..support.tuning import tune
 
 
@@ -37,3 +39,9 @@ def device() -> torch.device:
         assert torch.nn.functional.linear(square, square).numel()
         assert torch.nn.functional.linear(square, square, square[0]).numel()
     return device
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model(12, 1024).to(torch.bfloat16).eval()

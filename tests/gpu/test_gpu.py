@@ -18,7 +18,8 @@ from group_offload import ModuleError, OffloadHandle, StateError, apply_group_of
 from group_offload.base.device import AcceleratorBackend
 
 from ..support.inside import engine_of, slow_down
-from ..support.on_device import lay_in_file
+from ..support.models import Blocks
+from ..support.on_device import lay_in_file, twin_on
 from ..support.rigs import run
 from ..support.traces import assert_no_overlap, lanes_of
 from ..support.tuning import tune
@@ -39,19 +40,15 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-class Model(nn.Module):
+class Model(Blocks):
     def __init__(self, num_blocks: int = 8) -> None:
-        super().__init__()
+        super().__init__(*(Block() for _ in range(num_blocks)))
         self.embed = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
         self.scale = nn.Parameter(torch.randn(DIM))
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
+        return self.out(super().forward(self.embed(x) * self.scale))
 
 
 @pytest.fixture
@@ -154,12 +151,8 @@ def test_an_embedding_table_stays_where_it_rests(
     resident = copy.deepcopy(model).to(device)
     expected = [run(resident, each) for each in indices]
     del resident
-    if tier == "checkpoint":
-        lay_in_file(model, tmp_path / "model.safetensors")
-    path = tmp_path if tier == "folder" else None
-    handle = apply_group_offloading(
-        model, offload_type=level, offload_to_disk_path=path, offload_device="disk" if tier == "checkpoint" else "cpu"
-    )
+    model, home = twin_on(tier, model, tmp_path)
+    handle = apply_group_offloading(model, offload_type=level, **home)
     call = torch.compile(model) if is_compiled else model
     forget_peak(device)
     before = torch.cuda.memory_allocated(device)
@@ -455,11 +448,8 @@ def test_budgets(
     resident = copy.deepcopy(model).to(device)
     expected = run(resident, x).cpu()
     del resident
-    if tier == "folder":
-        options = {**options, "offload_to_disk_path": tmp_path, "ram_budget": "auto"}
-    elif tier == "checkpoint":
-        lay_in_file(model, tmp_path / "model.safetensors")
-        options = {**options, "offload_device": "disk", "ram_budget": "auto"}
+    model, home = twin_on(tier, model, tmp_path)
+    options = {**options, **home, **({"ram_budget": "auto"} if home else {})}
     forget_peak(device)
     others = torch.cuda.memory_allocated(device)
     budget = others + int(share * 24 * BLOCK_BYTES) + (64 << 20)

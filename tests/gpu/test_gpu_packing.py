@@ -16,19 +16,12 @@ from group_offload import api, apply_group_offloading
 from group_offload.config import ModelOptions, OffloadConfig
 
 from ..support.inside import engine_of
-from ..support.models import Model
 from ..support.rigs import run
 from ..support.tuning import tune
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 1024
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return Model(12, WIDTH).to(torch.bfloat16).eval()
 
 
 @pytest.fixture

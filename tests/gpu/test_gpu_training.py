@@ -15,27 +15,15 @@ from torch.nn import functional as F
 from group_offload import apply_activation_offloading, apply_group_offloading
 
 from ..support.asserts import assert_same
+from ..support.backward import Lora
 from ..support.inside import slow_down
 from ..support.training import CHECKPOINTS
 
 pytestmark = pytest.mark.gpu
 
 DIM = 1024
-RANK = 8
 NUM_BLOCKS = 6
 MIB = 1 << 20
-
-
-class Lora(nn.Module):
-    def __init__(self, num_in: int, num_out: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(num_in, num_out).requires_grad_(False)
-        self.down = nn.Linear(num_in, RANK, bias=False)
-        self.up = nn.Linear(RANK, num_out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return result
 
 
 class Block(nn.Module):

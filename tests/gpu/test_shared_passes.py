@@ -15,24 +15,14 @@ from group_offload import apply_group_offloading
 
 from ..support.asserts import assert_same
 from ..support.models import Model
+from ..support.rigs import run
 from ..support.travellers import in_threads
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 1024
+
 OPTIONS: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "leaf_level"}, {"use_stream": False}]
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return Model(12, WIDTH).to(torch.bfloat16).eval()
-
-
-def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        result: torch.Tensor = model(x)
-    return result
 
 
 def draw(seed: int, device: torch.device) -> torch.Tensor:
@@ -52,7 +42,7 @@ def test_threads(options: dict[str, Any], has_streams: bool, model: nn.Module, d
             with torch.cuda.stream(stream):
                 for at in range(8):
                     x = draw(10 * number + at, device)
-                    assert_same(call(model, x), call(resident, x))
+                    assert_same(run(model, x), run(resident, x))
             stream.synchronize()
 
         return work

@@ -383,17 +383,12 @@ class OnCard(Backend):
         for target, source in pairs:
             self.copy(target, source, stream)
 
-    def bytes_in_use(self) -> int:
-        return self.card.allocated.now
-
     def peak_bytes_in_use(self) -> int:
-        return self.card.allocated.peak
+        return self._bytes("allocated_bytes", "peak")
 
-    def reserved_bytes(self) -> int:
-        return self.card.reserved.now
-
-    def peak_reserved_bytes(self) -> int:
-        return self.card.reserved.peak
+    def _bytes(self, which: str, when: str) -> int:
+        meter = {"allocated_bytes": self.card.allocated, "reserved_bytes": self.card.reserved}[which]
+        return {"current": meter.now, "peak": meter.peak}[when]
 
     def reset_peak(self) -> None:
         self.card.reset_peak()

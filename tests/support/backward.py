@@ -18,6 +18,7 @@ from .asserts import same_bits
 from .on_device import lay_in_file
 from .simulated import SimulatedDevice, use_simulated_device
 from .training import DIM, Put, Step, TrainingModel, assert_same_bits, train
+from .training import make as make_trained
 
 
 class Lora(nn.Module):
@@ -82,10 +83,7 @@ class LoraModel(TrainingModel):
 
 
 def make(num_blocks: int = 3, run_part: Any = None, **attributes: Any) -> LoraModel:
-    torch.manual_seed(0)
-    model = LoraModel(num_blocks)
-    for name, value in attributes.items():
-        setattr(model, name, value)
+    model: LoraModel = make_trained(num_blocks, LoraModel, **attributes)
     for block in model.blocks:
         if run_part is not None:
             block.run_part = run_part  # type: ignore[assignment]

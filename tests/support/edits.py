@@ -128,10 +128,6 @@ def tie_data(model: Any) -> None:
     model.blocks[2].up.weight.data = model.blocks[0].up.weight.data
 
 
-def half(model: Any) -> None:
-    model.half()
-
-
 def bfloat16(model: Any) -> None:
     model.to(torch.bfloat16)
 

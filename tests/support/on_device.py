@@ -52,6 +52,13 @@ def from_file(model: nn.Module, path: Path) -> nn.Module:
     return lay_in_file(copy.deepcopy(model), path)
 
 
+def twin_on(tier: str, model: nn.Module, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A copy of the model, and the options that offload it to a tier: "ram", or group files or a checkpoint in a folder."""
+    if tier == "checkpoint":
+        return from_file(model, folder / "model.safetensors"), {"offload_device": "disk"}
+    return copy.deepcopy(model), {"offload_to_disk_path": folder} if tier == "folder" else {}
+
+
 @contextmanager
 def packing(locked_share: float = 0.5) -> Iterator[None]:
     """Let small blobs be packed, the larger ones in several strips, and what rests in files. With a share of 0 packed bytes are

@@ -1,22 +1,29 @@
-"""Packed files: written as a set-up does, found in a folder `groups`, and what happens to them."""
+"""Packed files: written as a set-up does, found in a folder `groups`, what happens to them, and models that use them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from group_offload import OffloadHandle, OffloadStats
 from group_offload.base.system import open_to_read
 from group_offload.packing.codec import unpack
+from group_offload.runtime.groups.group import Group
 from group_offload.stores.folder import Folder
 from group_offload.stores.packed_files import PackedFile, Wanted, find_or_pack, packed_from
 from group_offload.stores.safetensors_file import PackedFrom
 from group_offload.stores.source import Piece, SourceFile
 
 from .files import flip_a_bit
+from .inside import engine_of, wait_until_enqueued
+from .models import RoutedModel
+from .on_device import Twins, twin_on
 from .packing import image_of
+from .simulated import SimulatedDevice
 
 
 def origin_of(checkpoint: Path, tensor: torch.Tensor, position: int = 64) -> PackedFrom:
@@ -60,3 +67,36 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "written to": (lambda file: (flip(file), os.utime(file)), "another program changed it"),
     "a byte, quietly": (flip, r"is wrong \(XXH3"),
 }
+
+
+def routed(widths: list[int], *, counts: bool = False) -> RoutedModel:
+    torch.manual_seed(0)
+    return RoutedModel(widths, counts=counts).bfloat16()
+
+
+def packed_twins(device: SimulatedDevice, source: str, resident: RoutedModel, folder: Path, **options: Any) -> Twins:
+    """The same model, whose packed files are in a folder `groups`."""
+    options = {"pack": True, "offload_to_disk_path": folder / "groups", **options}
+    return Twins(device, twin_on(source, resident, folder)[0], resident, **options)
+
+
+def scale(model: Any, factor: float, block: int = 1) -> None:
+    """Edit a weight."""
+    with torch.no_grad():
+        model.blocks[block].up.weight.mul_(factor)
+
+
+def settled(handle: OffloadHandle) -> OffloadStats:
+    """Once all that is read ahead was read."""
+    wait_until_enqueued(handle)
+    return handle.stats()
+
+
+def gained(handle: OffloadHandle, before: OffloadStats, name: str) -> int:
+    now, then = getattr(settled(handle), name), getattr(before, name)
+    return sum(now.values()) - sum(then.values()) if isinstance(now, dict) else now - then
+
+
+def groups_of(handle: OffloadHandle) -> list[Group]:
+    """Those that are packed."""
+    return [group for group in engine_of(handle).groups if group.packed_bytes]

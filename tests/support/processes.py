@@ -127,12 +127,6 @@ def status_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def anonymous_bytes() -> int:
-    """The RAM of this process that belongs to no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-
 def ram_peak_of(call: Callable[[], object]) -> int:
     """How far the RAM that belongs to no file rises while `call` runs."""
 

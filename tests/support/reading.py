@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import gc
 import os
@@ -25,7 +24,7 @@ from .asserts import assert_at_rest
 from .files import failing
 from .inside import wait_until_enqueued
 from .models import DIM, RoutedModel
-from .on_device import forward, from_file
+from .on_device import forward, twin_on
 from .reads import watch_file_reads
 from .rigs import run
 from .simulated import SimulatedDevice, use_simulated_device
@@ -51,12 +50,8 @@ class Rig:
         torch.manual_seed(0)
         self.resident = RoutedModel(widths).eval()
         self.x = torch.randn(2, DIM)
-        if tier == "checkpoint":
-            self.model: Any = from_file(self.resident, folder / "model.safetensors")
-            self.options = {"offload_device": "disk", **options}
-        else:
-            self.model = copy.deepcopy(self.resident)
-            self.options = {"offload_to_disk_path": folder, **options}
+        self.model, where_it_rests = twin_on(tier, self.resident, folder)
+        self.options = {**where_it_rests, **options}
         self.folder = folder
         self.handle: Any = None
         self._scope = ExitStack()

@@ -202,9 +202,9 @@ def may_respect_hooks() -> bool:
 CHECKPOINTS: list[Callable[..., torch.Tensor]] = [reentrant, non_reentrant, non_reentrant_to_the_end]
 
 
-def make(num_blocks: int = 4, **attributes: Any) -> TrainingModel:
+def make(num_blocks: int = 4, model_class: type[Any] = TrainingModel, **attributes: Any) -> Any:
     torch.manual_seed(0)
-    model = TrainingModel(num_blocks)
+    model = model_class(num_blocks)
     for name, value in attributes.items():
         setattr(model, name, value)
     return model

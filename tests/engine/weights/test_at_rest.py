@@ -23,20 +23,6 @@ from ...support.processes import run_python
 from ...support.rigs import Offload, check, offload_to, pair, run
 
 
-def test_weights_at_rest_are_true_and_have_memory_of_their_own(offload: Offload) -> None:
-    model, reference = pair()
-    before = {name: id(tensor) for name, tensor in named_tensors(model)}
-    handle = offload(model)
-    for _ in range(2):
-        assert_at_rest(model, reference)
-        assert_own_memory(model)
-        assert all(tensor.is_leaf and tensor.requires_grad for tensor in model.parameters())
-        run(model, inputs())
-        assert {name: id(tensor) for name, tensor in named_tensors(model)} == before
-    handle.remove()
-    assert {name: id(tensor) for name, tensor in named_tensors(model)} == before
-
-
 def test_state_dict(offload: Offload) -> None:
     """As it is, and saved: no uninitialised memory, and no larger than that of the resident model. What was taken at rest reads
     the weights as long as it is held, also after `remove`."""
@@ -77,6 +63,7 @@ def test_a_default_device(folder: Path | None) -> None:
 
 
 def test_remove_gives_the_module_back(offload: Offload) -> None:
+    """Meanwhile weights are the same tensors, true, and in memory of their own."""
     model, reference = pair()
     calls: list[str] = []
     model.blocks[1].register_forward_pre_hook(lambda *args: calls.append("pre"))
@@ -84,14 +71,20 @@ def test_remove_gives_the_module_back(offload: Offload) -> None:
     original = model.blocks[0].forward
     model.blocks[0].forward = lambda x: original(x)
     before = snapshot(model)
+    tensors = {name: id(tensor) for name, tensor in named_tensors(model)}
     handle = offload(model)
-    run(model, inputs())
+    for _ in range(2):
+        assert_at_rest(model, reference)
+        assert_own_memory(model)
+        assert all(tensor.is_leaf and tensor.requires_grad for tensor in model.parameters())
+        run(model, inputs())
+        assert {name: id(tensor) for name, tensor in named_tensors(model)} == tensors
     edit_in_place(model)
     edit_in_place(reference)
     late = model.blocks[0].register_forward_hook(lambda *args: calls.append("late"))
     handle.remove()
     assert_same(run(model, inputs()), run(reference, inputs()))
-    assert calls == ["pre", "root", "late", "pre", "root"]
+    assert calls == ["pre", "root", "pre", "root", "late", "pre", "root"]
     late.remove()
     assert snapshot(model) == before
     assert_at_rest(model, reference)
@@ -140,21 +133,11 @@ tune(segment_bytes=32 << 20)
 peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 where = contextlib.nullcontext()
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24)).requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
 if sys.argv[1] == "mapped twice":
     from tests.support.simulated import SimulatedDevice, use_simulated_device
     where = use_simulated_device(SimulatedDevice())
 with where:
-    model = Chain()
+    model = Blocks(*(nn.Linear(2048, 2048, bias=False) for _ in range(24))).requires_grad_(False)
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=sys.argv[2] if sys.argv[1] == "edited" else None)
     if sys.argv[1] == "edited":
         for number in range(24):

@@ -26,7 +26,7 @@ from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
 from ...support.inside import engine_of
 from ...support.kinds import KINDS
-from ...support.models import WIDTH, Model, inputs, make
+from ...support.models import WIDTH, Blocks, Model, inputs, make
 from ...support.reading import eventually
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
 from ...support.travellers import in_threads
@@ -184,11 +184,8 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(
     """The forward waits for the threads: they must not wait for it."""
     tune(monkeypatch, turn_patience_seconds=0.2)
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-            self.max_workers = 2
+    class Branches(Blocks):
+        max_workers = 2
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not self.max_workers:
@@ -196,7 +193,7 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(
             with ThreadPoolExecutor(self.max_workers) as pool:
                 return sum(pool.map(lambda block: block(x), self.blocks))
 
-    model, reference = pair(Branches)
+    model, reference = pair(Branches(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
     handle = offload_either(model)
     with pytest.raises(StateError, match="in another thread than a forward that is in progress"):
         run(model, inputs())
@@ -222,11 +219,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
 
     monkeypatch.setattr(passes, "where_it_waits", look)
 
-    class Tiled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
+    class Tiled(Blocks):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[0](x)
             began.set()
@@ -237,7 +230,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
             got_on.set()
             return self.blocks[1](x)
 
-    model, reference = pair(Tiled)
+    model, reference = pair(Tiled(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
     x, is_offloaded = inputs(), False
     with ThreadPoolExecutor(4) as pool:
         wanted = [run(called, x) for called in (reference, reference.blocks[0] if calls_a_part else reference)]
@@ -276,24 +269,10 @@ def test_applying_and_running_in_threads(offload: Offload) -> None:
 # ---------------------------------------------------------------- inference mode and gradients
 
 
-def test_inference_mode(offload: Offload) -> None:
-    model, reference = pair()
-    offload(model)
-    expected = run(reference, inputs())
-    for _ in range(3):
-        with torch.inference_mode():
-            assert_same(model(inputs()), expected)
-        assert not any(tensor.is_inference() for tensor in model.parameters())
-        assert_at_rest(model, reference)
-        check(model, reference, inputs(), passes=1)
-        edit_in_place(model)
-        edit_in_place(reference)
-        expected = run(reference, inputs())
-
-
 @pytest.mark.parametrize("is_made_inside", [True, False])
 @pytest.mark.parametrize("is_used_inside", [True, False])
-def test_made_or_offloaded_in_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Offload) -> None:
+def test_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Offload) -> None:
+    """A module is made, offloaded, edited or called there, or not."""
     with torch.inference_mode(is_made_inside):
         model, reference = pair()
     with torch.inference_mode(is_used_inside):
@@ -305,6 +284,11 @@ def test_made_or_offloaded_in_inference_mode(is_made_inside: bool, is_used_insid
             edit(model)
             edit(reference)
             check(model, reference, inputs())
+        expected = run(reference, inputs())
+        with torch.inference_mode():
+            assert_same(model(inputs()), expected)
+        assert is_made_inside or not any(tensor.is_inference() for tensor in model.parameters())
+        assert_at_rest(model, reference)
     handle.remove()
     assert_at_rest(model, reference)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.changing import CHANGING, Around, Counting
-from ...support.models import WIDTH, Stop, inputs
+from ...support.models import WIDTH, Blocks, Stop, inputs
 from ...support.rigs import Offload, check, pair, run
 
 
@@ -67,17 +67,14 @@ class Edited(nn.Module):
         return torch.tanh(x @ self.w.float() + torch.copysign(x, self.v[0]))
 
 
-class Twice(nn.Module):
+class Twice(Blocks):
     """Calls each of its blocks twice in a pass."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Edited() for _ in range(3))
+        super().__init__(*(Edited() for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        return x
+        return super().forward(super().forward(x))
 
 
 def to_another_form_and_back(module: Edited, call: int) -> None:
