@@ -2,11 +2,11 @@
 
 [Note: Forwards that share a pass]
 Forwards share a pass if they keep the contract: see `contract`. It is signed by whoever lists a class or passes
-`share_passes=True`, and what can be seen of it at little cost is looked at. Versions of tensors and the tables of modules are,
-around forwards. And the first calls of a new kind that have company are tried: each is made alone, with a look at the random
-states, and at the modules at each gate, and then all together; the bits have to be the same. A kind is what calls have in
-common that take the same way: see `Arguments.key`. In a convoy all come to a group before one goes on to the next. So state
-that one leaves in the modules for the length of its forward is met by the others in the trial as in any later pass.
+`share_passes=True`, and what can be seen of it at little cost is looked at. Random states, versions of tensors and the tables
+of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, with a look
+at the modules at each gate, and then all together; the bits have to be the same. A kind is what calls have in common that take
+the same way: see `Arguments.key`. In a convoy all come to a group before one goes on to the next. So state that one leaves
+in the modules for the length of its forward is met by the others in the trial as in any later pass.
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
@@ -35,12 +35,12 @@ from ...base.recent import Recent
 from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
-from .arguments import Arguments, are_equal
+from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
 from .fingerprint import Fingerprint, examine
 from .lock import Traveller, is_on_its_way
 from .passes import Broken, SharedPasses
-from .speculation import Speculation, random_states
+from .speculation import RandomStates, Speculation, others_may_draw
 from .steps import MOST_CALLS, Steps
 
 logger = logging.getLogger("group_offload")
@@ -52,6 +52,7 @@ _MOST_FINDINGS = 3
 to the device, and another thread may draw random numbers meanwhile."""
 _MIN_GAIN = 0.05
 """With share_passes="auto" forwards share a pass if that is to save this share of their time: a first one takes a trial."""
+_SAME_MEMORY = "it returns the same memory each time"
 _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
@@ -239,7 +240,7 @@ class SharingPolicy:
         """Make these calls one after another, and once more together. If the bits are the same, such calls share passes."""
         self._num_in_vain += 1
         output, finding = self._looked_at(calls[0], args, kwargs)
-        outputs = [tensors_in(output)]
+        before, outputs = RandomStates(self._backend.device), [tensors_in(output)]
         with suppress(Exception):  # it is raised again where the call is made
             for call in calls[1:]:
                 given = call.given() if finding is None else None
@@ -247,10 +248,15 @@ class SharingPolicy:
                     break
                 found, finding = self._looked_at(call, *given)
                 outputs.append(tensors_in(found))
-        if finding is not None:
-            self._note([call.key for call in calls], finding, 1)
-        elif len(outputs) == len(calls):
+        keys = [call.key for call in calls]
+        if _overlap(outputs, (args, kwargs)):
+            self._note(keys, _SAME_MEMORY)
+            return self.alone(*args, **kwargs)
+        if finding is None and len(outputs) == len(calls):
             return self._travel(steps, calls, args, kwargs, output, outputs)
+        self._put_back(keys, len(keys), before)
+        if finding is not None:
+            self._note(keys, finding, 1)
         return output
 
     def _travel(
@@ -262,34 +268,44 @@ class SharingPolicy:
             made: In a trial, what the call has returned by itself.
             expected: The tensors that each of the calls has returned by itself.
         """
-        is_trial, is_void = expected is not None, False
+        is_trial = expected is not None
         boarded: list[Traveller] = []
         ahead: list[Speculation] = []
         keys, epoch, caller = [call.key for call in calls], self._epoch, Caller(self._backend)
-        changed, output = self._passes.counters.changed, None
+        before, changed = RandomStates(self._backend.device), self._passes.counters.changed
+        output, finding = None, None
         try:
             output = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=is_trial)
+            size = boarded[0].convoy.size
+            is_void = self._put_back(keys, size, before)
         except Exception as error:
             size = boarded[0].convoy.size if boarded else 1
-            is_void, is_short = True, isinstance(error, torch.OutOfMemoryError)
-            if not (is_trial or (size > 1 and (is_short or isinstance(error, Broken)))):
+            # What the others have drawn was put back, and so was what this one has: it is made again.
+            is_void, is_short = self._put_back(keys, size, before), isinstance(error, torch.OutOfMemoryError)
+            if not (is_trial or is_void or (size > 1 and (is_short or isinstance(error, Broken)))):
                 raise
             if is_short:
                 self._say(f"the device is out of memory with {size} at once")
                 self._passes.ran_out(size)
             elif is_trial:
                 self._say(f"a trial failed: {type(error).__name__}: {error}")
-        if is_trial and (is_void or boarded[0].convoy.size == 1 or any(each.error is not None for each in ahead)):
+            is_void = True
+        if is_trial and (size == 1 or is_void or any(each.error is not None for each in ahead)):
             return made
-        finding = self._change_by(calls[0], args, kwargs, changed)
-        if finding is None and is_trial:
+        if self._passes.counters.changed != changed:
+            finding = "it changes its weights or buffers"
+        elif not calls[0].are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        elif is_trial:
             shared = [tensors_in(output), *(tensors_in(each.output) for each in ahead)]
-            if not (any(expected) and all(map(are_equal, shared, expected))):
+            if _overlap([*expected, *shared], (args, kwargs)):
+                finding, is_void = _SAME_MEMORY, True
+            elif not (any(expected) and all(map(are_equal, shared, expected))):
                 finding = "outputs differ from those of separate forwards, or can't be compared"
         if finding is not None:
             self._note(keys, finding)
         if is_trial and finding is not None:
-            return made
+            return self.alone(*args, **kwargs) if is_void else made
         self._passes.counters.predicted += len(ahead)
         if is_void or finding is not None:
             self._passes.counters.discarded += len(ahead)
@@ -299,7 +315,7 @@ class SharingPolicy:
         if not is_trial:
             self._num_in_vain = 0
         steps.ahead, steps.found_in = ahead, (epoch, self._passes.edits(), caller)
-        if boarded[0].convoy.size > 1:
+        if size > 1:
             self._say("each block is loaded once for all of them", "together")
         return output
 
@@ -348,7 +364,7 @@ class SharingPolicy:
         """Make a call alone. What it returns, and how it breaks the contract, if that is seen."""
         changes: list[bool] = []
         with self._turns:
-            state, before, changed = self._state, random_states(self._backend), self._passes.counters.changed
+            state, before, changed = self._state, RandomStates(self._backend.device), self._passes.counters.changed
 
             def look() -> None:
                 if not (changes or (state is not None and state.holds())):
@@ -360,21 +376,35 @@ class SharingPolicy:
             finally:
                 self._passes.at_gate = None
             look()
+            finding = None
             if changes:
-                return output, "it changes attributes of its modules"
-            if before != random_states(self._backend):
-                return output, "it draws random numbers"  # or another thread does meanwhile
-            return output, self._change_by(call, args, kwargs, changed)
+                finding = "it changes attributes of its modules"
+            elif before != RandomStates(self._backend.device):
+                finding = "it draws random numbers"  # or in another thread meanwhile
+            elif self._passes.counters.changed != changed:
+                finding = "it changes its weights or buffers"
+        if finding is None and not call.are_unchanged(args, kwargs):
+            finding = "it changes its inputs"
+        return output, finding
 
-    def _change_by(self, call: Arguments, args: Any, kwargs: Any, changed: int) -> str | None:
-        """What a call has changed that should have changed nothing.
+    def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
+        """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
 
         Args:
-            changed: How many changes of weights and buffers were counted before it.
+            size: How many forwards shared the pass.
+
+        Returns:
+            Whether they do.
         """
-        if self._passes.counters.changed != changed:
-            return "it changes its weights or buffers"
-        return None if call.are_unchanged(args, kwargs) else "it changes its inputs"
+        if size < 2 or before == RandomStates(self._backend.device):
+            return False
+        finding = "it draws random numbers"
+        if size != len(keys) or others_may_draw():
+            self._note(keys, finding, 1)
+            return False
+        self._note(keys, finding)
+        before.restore()
+        return True
 
     def _judgement(self, key: Hashable) -> bool | None:
         """Whether calls of a kind share passes; None if they were not tried with the modules as they are."""
@@ -392,6 +422,15 @@ class SharingPolicy:
         if reason not in self._said:
             self._said[reason] = None
             logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
+
+
+def _overlap(outputs: Sequence[Any], given: Any) -> bool:
+    """Whether outputs of different calls lie in the same memory, which is not that of inputs. Such calls go alone."""
+    inputs, *memory = (
+        {each.untyped_storage().data_ptr() for each in tensors if is_plain(each)}
+        for tensors in (tensors_in(given), *outputs)
+    )
+    return len(set().union(*memory) - inputs) < sum(len(each - inputs) for each in memory)
 
 
 def _state_of_thread() -> str | None:

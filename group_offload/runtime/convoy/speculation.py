@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from ...base.device import Backend
-from ...base.layout import memory_of
 from .arguments import Arguments
 from .caller import Caller
 from .lock import Traveller
@@ -63,8 +61,37 @@ class Speculation(threading.Thread):
             self._passes.leave()
 
 
-def random_states(backend: Backend) -> tuple[bytes, bytes, object]:
-    """The states of the generators that are used where none is given: Python's and NumPy's, torch's, and the device's."""
-    numpy = sys.modules.get("numpy")
-    host = pickle.dumps((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
-    return host, bytes(memory_of(torch.get_rng_state())), backend.generator_state()
+class RandomStates:
+    """The states of the generators that are used where none is given: Python's, torch's, NumPy's, and the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        numpy = sys.modules.get("numpy")
+        self._host = pickle.dumps((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
+        self._device = device
+        self._torch = [torch.get_rng_state()]
+        if device.type != "cpu":
+            self._torch.append(torch.get_device_module(device).get_rng_state(device))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomStates) or self._host != other._host:
+            return False
+        return all(map(torch.equal, self._torch, other._torch))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Let the generators go on from here again."""
+        of_python, of_numpy = pickle.loads(self._host)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        torch.set_rng_state(self._torch[0])
+        for state in self._torch[1:]:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+def others_may_draw() -> bool:
+    """Whether there are threads, besides this one and those that are known, which may draw random numbers meanwhile."""
+    here = threading.current_thread()
+    others = [each for each in threading.enumerate() if each is not here and not each.name.startswith("group_offload")]
+    return any(type(each).__name__ != "TMonitor" for each in others)  # that of tqdm draws none
