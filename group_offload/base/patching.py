@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from inspect import getattr_static
 from typing import Any
 
 
@@ -29,13 +30,13 @@ def around(call: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
 
 
 def around_once(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Let calls of a function that `owner` (a class or a module) has be `instead(call, ...)`, if there is one of that name.
+    """Let calls of a function that `owner` (a class or a module) has be `instead(call, ...)` from now on.
 
-    It stays so, and repeated calls do nothing.
+    Repeated calls do nothing.
     """
-    before = vars(owner).get(name)
+    before = getattr_static(owner, name)
     call = getattr(before, "__func__", before)
-    if call is None or hasattr(call, "group_offload_before"):
+    if hasattr(call, "group_offload_before"):
         return
     mine = around(call, instead)
     mine.group_offload_before = call  # type: ignore[attr-defined]

@@ -132,8 +132,9 @@ def hear_guiders(handle: OffloadHandle) -> None:
         return
     guidance = importlib.import_module(_GUIDERS).BaseGuidance
     around_once(guidance, "set_state", _begin)
-    around_once(guidance, "_prepare_batch", _prepare)
-    around_once(guidance, "_prepare_batch_from_block_state", _prepare)
+    for name in ("_prepare_batch", "_prepare_batch_from_block_state"):
+        if hasattr(guidance, name):  # the version of diffusers says which
+            around_once(guidance, name, _prepare)
 
 
 def _begin(set_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ work stays theirs. Their calls are only watched while the block of `Quantising` 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -55,15 +56,13 @@ class Quantising:
                 if module_name.partition(".")[0] in sys.modules:
                     with suppress(ImportError):
                         maker = getattr(importlib.import_module(module_name), class_name)
-                        self._watch(maker, "from_config", self._from_config, kind=classmethod)
+                        self._watch(maker, "from_config", self._from_config)
             self._undo = self._undo.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def _watch(
-        self, owner: type, name: str, instead: Callable[..., Any], *, kind: Callable[[Any], Any] = lambda method: method
-    ) -> None:
+    def _watch(self, owner: type, name: str, instead: Callable[..., Any]) -> None:
         """Let calls of a method be `instead(method, ...)` until the end of the block. Other threads are not concerned."""
         found = getattr(owner, name, None)
         if found is None or getattr(found, "is_watched_by", None) is self:
@@ -75,7 +74,7 @@ class Quantising:
             return instead(call, *args, **kwargs) if is_mine else call(*args, **kwargs)
 
         method.is_watched_by = self  # type: ignore[attr-defined]
-        swap(self._undo, owner, name, kind(method))
+        swap(self._undo, owner, name, classmethod(method) if inspect.ismethod(found) else method)
 
     def _from_config(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         quantiser = call(*args, **kwargs)

@@ -179,7 +179,7 @@ def test_removed_at_once() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_of_the_work_on_activations(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell what is where: what is under way is waited for, all host memory goes, and graphs from before
+    """Nobody can tell what is where: what is under way is waited for, no host memory stays pinned, and graphs from before
     refuse. Hazard: Ctrl-C during a copy: gradients are wrong, or memory is freed under the copy."""
     with simulated() as (device, model, x, expected):
         held = [model(x).sum() for _ in range(2)]
