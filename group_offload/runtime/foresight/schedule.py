@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, groupby, pairwise, product
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -167,6 +167,7 @@ class Schedule:
         self._neighbors = before._neighbors
 
 
+@lru_cache(4096)
 def _shifted(name: str, before: str, like: str) -> str:
     """`name` with its indices changed as they are from `before` to `like`."""
     shifts = (int(b) - int(a) for a, b in zip(*map(_INDEX.findall, (before, like)), strict=True))
