@@ -244,8 +244,11 @@ class Rig:
         self._rng = random.Random(seed)
         self.taken_out: list[nn.Module] = []
         self.device = SimulatedDevice(seed, "random") if scenario.startswith("simulated") else None
+        self.running: Callable[[], Any] = contextlib.nullcontext
+        self._put = self._get = torch.clone
         if self.device is not None:
             stack.enter_context(use_simulated_device(self.device))
+            self.running, self._put, self._get = self.device.running, self.device.put, self.device.get
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(SCENARIOS[scenario])
         tune(stack.enter_context(pytest.MonkeyPatch.context()), device_margin_bytes=0)
@@ -285,23 +288,18 @@ class Rig:
                 each.succession = succession
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            if self.device is None:
-                return model(x)
-            with self.device.running():
-                return self.device.get(model(self.device.put(x)))
+        with torch.no_grad(), self.running():
+            return self._get(model(self._put(x)))
 
     def step(self, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of what is trained, and of the input."""
         model.zero_grad()
-        if self.device is None or model is self.resident:
-            x = x.clone().requires_grad_()
+        is_here = model is self.resident
+        with contextlib.nullcontext() if is_here else self.running():
+            x = (x.clone() if is_here else self._put(x)).requires_grad_()
             model(x).square().sum().backward()
-            return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]  # type: ignore[list-item]
-        with self.device.running():
-            x = self.device.put(x).requires_grad_()
-            model(x).square().sum().backward()
-            return [self.device.get(g) for g in (x.grad, *(p.grad for p in model.parameters() if p.requires_grad))]
+            grads = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+            return grads if is_here else [*map(self._get, grads)]
 
     def edit(self) -> None:
         """Below autograd, as fusing a LoRA does; in both models."""
@@ -311,7 +309,7 @@ class Rig:
         name = self._rng.choice([name for name, p in model.named_parameters() if not p.requires_grad])
         factor = self._rng.choice([0.5, 0.75, 1.25])
         resident.get_parameter(name).data.mul_(factor)
-        with contextlib.nullcontext() if self.device is None else self.device.running():
+        with self.running():
             model.get_parameter(name).data.mul_(factor)
 
     def look(self, *, trains: bool = False, num_passes: int = 2) -> None:
@@ -346,9 +344,7 @@ class Rig:
         raise AssertionError(f"{held} bytes of the device are held after the other model, not {self._held}")
 
     def look_at_rest(self) -> None:
-        with contextlib.ExitStack() as stack:
-            if self.device is not None:
-                stack.enter_context(self.device.running())
+        with self.running():
             pairs = zip(self.model.state_dict().items(), self.resident.state_dict().values(), strict=True)
             for (name, actual), expected in pairs:
                 assert torch.equal(actual, expected), f"{name} at rest is wrong"
@@ -454,15 +450,8 @@ def _free(rig: Rig, strike: Any) -> None:
         free_slots()
 
 
-OPERATIONS: dict[str, Operation] = {
-    "forward": _forward,
-    "changed": _changed,
-    "refresh": _refresh,
-    "backward": _backward,
-    "free": _free,
-    "apply": _apply,
-    "remove": _remove,
-}
+_ALL = (_forward, _changed, _refresh, _backward, _free, _apply, _remove)
+OPERATIONS: dict[str, Operation] = {each.__name__[1:]: each for each in _ALL}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 
 from group_offload import GroupFileError, StateError, apply_group_offloading
 
-from ..support.models import DIM, RoutedModel, Stop, inputs, make
-from ..support.on_device import Twins, forward, offload, options_for
+from ..support.models import RoutedModel, Stop, inputs, make
+from ..support.on_device import Twins, options_for
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.traces import assert_no_overlap, lanes_of
@@ -74,34 +74,24 @@ def test_timeline(options: dict[str, Any], tmp_path: Path, device: SimulatedDevi
         assert (tmp_path / "trace.json").read_bytes() == written
 
 
-def test_one_trace_at_a_time(tmp_path: Path, device: SimulatedDevice) -> None:
-    model = RoutedModel([16] * 3)
-    handle = offload(model)
-    with handle.trace(tmp_path / "one.json"):
-        with pytest.raises(StateError, match="already"), handle.trace(tmp_path / "two.json"):
-            pass
-        forward(device, model, torch.randn(2, DIM))
-    assert lanes_of(tmp_path / "one.json")["compute"] and not (tmp_path / "two.json").exists()
-    with handle.trace(tmp_path / "two.json"):
-        pass
-    assert not any(lanes_of(tmp_path / "two.json").values())
-    handle.remove()
-    with pytest.raises(StateError, match="no longer offloaded"), handle.trace(tmp_path / "three.json"):
-        pass
-
-
 def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice) -> None:
-    """The error comes through, the file is there, and the next trace works. A bad path is found before the forward."""
+    """The error comes through, the file is there, and the next trace works: one at a time. A bad path is found before the
+    forward."""
     with Twins(device, RoutedModel([16] * 3)) as twins:
         twins.model.stop_at = 1
         with pytest.raises(Stop), twins.handle.trace(tmp_path / "one.json"):
             twins.step()
         assert lanes_of(tmp_path / "one.json")["compute"]
+        with twins.handle.trace(tmp_path / "two.json"):
+            pass
+        assert not any(lanes_of(tmp_path / "two.json").values())
         twins.model.stop_at = -1
         with twins.handle.trace(tmp_path / "two.json"):
+            with pytest.raises(StateError, match="already"), twins.handle.trace(tmp_path / "three.json"):
+                pytest.fail("the block ran")
             twins.step()
         twins.check()
-        assert len(lanes_of(tmp_path / "two.json")["compute"]) == 4
+        assert len(lanes_of(tmp_path / "two.json")["compute"]) == 4 and not (tmp_path / "three.json").exists()
         for bad, said in (
             ("nowhere/trace.json", "nowhere is not a folder"),
             (".", "is a folder"),
@@ -110,6 +100,8 @@ def test_trace_of_a_forward_that_raises(tmp_path: Path, device: SimulatedDevice)
             with pytest.raises(GroupFileError, match=said), twins.handle.trace(tmp_path / bad):
                 pytest.fail("the block ran")
         twins.step()
+    with pytest.raises(StateError, match="no longer offloaded"), twins.handle.trace(tmp_path / "three.json"):
+        pytest.fail("the block ran")
 
 
 def test_a_profile_names_the_groups(tmp_path: Path) -> None:

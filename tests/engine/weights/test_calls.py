@@ -279,16 +279,16 @@ def test_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Off
         handle = offload(model)
     assert is_made_inside or not any(tensor.is_inference() for tensor in model.parameters())
     for edit in (edit_in_place if is_made_inside is is_used_inside else edit_through_data, edit_through_data):
-        with torch.inference_mode(is_used_inside and is_made_inside):
-            check(model, reference, inputs())
-            edit(model)
-            edit(reference)
-            check(model, reference, inputs())
         expected = run(reference, inputs())
         with torch.inference_mode():
             assert_same(model(inputs()), expected)
         assert is_made_inside or not any(tensor.is_inference() for tensor in model.parameters())
         assert_at_rest(model, reference)
+        with torch.inference_mode(is_used_inside and is_made_inside):
+            check(model, reference, inputs())
+            edit(model)
+            edit(reference)
+            check(model, reference, inputs())
     handle.remove()
     assert_at_rest(model, reference)
 
