@@ -244,15 +244,25 @@ def populate(memory: torch.Tensor, advice: int = _MADV_POPULATE_READ) -> None:
 
     Where this is refused (before Linux 5.14), locking does it.
     """
-    if _libc is not None and memory.numel():
-        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc.madvise(start, memory.data_ptr() + memory.nbytes - start, advice)
+    _advise(memory, advice)
 
 
 def touch_all(memory: torch.Tensor) -> list[Task[None]]:
     """Let threads give memory from `map_anonymous` its pages: locking it is quick then. It would do that with one thread."""
     step, touch = tuning().touched_bytes, partial(populate, advice=_MADV_POPULATE_WRITE)
     return [on_pool(touch, memory[start : start + step]) for start in range(0, memory.numel(), step)]
+
+
+def expect_single_pages(memory: torch.Tensor, *, expected: bool) -> None:
+    """Let the kernel read no more than the pages of a mapped file that are touched; or, as always, pages ahead too."""
+    if _libc is not None:
+        _advise(memory, mmap.MADV_RANDOM if expected else mmap.MADV_NORMAL)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    if _libc is not None and memory.numel():
+        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc.madvise(start, memory.data_ptr() + memory.nbytes - start, advice)
 
 
 def trim_heap() -> None:

@@ -169,6 +169,7 @@ class Engine:
             self._changes.invalidate()  # the next forward then offloads weights again that were moved out
             for group in self.groups:
                 group.check()
+                group.expect_single_pages(expected=False)  # whole tables are read now
             for group in self.groups:  # in RAM, each group's blobs are freed before the next group
                 for part in group.parts:
                     materialise(part)
@@ -360,6 +361,8 @@ class Engine:
         self.placer.place(moving)
         self._close_replaced({*parts})
         self.trained.guard(self._refs)
+        for group in self.groups:
+            group.expect_single_pages(expected=True)
         self._install_gates()
 
     def _close_replaced(self, in_use: Collection[Part]) -> None:

@@ -234,10 +234,16 @@ class DeviceMemory(Holding):
     def recover(self) -> None:
         """Free all memory, in any state: a pass failed, or was interrupted. No copy is on its way."""
         self.bound.clear()
-        for slot in [*self.pooled]:
-            self.free(slot)
-        self.release()
-        self.resident_bytes = self.pooled_bytes = self.thread = 0
+        self.was_freed = True
+        slots = [*self.residents, *self.pooled]
+        for slot in slots:
+            slot.evict()
+        self.residents, self.pooled, self.resident_bytes, self.pooled_bytes = [], [], 0, 0
+        self.arena.release(self)
+        self.thread = 0
+        for slot in slots:
+            if not slot.is_aliased:
+                self._backend.free(slot.memory)
         self._spare_events.clear()  # an interrupt may have left them with the slots that were freed
 
     def __del__(self) -> None:

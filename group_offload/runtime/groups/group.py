@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...base.layout import as_bytes
+from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
 from ...stores.files import FileBlob
@@ -95,6 +96,12 @@ class Group:
     def is_in_file(self) -> bool:
         """Whether a part of the group is read from a file."""
         return any(isinstance(part.blob, FileBlob) for part in self.parts)
+
+    def expect_single_pages(self, *, expected: bool) -> None:
+        """Say how a table that rests in a file is read: a few rows here and there, or all of it."""
+        if self.is_table and self.is_in_file:
+            for view in self._rest_views:
+                expect_single_pages(view, expected=expected)
 
     @property
     def images(self) -> list[PackedImage]:
