@@ -181,7 +181,7 @@ class Gate(Around, Entry):
                 call = partial(_call_in_range, call, self.groups[-1].group_id)
             late = _NOTHING if own is None else preceded(own, partial(passes.acquire_late, this))
             with backward.hooks() or _NOTHING, late:
-                output = self.repeater.call(call, args, kwargs, compiler, modes, has_budget=passes.placer.has_budget)
+                output = self.repeater.call(call, args, kwargs, compiler, modes)
             if torch.is_grad_enabled():
                 backward.check_graph(output)
                 backward.keep_contexts(output, self.groups, first)

@@ -61,14 +61,7 @@ class Repeater:
         self._has_warned = False
 
     def call(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        compiler: Any,
-        modes: Sequence[TorchDispatchMode],
-        *,
-        has_budget: bool,
+        self, call: Callable[..., Any], args: Any, kwargs: Any, compiler: Any, modes: Sequence[TorchDispatchMode]
     ) -> Any:
         """Call it, and again if the device refuses memory, as long as residents give way.
 
@@ -78,9 +71,9 @@ class Repeater:
         Raises:
             torch.OutOfMemoryError: No resident was left, or the call cannot be repeated.
         """
-        if not has_budget or torch.is_grad_enabled():
-            return _seen(call, args, kwargs, compiler, modes)
         passes, refusal = self._passes, self.backend.refusal
+        if not passes.placer.has_budget or torch.is_grad_enabled():
+            return _seen(call, args, kwargs, compiler, modes)
         before, around, num_repeats = self._now((args, kwargs)), refusal.must_fail, 0
 
         def may_repeat() -> bool:
