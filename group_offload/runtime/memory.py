@@ -73,7 +73,7 @@ class DeviceMemory(Holding):
         """The bytes that packed bytes land in: see [Note: The life of a berth]."""
         self._reading_bytes = 0
         """The part of them for packed bytes that are read from files."""
-        self._largest: dict[int, int] = {}
+        self.largest: dict[int, int] = {}
         """For each height, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
@@ -96,7 +96,7 @@ class DeviceMemory(Holding):
         for group in streamed:
             if group.num_bytes:
                 by_height.setdefault(group.height, []).append(group.num_bytes)
-        self._largest = {height: max(found) for height, found in by_height.items()}
+        self.largest = {height: max(found) for height, found in by_height.items()}
         sizes = {height: self._ring_bytes(height, found) for height, found in sorted(by_height.items())}
         for slot in [*self.residents]:
             if not to_stay.issuperset(slot.groups):
@@ -132,11 +132,6 @@ class DeviceMemory(Holding):
     def outer_bytes(self) -> int:
         """The bytes of the rings of groups that are needed around others."""
         return sum(size for height, size in self.ring_sizes.items() if height)
-
-    @property
-    def largest(self) -> int:
-        """The size of the largest group that takes turns, inside of whose modules no other one is needed."""
-        return self._largest.get(0, 0)
 
     @property
     def slots(self) -> list[Slot[Group]]:
@@ -217,9 +212,7 @@ class DeviceMemory(Holding):
             assert self.memory is not None
             start = 0
             for height, size in sizes.items():
-                self.rings[height] = Ring(
-                    self.memory[start : start + size], self._backend, self._largest.get(height, 0)
-                )
+                self.rings[height] = Ring(self.memory[start : start + size], self._backend, self.largest.get(height, 0))
                 start += size
             if self.berth_bytes:
                 self.berths = Berths(self.memory[start:], self._backend, self._reading_bytes)

@@ -121,7 +121,7 @@ class Placer:
         """The most device memory that a pass takes for slots and berths. (`DeviceMemory.slot_bytes` is what is held now.)"""
         if not self._memory.is_just_in_time:
             return self._memory.fixed_bytes
-        return self._memory.largest + self._window() + self._memory.outer_bytes + self._memory.berth_bytes
+        return self._memory.largest.get(0, 0) + self._window() + self._memory.outer_bytes + self._memory.berth_bytes
 
     @property
     def missing_bytes(self) -> int:
@@ -487,7 +487,7 @@ class Placer:
         Mostly the largest group: a budget's plan counts on no more. At leaf level that does not hide the copy of a large layer
         behind a small one's compute, so it may be a third of the activations, if that is more.
         """
-        least = max(self._memory.largest, min(tuning().min_window_bytes, self._total_bytes // 8))
+        least = max(self._memory.largest.get(0, 0), min(tuning().min_window_bytes, self._total_bytes // 8))
         if not self._config.is_leaf_level or self.has_budget:
             return least
         if self._config.record_stream:
