@@ -272,18 +272,17 @@ class Backward:
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
             return None
-        found = self._in_bound(Group.place_of, weight) or self._in_bound(Group.place_of_alias, weight)
+        found = self._in_bound(Group.place_of, weight)
         if found is None:
             return None
         part, index = found
-        # An alias with a version counter of its own: the engine raises the weight's.
         version = part.version_of(index)
 
         def unpack(kept: Kept | Passed) -> torch.Tensor:
             check_version(part.version_of(index), version, f"the weight {part.refs[index].fqn!r}")
             return kept.unpack()
 
-        return Passed(keep(tensor.data, below), unpack)
+        return Passed(keep(tensor.data, below), unpack)  # the weight itself is bound to other memory by then
 
     # ---------------------------------------------------------------- bringing back
 

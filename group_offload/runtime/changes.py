@@ -16,8 +16,8 @@ from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
 from .copies.transfer import Transfer
-from .groups.group import Group, commit_replacements
-from .groups.part import Forms
+from .groups.group import Group
+from .groups.part import Forms, Part, commit_replacements
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
@@ -60,7 +60,7 @@ class Watch:
         self._call = root.__dict__.get(COMPILED_CALL)
         self._names = [each.__dict__ for each in modules[1:] if called is None or each in called]
         self._calls = [*map(_get, self._names, repeat(COMPILED_CALL))]
-        parts = [part for group in groups for part in group.parts]
+        parts = _parts_of(groups)
         stores = dict.fromkeys(part.blob.store for part in parts)
         self.late = [store for store in stores if store.commits_late]
         """The stores whose edits may be committed in the middle of a pass."""
@@ -189,10 +189,9 @@ class Changes:
         if not watch.has_same_modules(at):
             return None
         if not watch.has_same_tensors():
-            if any(part.was_moved() for group in groups for part in group.parts):
+            if any(part.was_moved() for part in _parts_of(groups)):
                 return None
-            replaced = [group for group in groups if not all(all(part.as_left()) for part in group.parts)]
-            if not commit_replacements(replaced, self._groups):
+            if not commit_replacements(_parts_of(groups), _parts_of(self._groups)):
                 return None
         late, now = ([], [*watch.early, *watch.late]) if all_edits else (watch.late, watch.early)
         self._late = dict.fromkeys(late)
@@ -244,10 +243,14 @@ class Changes:
         if self._late:
             self.commit_late((group,))
         was_replaced = group.was_replaced()
-        if was_replaced and binds and not commit_replacements([group], self._groups):
+        if was_replaced and binds and not commit_replacements(group.parts, _parts_of(self._groups)):
             raise StateError(
                 f"A weight of {group.group_id!r} was given another dtype, shape or memory in the middle of a forward. Do that "
                 f"between forwards."
             )
-        if group.was_touched() and (binds or not was_replaced):
+        if (was_replaced or group.was_touched()) and (binds or not was_replaced):
             group.commit_edits(self._transfer)
+
+
+def _parts_of(groups: Sequence[Group]) -> list[Part]:
+    return [part for group in groups for part in group.parts]

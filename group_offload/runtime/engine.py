@@ -33,7 +33,7 @@ from .copies.transfer import Transfer
 from .foresight.lookahead import LookAhead
 from .gates import Gates, root_of
 from .groups.build import Builder, materialise
-from .groups.group import Group, share_counters
+from .groups.group import Group
 from .groups.packed import PackedGroup
 from .groups.part import Part
 from .groups.trained import Trained
@@ -231,7 +231,6 @@ class Engine:
         elif joined:
             self._build()
         else:
-            share_counters(self.groups)
             self._install_gates()
         return self._notice(top)
 
@@ -361,8 +360,6 @@ class Engine:
         parts = [part for group in self.groups for part in group.parts]
         self._refs = tuple(ref for part in parts for ref in part.refs)
         self._names = frozenset(ref.fqn for ref in self._refs)
-        if self._gates.records_graphs:
-            share_counters(self.groups)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
         wraps = all(group.detects_edits for group in moving)
         self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)

@@ -103,7 +103,7 @@ class Blob(ABC):
 
     @abstractmethod
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Keep the bytes that a forward left in tensor `index`, in `rest` and in the bytes that are sent from now on."""
+        """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on: no packed bytes."""
 
     def moves(self, at: int, label: str) -> list[Move]:
         """How the blob, as it is now, gets to byte `at` of a slot.

@@ -299,6 +299,7 @@ class FileBlob(Contents, Blob):
         return self.is_outdated
 
     def write(self, index: int, value: torch.Tensor) -> None:
+        self.drop_packed()
         with torch.inference_mode(False), torch.no_grad():
             as_bytes(self.rest[index]).copy_(value)
         self.is_outdated = True

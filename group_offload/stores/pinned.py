@@ -352,6 +352,7 @@ class RamBlob(Blob):
         return f"{self.store.common} {self.start}" if self.store.common and not self.is_outdated else ""
 
     def write(self, index: int, value: torch.Tensor) -> None:
+        self.drop_packed()
         spec = self.layout.specs[index]
         begin = self.start + spec.offset
         self.is_outdated |= self.store.is_shared

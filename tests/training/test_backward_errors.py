@@ -134,7 +134,9 @@ def test_weights_that_share_a_version_counter(options: dict[str, Any], is_one: b
 def test_an_edit_of_a_weight_that_shares_its_version_counter_is_an_error(is_one: bool, tmp_path: Path) -> None:
     with offloaded(stacked(is_one), "cpu", tmp_path) as (model, _, put, _):
         model(data(0, put)).sum().backward()
+        versions = [parameter._version for parameter in model.parameters()]
         loss = model(data(0, put)).sum()
+        assert [parameter._version for parameter in model.parameters()] == versions
         with torch.no_grad():
             model.blocks[1][0].mul_(2)
         with pytest.raises(StateError, match="modified by an inplace operation: the weight"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.layout import as_bytes, overlapping
+from ...base.layout import as_bytes
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
@@ -21,7 +21,7 @@ from ...weights import fit_for, tracks_version, version_of, wrapped_holders
 from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
 from .packed import PackedGroup
-from .part import Forms, Part, SharedCounter, is_kept, same_bits, same_form, same_memory
+from .part import Forms, Part, same_bits, same_form, same_memory
 
 
 class Group:
@@ -73,9 +73,6 @@ class Group:
         self._tracks_version = [tracks_version(tensor) for tensor in self._tensors]
         self._tracked = [t for t, tracks in zip(self._tensors, self._tracks_version, strict=True) if tracks]
         self._wrapped = wrapped_holders(refs)
-        self._to_increment = self._tracked
-        """One tensor for each version counter: autograd raises it once."""
-        self._shared_counters: list[SharedCounter] = []
         self._rest_version = self._version_sum()
         self._rest_views = [view for part in self.parts for view in part.blob.rest]
         self._rest_addresses = [address for part in self.parts for address in part.addresses]
@@ -190,17 +187,9 @@ class Group:
             part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, kept):
-                    part.blob.write(place, value)
                     part.may_pack = False  # the next forward changes it again
-                    part.blob.drop_packed()
+                    part.blob.write(place, value)
                     num_changed += 1
-        if slot is not None and not torch.is_inference_mode_enabled():
-            # Other blobs are about to overwrite the slot, also views of these weights that autograd saved past our hooks.
-            # With another version of the weights a backward over such a view raises, and is not silently wrong.
-            torch.autograd.graph.increment_version(self._to_increment)
-            counted: list[Part | SharedCounter] = [*self.parts, *self._shared_counters]
-            for each in counted:
-                each.num_increments += 1
         self._bound = []
         self.rest()
         return num_changed
@@ -233,16 +222,6 @@ class Group:
         self.holds = 0
         self.slot = None
 
-    def note_shared_counters(self) -> None:
-        """Take over from the parts which tensors share a version counter."""
-        known: dict[SharedCounter | int, torch.Tensor] = {}
-        for (part, index), tensor, tracks in zip(self._places, self._tensors, self._tracks_version, strict=True):
-            if tracks:
-                known.setdefault(part.shared_counters.get(index, id(tensor)), tensor)
-        self._to_increment = [*known.values()]
-        self._shared_counters = [counter for counter in known if isinstance(counter, SharedCounter)]
-        self._rest_version = self._version_sum()
-
     def find(self, address: int) -> tuple[Part, int, int] | None:
         """The part that this address of the slot belongs to, the index of its tensor, and the byte of its blob."""
         if self.slot is None:
@@ -257,15 +236,6 @@ class Group:
     def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
         """The part that this tensor belongs to, and its index there; None if it is of another group."""
         index = self._index_of.get(id(tensor))
-        return None if index is None else self._places[index]
-
-    def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
-        """The same for a tensor in no slot that `detach()` has made of one of the group: it shares the version counter."""
-        if not tensor._version or tensor.grad_fn is not None:  # the engine has raised those of all weights
-            return None
-        storage = tensor.untyped_storage()._cdata
-        shared = (at for at, each in enumerate(self._tensors) if each.untyped_storage()._cdata == storage)
-        index = next(shared, None)
         return None if index is None else self._places[index]
 
     def objects_beside(self) -> list[tuple[Any, Part]]:
@@ -325,31 +295,6 @@ class Group:
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
 
-    def replaced(self) -> list[tuple[Part, int]] | None:
-        """The tensors, by part and index, that are no longer bound to their memory at rest (`weight.data = ...`).
-
-        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
-        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
-        (`w.data, kept = kept, w.data`).
-        """
-        if any(part.is_given_up for part in self.parts):
-            return None
-        found = [(part, i) for part in self.parts for i, is_left in enumerate(part.as_left()) if not is_left]
-        for part, index in found:
-            ref, view = part.refs[index], part.blob.rest[index]
-            if ref.path or not part.is_alone(index) or not same_form(ref.tensor, view) or is_kept(view, 1):
-                return None
-        return found
-
-    def commit_replacement(self, part: Part, index: int) -> None:
-        """Copy the value of a tensor of `replaced()` to its memory at rest, and bind the tensor there again."""
-        tensor, view = part.refs[index].tensor, part.blob.rest[index]
-        part.num_replaced[index] += 1
-        with torch.inference_mode(False), torch.no_grad():
-            view.copy_(tensor.detach())
-        tensor.data = fit_for(tensor, view)
-        self._needs_commit = True
-
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
         on_device = self.packed.on_device()
@@ -380,10 +325,7 @@ class Group:
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _version_sum(self) -> int:
-        total = sum([tensor._version for tensor in self._to_increment])
-        if self._shared_counters:  # their increments are also those for other groups
-            total -= sum([counter.num_increments for counter in self._shared_counters])
-        return total
+        return sum([tensor._version for tensor in self._tracked])
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward uses: those inside the stand-in for a tensor subclass."""
@@ -446,63 +388,3 @@ class Group:
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
-
-
-def commit_replacements(groups: Sequence[Group], all_groups: Sequence[Group]) -> bool:
-    """Commit values that replaced views of `groups` at rest. Returns False if groups have to be laid out again for that."""
-    replaced: list[tuple[Group, Part, int]] = []
-    for group in groups:
-        group.check()
-        found = group.replaced()
-        if found is None:
-            return False
-        replaced += [(group, *place) for place in found]
-    if replaced:
-        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
-        at_rest = [view for group in all_groups for part in group.parts for view in part.blob.rest]
-        values = [part.refs[index].tensor.detach() for _, part, index in replaced]
-        clusters = overlapping(values + at_rest)
-        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
-            return False
-    for group, part, index in replaced:
-        group.commit_replacement(part, index)
-    return True
-
-
-def share_counters(groups: Sequence[Group]) -> None:
-    """Find the tensors of `groups` that share a version counter, because they were made as views of one (`chunk`, `unbind`).
-
-    When the engine raises the counter for one of them the versions of all rise, even of tensors in other groups. Autograd's
-    counters can be read and raised, but not compared: so one is raised, to see which versions rise with it. These increments
-    are counted as the engine's.
-    """
-    parts = dict.fromkeys(part for group in groups for part in group.parts)
-    places = [(part, i) for part in parts for i, ref in enumerate(part.refs) if tracks_version(ref.tensor)]
-    tensors = [part.refs[index].tensor for part, index in places]
-    with torch.inference_mode(False):
-        before = [tensor._version for tensor in tensors]
-        torch.autograd.graph.increment_version(tensors)
-        left = [
-            i
-            for i, (tensor, (part, index)) in enumerate(zip(tensors, places, strict=True))
-            if tensor._version > before[i] + 1 or index in part.shared_counters
-        ]
-        while left:
-            now = [tensors[i]._version for i in left]
-            torch.autograd.graph.increment_version(tensors[left[0]])
-            alike = [i for i, version in zip(left, now, strict=True) if tensors[i]._version != version]
-            left = [i for i in left if i not in alike]
-            _share([places[i] for i in alike], tensors[alike[0]]._version - before[alike[0]])
-    for part in parts:
-        part.num_increments += 1
-    for group in groups:
-        group.note_shared_counters()
-
-
-def _share(places: Sequence[tuple[Part, int]], num_increments: int) -> None:
-    known = [part.shared_counters[index] for part, index in places if index in part.shared_counters]
-    # A tensor whose version may have been noted keeps its count of increments. New tensors may count from anywhere.
-    counter = known[0] if known else SharedCounter(max(part.num_increments for part, _ in places))
-    counter.num_increments += num_increments
-    for part, index in places:
-        part.shared_counters[index] = counter

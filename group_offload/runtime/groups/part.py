@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter, eq
 from typing import Any
 
 import torch
 
-from ...base.layout import num_uses
+from ...base.layout import num_uses, overlapping
 from ...base.torch_internals import TensorGuards
 from ...stores.base import Blob
 from ...stores.moves import Tier
-from ...weights import TensorRef, version_of
+from ...weights import TensorRef, fit_for, version_of
 
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
-
-
-@dataclass(slots=True, eq=False)
-class SharedCounter:
-    """The version counter of tensors that were made as views of one tensor, by `chunk` or `unbind` for instance."""
-
-    num_increments: int
-    """How often the engine raised it."""
 
 
 class Part:
@@ -44,10 +35,6 @@ class Part:
         """Where the tensors are at rest."""
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
-        self.num_increments = 0
-        """How often the engine raised the tensors' versions. Edits raise them too."""
-        self.shared_counters: dict[int, SharedCounter] = {}
-        """By index, the counters of tensors that share one."""
         self.num_replaced: Counter[int] = Counter()
         """By index, how often a tensor's value was replaced (`weight.data = ...`)."""
         self.starts = sorted((spec.offset, i) for i, spec in enumerate(blob.layout.specs) if 0 not in spec.shape)
@@ -60,13 +47,8 @@ class Part:
         return packed.is_read if packed is not None else self.blob.tier is not Tier.RAM
 
     def version_of(self, index: int) -> int:
-        """How often a tensor was modified other than by the engine, as far as its version tells."""
-        version = version_of(self.refs[index].tensor)
-        if version < 0:
-            return 0
-        counter = self.shared_counters.get(index)
-        num_increments = self.num_increments if counter is None else counter.num_increments
-        return version - num_increments + self.num_replaced[index]
+        """How often a tensor was modified, as far as its version tells."""
+        return version_of(self.refs[index].tensor) + self.num_replaced[index]
 
     def was_moved(self) -> bool:
         """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
@@ -92,13 +74,53 @@ class Part:
         places = zip(self.refs, self.blob.rest, strict=True)
         return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
 
+    def replaced(self) -> list[int] | None:
+        """The tensors, by index, that are no longer bound to their memory at rest (`weight.data = ...`).
 
-def is_kept(view: torch.Tensor, num_ours: int) -> bool:
-    """Whether there are tensors of the storage of `view` beside ours, which are `num_ours`.
+        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
+        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
+        (`w.data, kept = kept, w.data`).
+        """
+        if self.is_given_up:
+            return None
+        found = [index for index, is_left in enumerate(self.as_left()) if not is_left]
+        for index in found:
+            ref, view = self.refs[index], self.blob.rest[index]
+            # Tensors of the storage beside ours: a view keeps the tensor that it is a view of, which is one more.
+            is_kept = num_uses(view) > 1 + view._is_view()
+            if ref.path or not self.is_alone(index) or not same_form(ref.tensor, view) or is_kept:
+                return None
+        return found
 
-    A view keeps the tensor that it is a view of, which is one more.
+
+def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> bool:
+    """Commit values that replaced views of `parts` at rest. Returns False if groups have to be laid out again for that.
+
+    Raises:
+        GroupFileError: another program changed a file of the parts.
     """
-    return num_uses(view) > num_ours + view._is_view()
+    replaced: list[tuple[Part, int]] = []
+    for part in parts:
+        found = part.replaced()
+        if found is None:
+            return False
+        if found:
+            part.blob.check()
+        replaced += [(part, index) for index in found]
+    if replaced:
+        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
+        at_rest = [view for part in all_parts for view in part.blob.rest]
+        values = [part.refs[index].tensor.detach() for part, index in replaced]
+        clusters = overlapping(values + at_rest)
+        if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
+            return False
+    for part, index in replaced:
+        tensor, view = part.refs[index].tensor, part.blob.rest[index]
+        part.num_replaced[index] += 1
+        with torch.inference_mode(False), torch.no_grad():
+            view.copy_(tensor.detach())
+        tensor.data = fit_for(tensor, view)
+    return True
 
 
 def same_form(tensor: torch.Tensor, view: torch.Tensor) -> bool:
