@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from torch import nn
 
 from .base.compiled import HANDLE
 from .base.publish import check_path
-from .base.text import html_table, printable, table
+from .base.text import Shown
 from .base.weak import NotCopied, Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
 from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
-from .report.page import value_text
 from .runtime.engine import Engine
 from .runtime.groups.group import Group
 from .runtime.measure.trace import write_traces
@@ -30,7 +28,7 @@ from .stores.moves import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadStats:
+class OffloadStats(Shown):
     """Counts, bytes and seconds since a module was offloaded. `print` and notebooks show them as a table."""
 
     passes: int
@@ -82,14 +80,9 @@ class OffloadStats:
     file_bytes: int
     """Bytes of weights that are stored in files."""
 
-    def __str__(self) -> str:
-        return "\n".join(table(self._rows()))
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows())
-
-    def _rows(self) -> list[tuple[str, str]]:
-        return [("statistic", "value"), *((name, value_text(name, value)) for name, value in asdict(self).items())]
+    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+        rows = [(name, _value_text(name, value)) for name, value in asdict(self).items()]
+        return [[("statistic", "value"), *rows]], []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +106,7 @@ class GroupInfo:
     """Bytes of the group's packed copy: in pinned RAM, or in a file that is read (`tier` is "file"); 0 if there is none."""
 
 
-class OffloadHandle(NotCopied):
+class OffloadHandle(Shown, NotCopied):
     """An offloaded module: its groups, its statistics, and the way back.
 
     `print(handle)` shows the groups as a table.
@@ -277,25 +270,24 @@ class OffloadHandle(NotCopied):
             return f"<OffloadHandle of {self._name}: {'its model is gone' if is_gone else 'removed'}>"
         return f"<OffloadHandle of {self._name}: {len(self._engine.groups)} groups>"
 
-    def __str__(self) -> str:
+    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
         if self._engine is None:
-            return repr(self)
-        rows, summary = self._table()
-        return "\n".join([*table(rows), summary])
-
-    def _repr_html_(self) -> str:
-        if self._engine is None:
-            return escape(repr(self))
-        rows, summary = self._table()
-        return f"{html_table(rows)}<p>{escape(printable(summary))}</p>"
-
-    def _table(self) -> tuple[list[tuple[str, str, str, str]], str]:
+            return [], [repr(self)]
         rows = [("group", "tensors", "size", "stored in")]
         rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
         total, buffers = describe_bytes(sum(group.num_bytes for group in self.groups)), self._live.placer.slot_bytes
         through = f" through {describe_bytes(buffers)} of buffers" if buffers else ""
         summary = f"{self._name}: {total} in {len(rows) - 1} groups, computed on {self.config.onload_device}{through}."
-        return rows, summary
+        return [rows], [summary]
+
+
+def _value_text(name: str, value: Any) -> str:
+    """A statistic for people: its unit follows from its name."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_value_text(name, each)}" for key, each in value.items()) or "none"
+    if "bytes" not in name:
+        return str(value)
+    return f"{describe_bytes(value)} ({value} B)" if value >= 1024 else f"{value} B"
 
 
 def _describe(group: Group) -> GroupInfo:

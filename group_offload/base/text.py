@@ -66,6 +66,25 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
+class Shown:
+    """What `print` shows as text, and notebooks and pages as HTML: tables, and sentences below them."""
+
+    __slots__ = ()
+
+    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+        """The tables, the head of each as its first row, and the sentences."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        tables, sentences = self._shown()
+        blocks = [*map(table, tables), [*map(printable, sentences)]]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+    def _repr_html_(self) -> str:
+        tables, sentences = self._shown()
+        return "".join([*map(html_table, tables), *(f"<p>{escape(printable(each))}</p>" for each in sentences)])
+
+
 def html_table(rows: Sequence[Sequence[str]]) -> str:
     """The same table for a notebook or a page."""
     parts = ["<table>"]

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,16 +15,15 @@ from typing import Any
 import torch
 
 from ..base.ram import available_ram
-from ..base.text import describe_bytes, describe_seconds
+from ..base.text import describe_bytes, describe_seconds, html_table
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import NUM_STEPS
-from ..plan.placement import ASSUMED_UNPACK, Budgets, Problem, Speeds, smallest_device_bytes
+from ..plan.placement import ASSUMED_UNPACK, Budgets, Placement, Problem, Speeds, smallest_device_bytes
 from ..plan.planner import Plan, make_plan
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..plan.report import OffloadPlan
 from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
-from ..report.facts import PLACES, GroupFacts, MemoryFacts, ModelFacts, Place, ReportFacts, figures_of
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
 from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
@@ -32,7 +32,13 @@ from .outline import FoundModel, Outline, find_models, outline_of, read_json, us
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
-_FIGURES = "The plan in numbers"
+_PLACES = {
+    Placement.DEVICE: "on the device",
+    Placement.PACKED: "on the device, packed",
+    Placement.RAM: "pinned RAM",
+    Placement.FILE: "file",
+}
+_AROUND_BLOCKS = "on the device during a forward"
 
 
 def add_command(commands: Any) -> None:
@@ -87,6 +93,22 @@ class _Component:
     uses: int
     plan: Plan
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.outline.model_class}".strip()
+
+    def described(self, dtype: torch.dtype | None) -> tuple[str, OffloadPlan]:
+        """A sentence, and what is shown below it."""
+        outline, outer = self.outline, self.outline.outer_bytes
+        uses = f", {self.uses} forwards" if self.uses > 1 else ""
+        held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
+        size, details = describe_bytes(outline.num_bytes), self.plan if self.plan.problem.groups else None
+        said = f"{self.title}: {size} in {len(outline.groups)} groups{uses}.{held}"
+        cast = (
+            f"{outline.num_cast} weights are cast to {dtype}. Those on disk are written to offload_to_disk_path first"
+        )
+        return said, OffloadPlan(self.title, details, notes=[f"{cast}."] if outline.num_cast else [])
+
 
 _Speeds = Mapping[str, tuple[int, str]]
 """Bytes a second, and where they come from, by the names in `Speeds`."""
@@ -115,30 +137,29 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     found, left_out = find_models(path)
     models = {name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in found.items()}
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
-    facts = _facts(arguments, speeds, components, left_out)
-    call = [*_call(path, found, components, arguments)]
+    sentences = [
+        "All times are predicted; nothing has run.",
+        *_notes(arguments, speeds, components),
+        *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
+    ]
+    title, call = f"Plan of {arguments.model}", [*_call(path, found, components, arguments)]
+    memories = _memories(arguments, components)
+    described = {component.title: component.described(arguments.dtype) for component in components}
     if arguments.html is not None:
-        write_page(facts, arguments.html)
+        sections = {name: f"<p>{escape(said)}</p>{plan._repr_html_()}" for name, (said, plan) in described.items()}
+        sections["Memory"] = "".join(map(html_table, map(_rows, memories)))
+        write_page(title, sentences, sections, arguments.html)
     if arguments.json:
-        print(_as_json(facts, call))
+        facts: dict[str, Any] = {"title": title, "models": [*map(_figures, components)], "memories": memories}
+        facts |= {"sentences": sentences, "call": "\n".join(call)}
+        print(json.dumps(facts, indent=2))  # these fields are stable
         return 0
-    for component, model in zip(components, facts.models, strict=True):
-        outline, outer = component.outline, component.outline.outer_bytes
-        uses = f", {component.uses} forwards" if component.uses > 1 else ""
-        held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
-        say(f"{model.title}: {describe_bytes(outline.num_bytes)} in {len(outline.groups)} groups{uses}.{held}")
-        details = component.plan if component.plan.problem.groups else None
-        say("", *str(OffloadPlan(model.title, details)).splitlines())
-        if outline.num_cast:
-            say(
-                f"{outline.num_cast} weights are cast to {arguments.dtype}. Those on disk are written to offload_to_disk_path "
-                f"first."
-            )
-        say("")
+    for said, plan in described.values():
+        say(said, "", *str(plan).splitlines(), "")
     if len(components) > 1:
         seconds = sum(each.uses * each.plan.prediction.step_seconds for each in components)
         say(f"One image or video, all forwards of all models: {describe_seconds(seconds)}.")
-    say(*facts.sentences, "", "To run it here:", *(f"    {line}" for line in call))
+    say(*sentences, "", "To run it here:", *(f"    {line}" for line in call))
     if arguments.html is not None:
         say(f"Wrote {arguments.html}.")
     return 0
@@ -273,67 +294,58 @@ def _call(
     yield f"{apply}({', '.join([thing, *options])})"
 
 
-# ------------------------------------------------------------------------------------------------ JSON, and the page
-
-
-def _facts(
-    arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[_Component], left_out: Mapping[str, str]
-) -> ReportFacts:
-    memories = []
+def _memories(arguments: argparse.Namespace, components: Sequence[_Component]) -> list[dict[str, Any]]:
+    """What is in each memory, and what it may take."""
+    memories: list[dict[str, Any]] = []
     for component in components:
         plan = component.plan
-        parts = [
-            ("resident weights", plan.device_bytes - plan.slot_bytes, "device"),
-            ("buffers for streamed weights", plan.slot_bytes, "locked"),
-            ("weights around the blocks", component.outline.outer_bytes, "ram"),
-            ("activations, as given", arguments.activations, "pass"),
-        ]
+        parts = {
+            "resident weights": plan.device_bytes - plan.slot_bytes,
+            "buffers for streamed weights": plan.slot_bytes,
+            "weights around the blocks": component.outline.outer_bytes,
+            "activations, as given": arguments.activations,
+        }
         name = f"Device while {component.name} runs" if component.name else "Device"
-        memories.append(MemoryFacts(name=name, parts=parts, budget_bytes=arguments.vram))
-    ram = [
-        ("pinned weights", sum(component.plan.ram_bytes for component in components), "locked"),
-        ("buffers for reads", len(components) * tuning().reading_bytes, "file"),
-        ("Python, torch and everything else, as given", arguments.process_ram, "pass"),
+        memories.append({"name": name, "parts": parts, "budget_bytes": arguments.vram})
+    parts = {
+        "pinned weights": sum(component.plan.ram_bytes for component in components),
+        "buffers for reads": len(components) * tuning().reading_bytes,
+        "Python, torch and everything else, as given": arguments.process_ram,
+    }
+    return [*memories, {"name": "RAM", "parts": parts, "budget_bytes": arguments.ram}]
+
+
+def _rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A table of a memory."""
+    sizes = memory["parts"] | {"all": sum(memory["parts"].values())}
+    sizes |= {} if memory["budget_bytes"] is None else {"budget": memory["budget_bytes"]}
+    return [(memory["name"], "size"), *((label, describe_bytes(size)) for label, size in sizes.items())]
+
+
+def _figures(component: _Component) -> dict[str, Any]:
+    """A model and its plan, for programs."""
+    plan, outline, prediction = component.plan, component.outline, component.plan.prediction
+    placed = {group.name: _PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
+    groups = [
+        {"name": each.name, "num_bytes": each.num_bytes, "place": placed.get(each.name, _AROUND_BLOCKS)}
+        for each in outline.groups
     ]
-    return ReportFacts(
-        title=f"Plan of {arguments.model}",
-        models=[_model_facts(component) for component in components],
-        memories=[*memories, MemoryFacts(name="RAM", parts=ram, budget_bytes=arguments.ram)],
-        sentences=[
-            "All times are predicted; nothing has run.",
-            *_notes(arguments, speeds, components),
-            *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
-        ],
-    )
-
-
-def _model_facts(component: _Component) -> ModelFacts:
-    plan, outline = component.plan, component.outline
-    placed = {group.name: PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
-    figures = figures_of(plan) | {
+    return {
+        "name": component.name,
+        "model_class": outline.model_class,
+        "groups": groups,
+        "sentences": plan.sentences(),
+        **asdict(prediction),
+        "limit_seconds": prediction.limit_seconds,
+        "bound": prediction.bound if prediction.limit_seconds else None,
+        "device_bytes": plan.device_bytes,
+        "slot_bytes": plan.slot_bytes,
+        "ram_bytes": plan.ram_bytes,
+        "h2d_bytes_per_s": plan.problem.speeds.h2d,
+        "drive_bytes_per_s": plan.problem.speeds.drive,
         "num_bytes": outline.num_bytes,
         "num_passes": component.uses,
         "num_cast": outline.num_cast,
         "outer_bytes": outline.outer_bytes,
         "ram_share_bytes": plan.problem.budgets.ram_bytes,
     }
-    return ModelFacts(
-        name=component.name,
-        model_class=outline.model_class,
-        groups=[
-            GroupFacts(name=each.name, num_bytes=each.num_bytes, place=placed.get(each.name, Place.PASS))
-            for each in outline.groups
-        ],
-        sentences=plan.sentences(),
-        figures={_FIGURES: figures},
-    )
-
-
-def _as_json(facts: ReportFacts, call: Sequence[str]) -> str:
-    """What the page says, for programs. These fields are stable."""
-    found = asdict(facts) | {"call": "\n".join(call)}
-    for model in found["models"]:
-        model |= model.pop("figures")[_FIGURES]
-    for memory in found["memories"]:
-        memory["parts"] = {label: num_bytes for label, num_bytes, _ in memory["parts"]}
-    return json.dumps(found, indent=2, default=lambda place: place.value)

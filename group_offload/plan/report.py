@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
-from ..base.text import describe_bytes, describe_seconds, html_table, printable, table
+from ..base.text import Shown, describe_bytes, describe_seconds
 from .placement import Placement, PlannedGroup
 from .planner import Plan
 
@@ -15,7 +14,7 @@ _ALL_IN_RAM = "All weights are in RAM; nothing to load."
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadPlan:
+class OffloadPlan(Shown):
     """The plan for a module's budgets. `print` shows it as a table, with one sentence about what bounds a forward."""
 
     model: str
@@ -49,13 +48,8 @@ class OffloadPlan:
         reading = f"Bottleneck: {p.bound}. Reading takes {describe_seconds(p.drive_seconds)} a forward."
         return f"{reading} {self.details.would_save('RAM', gain)}"
 
-    def __str__(self) -> str:
-        tables = [line for rows in self._tables() for line in (*table(rows), "")]
-        return "\n".join([*tables, *map(printable, self._summary()), *map(printable, self.notes)])
-
-    def _repr_html_(self) -> str:
-        sentences = (f"<p>{escape(printable(sentence))}</p>" for sentence in (*self._summary(), *self.notes))
-        return "".join([*map(html_table, self._tables()), *sentences])
+    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+        return [*self._tables()], [*self._summary(), *self.notes]
 
     def _tables(self) -> Iterator[Sequence[Sequence[str]]]:
         if self.details is not None:

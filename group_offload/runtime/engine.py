@@ -34,7 +34,6 @@ from .foresight.lookahead import LookAhead
 from .gates import Gates, root_of
 from .groups.build import Builder, materialise
 from .groups.group import Group, share_counters
-from .groups.packed import PackedGroup
 from .groups.part import Part
 from .groups.trained import Trained
 from .measure.counters import Counters
@@ -184,11 +183,6 @@ class Engine:
             self._passes.end_work()
 
     # ---------------------------------------------------------------- for the handle
-
-    @property
-    def groups_staying(self) -> frozenset[Group | PackedGroup]:
-        """The groups that stay on the device between passes, as they are or packed, and are there now."""
-        return frozenset(group for slot in self.memory.residents for group in slot.groups)
 
     @property
     def device_memory(self) -> tuple[tuple[str, int], ...]:

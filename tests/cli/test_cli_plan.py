@@ -367,8 +367,8 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
     assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
     assert found.keys() == {"title", "models", "memories", "sentences", "call"}
-    assert ram.keys() == {"name", "budget_bytes", "total_bytes", "parts"}
-    assert part["groups"][0].keys() == {"name", "num_bytes", "place", "detail"}
+    assert ram.keys() == {"name", "budget_bytes", "parts"}
+    assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
 
 
 def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
 
         def staying() -> set[str]:
             twins.run(4)
-            return {group.group_id for group in engine_of(twins.handle).groups_staying}
+            return {group.group_id for slot in engine_of(twins.handle).memory.residents for group in slot.groups}
 
         mine = staying()
         assert mine and twins.handle.stats().resident_bytes and "2 GPUs share each group" in str(twins.handle.plan)

@@ -15,8 +15,6 @@ class Page(HTMLParser):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: Counter[str] = Counter()
-        self.hints: list[str] = []
-        """What the pointer says of the parts of pictures."""
         self._open: list[str] = []
         self._said: list[str] = []
         text = path.read_text(encoding="utf-8")
@@ -29,7 +27,6 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
         assert not [name for name, _ in attrs if name in ("src", "srcset", "href") or name.startswith("on")], attrs
-        self.hints += [value or "" for name, value in attrs if name == "title"]
         if tag not in _VOID:
             self._open.append(tag)
 
