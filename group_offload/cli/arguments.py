@@ -19,17 +19,15 @@ from ..plan.budgets import parse_bytes
 def new_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     """A command of what `ArgumentParser.add_subparsers` returned."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("--json", action="store_true", help="for programs")
     return command
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="for programs")
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
-
-
-def add_folder(command: argparse.ArgumentParser, text: str) -> None:
-    text = f"{text} (default: the current folder)"
-    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
 
 
 def add_dtype(command: argparse.ArgumentParser) -> None:

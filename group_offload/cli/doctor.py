@@ -29,7 +29,7 @@ from ..base.device import Backend, backend_for
 from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
 from ..base.ram import available_ram
-from ..base.system import advise, max_locked_bytes, open_to_read, ram_of_machine
+from ..base.system import advise, max_locked_bytes, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
@@ -37,8 +37,7 @@ from ..plan import speeds
 from ..plan.budgets import auto_ram, total_ram
 from ..plan.speeds import device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
-from ..stores.source import SourceFile
-from .arguments import add_device, add_folder, chosen_backend, new_command
+from .arguments import add_device, add_json, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
@@ -64,8 +63,6 @@ class Machine:
     """What the probes look at."""
 
     folder: Path
-    file: Path
-    """A file in the folder, for trying reads out."""
     backend: Backend
     problem: str
     """What the driver said when it was asked for an accelerator and failed; else empty."""
@@ -81,7 +78,11 @@ def add_command(commands: Any) -> None:
     )
     command = new_command(commands, "doctor", text)
     add_device(command)
-    add_folder(command, "a folder on the disk of your models; a small file is written to it and removed")
+    add_json(command)
+    text = (
+        "a folder on the disk of your models; without a model in it, a small file is written and removed (default: .)"
+    )
+    command.add_argument("folder", metavar="DIR", type=path_of, nargs="?", default=Path(), help=text)
     command.set_defaults(run=_doctor)
 
 
@@ -95,9 +96,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise
         backend, problem = backend_for(torch.device("cpu")), _in_one_line(error)
     say_meanwhile("Checking this machine takes some seconds ...")
-    with _file_to_try(folder) as file:
-        machine = Machine(folder, file, backend, problem, nvidia_driver())
-        rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
+    machine = Machine(folder, backend, problem, nvidia_driver())
+    rows = {name: _ask(probe, machine) for name, probe in PROBES.items()}
     if arguments.json:
         shown = [{"name": name, **row._asdict()} for name, row in rows.items()]
         print(json.dumps({"folder": str(folder.absolute()), "device": str(backend.device), "rows": shown}, indent=2))
@@ -114,6 +114,8 @@ def _ask(probe: Callable[[Machine], Row], machine: Machine) -> Row:
     """The row of a probe, or one that says how the probe failed."""
     try:
         return probe(machine)
+    except GroupFileError:
+        raise  # about the folder, which is an argument
     except Exception as error:  # a system or a driver may fail in any way, and the other rows still come
         return Row(f"unknown: {_in_one_line(error)}", UNKNOWN)
 
@@ -202,20 +204,6 @@ def _page_locking(machine: Machine) -> Row:
     return Row(f"{found} ({said})", verdict, remedy)
 
 
-def _mapped_files(machine: Machine) -> Row:
-    if not machine.backend.has_streams:
-        return Row(_CPU)
-    source = SourceFile(machine.file, open_to_read(machine.file), 0, machine.file.stat().st_size)
-    try:
-        is_locked = source.lock(None, machine.backend, lambda: None)
-    finally:
-        source.unlock()
-    if is_locked:
-        return Row("the driver pins files in the page cache: checkpoints are copied from there")
-    found = "the driver can't pin files in the page cache: checkpoints are copied through a staging buffer"
-    return Row(found, SLOWER, "Try a newer driver or another file system.")
-
-
 def _ram(machine: Machine) -> Row:
     total, limit, auto = ram_of_machine("total"), total_ram(), auto_ram()
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
@@ -263,7 +251,8 @@ def _drive(machine: Machine) -> Row:
     kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
     speed, problem = measure_drive(folder, speeds.MIN_DRIVE_BYTES)
     if speed is None:  # it holds no model whose files are large enough
-        speed, problem = measure_drive(machine.file, machine.file.stat().st_size)
+        with _file_to_try(folder) as file:
+            speed, problem = measure_drive(file, file.stat().st_size)
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
@@ -277,7 +266,7 @@ def _drive(machine: Machine) -> Row:
 
 def _kept(what: str, where: str, speed: int) -> str:
     """Keep a speed for plans. Returns what is to be said if that fails."""
-    if speeds.record({(what, where): speed}):
+    if speeds.record(what, where, speed):
         return ""
     return " (plans won't use it: set XDG_CACHE_HOME to a folder that you can write to)"
 
@@ -302,7 +291,6 @@ def _versions(machine: Machine) -> Row:
 
 
 PROBES: dict[str, Callable[[Machine], Row]] = {
-    probe.__name__[1:]: probe
-    for probe in (_page_map, _page_locking, _mapped_files, _ram, _device, _link, _drive, _versions)
+    probe.__name__[1:]: probe for probe in (_page_map, _page_locking, _ram, _device, _link, _drive, _versions)
 }
 """The rows, in their order."""

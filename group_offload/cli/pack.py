@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,6 @@ from ..stores.packed_files import find_or_pack
 from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
 from .outline import FoundModel, find_models, usual_dtype
 from .output import say
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedPart:
-    """What became of a group's weights that are in one file."""
-
-    group_id: str
-    plain_bytes: int
-    packed_bytes: int
-    """Of the packed file; `plain_bytes` if there is none, because packing saves too little."""
 
 
 def add_command(commands: Any) -> None:
@@ -63,19 +51,13 @@ def _pack(arguments: argparse.Namespace) -> int:
     opened = {name: _open(model, folder, arguments.dtype) for name, model in models.items()}
     blobs = {name: _blobs_of(model) for name, model in opened.items()}
     total = sum(_packable_bytes(blob) for mine in blobs.values() for blob in mine.values())
-    if not arguments.json:
-        say(f"Packed files take less than {describe_bytes(total)} in {folder}.")
-    packed = {
-        name: _packed(f"Packing {name}".rstrip(), blobs[name], Folder(folder, type(model).__name__), total, device)
-        for name, model in opened.items()
-    }
-    if arguments.json:
-        print(json.dumps({name: {"groups": [*map(asdict, groups)]} for name, groups in packed.items()}, indent=2))
-        return 0
+    say(f"Packed files take less than {describe_bytes(total)} in {folder}.")
     rows = [("model", "original", "packed", "ratio")]
-    for name, groups in packed.items():
-        plain, small = sum(group.plain_bytes for group in groups), sum(group.packed_bytes for group in groups)
-        title = f"{name} {models[name].model_class.__name__}, {len(groups)} groups".strip()
+    for name, model in opened.items():
+        class_name, mine = type(model).__name__, blobs[name]
+        plain = sum(blob.layout.num_bytes for blob in mine.values())
+        small = _pack_all(f"Packing {name}".rstrip(), mine, Folder(folder, class_name), total, device)
+        title = f"{name} {class_name}, {len(mine)} groups".strip()
         rows.append((title, describe_bytes(plain), describe_bytes(small), f"{small / plain:.3f}" if plain else ""))
     say(*table(rows))
     say(*(f"Not packed: {name}. {reason}" for name, reason in left_out.items()))
@@ -98,15 +80,16 @@ def _blobs_of(opened: nn.Module) -> dict[str, Blob]:
     return {group_id: part.blob for part, group_id in ids_of(groups).items() if part.blob.layout.num_bytes}
 
 
-def _packed(
-    title: str, blobs: dict[str, Blob], folder: Folder, total_bytes: int, device: torch.device
-) -> list[_PackedPart]:
+def _pack_all(title: str, blobs: dict[str, Blob], folder: Folder, total_bytes: int, device: torch.device) -> int:
     """Write the packed group files of a model into a folder. Those that are there are found again.
 
     Args:
         total_bytes: Room for the files of all models.
+
+    Returns:
+        The bytes of all groups then: those in packed files, and those of groups of which packing saves too little.
     """
-    parts = list[_PackedPart]()
+    num_bytes = 0
     with folder.locked(total_bytes), progress_bar(sum(map(_packable_bytes, blobs.values())), title) as on_done:
         for group_id, blob in blobs.items():
             one, size = None, blob.layout.num_bytes
@@ -114,8 +97,8 @@ def _packed(
                 one = find_or_pack(folder, wanted_of(group_id, blob), device)
                 blob.check()
                 on_done(size)
-            parts.append(_PackedPart(group_id, size, size if one is None else one.packed.packed_bytes))
-    return parts
+            num_bytes += size if one is None else one.packed.packed_bytes
+    return num_bytes
 
 
 def _packable_bytes(blob: Blob) -> int:

@@ -26,7 +26,7 @@ from ..plan.report import OffloadPlan
 from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
-from .arguments import add_dtype, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
+from .arguments import add_dtype, add_json, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
 from .hub import sketched
 from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
 from .output import say
@@ -68,6 +68,7 @@ def add_command(commands: Any) -> None:
     add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
     add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
     text = "write a page: groups, memory, bottleneck"
+    add_json(plan)
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
 
@@ -167,19 +168,18 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
 
 def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     """The speeds that were given, else measured here before, else assumed. No device is asked."""
-    kept = recorded()
-    device = next((each.where for each in kept if each.what == "h2d" and not each.where.startswith("CPU ")), None)
-    found: dict[str, tuple[int, str]] = {}
+    kept, found = recorded(), dict[str, tuple[int, str]]()
+    device = next((name for name in reversed(kept["h2d"]) if not name.startswith("CPU ")), "")
     for name, given, where, assumed in (
         ("h2d", arguments.h2d, device, ASSUMED_H2D),
         ("drive", arguments.drive, filesystem_of(path), ASSUMED_DRIVE),
         ("unpack", None, device, ASSUMED_UNPACK),
     ):
-        measured = next((each for each in kept if (each.what, each.where) == (name, where)), None)
+        measured = kept[name].get(where)
         if given is not None:
             found[name] = given, "given"
         elif measured is not None:
-            found[name] = measured.speed, f"measured on {measured.where}, {measured.at}"
+            found[name] = measured, f"measured on {where}"
         else:
             found[name] = assumed, "assumed"
     return found

@@ -12,24 +12,21 @@ it. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, page_cache_of
-from ..base.page_lock import PageLock
+from ..base.page_lock import LockLimit
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
@@ -37,6 +34,7 @@ from ..base.system import name_of_drive
 from ..base.text import describe_bytes
 from ..errors import DeviceError
 from ..packing.codec import pack, unpack
+from ..stores.pinned import Segment
 from .placement import ASSUMED_UNPACK, Speeds
 
 ASSUMED_H2D = 25_000_000_000
@@ -55,22 +53,8 @@ _UNPACKS_IN_A_ROW = 8
 """The first one begins late: the device waits for the host, for as long as it takes for 64 MiB."""
 _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
-_VERSION = 4
 
 Take = Callable[[int, Stream], torch.Tensor]
-
-
-class Measured(NamedTuple):
-    """A measurement that was kept."""
-
-    what: str
-    """"h2d", "drive" or "unpack"."""
-    where: str
-    """The name of the device, or the file system that the drive is mounted as."""
-    speed: int
-    """Bytes per second, more than 0."""
-    at: str
-    """UTC, ISO 8601."""
 
 
 def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False, take: Take | None = None) -> Speeds:
@@ -84,16 +68,22 @@ def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False, 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
-    known = {(each.what, each.where): each.speed for each in recorded()}
-    device, where = device_name(backend), "" if path is None else filesystem_of(path)
-    h2d = known.get(("h2d", device)) or measure_link(backend, LINK_BYTES, take=take)
-    drive = unpack = None
+    device, drive, unpack = device_name(backend), None, None
+    h2d = _known("h2d", device, lambda: measure_link(backend, LINK_BYTES, take=take))
     if path is not None:
-        drive = known.get(("drive", where)) or measure_drive(path, MIN_DRIVE_BYTES)[0]
+        drive = _known("drive", filesystem_of(path), lambda: measure_drive(path, MIN_DRIVE_BYTES)[0])
     if unpacks:
-        unpack = known.get(("unpack", device)) or measure_unpacking(backend, take=take)
-    record({("h2d", device): h2d, ("drive", where): drive, ("unpack", device): unpack})
-    return Speeds(h2d=h2d, drive=drive or ASSUMED_DRIVE, unpack=unpack or ASSUMED_UNPACK)
+        unpack = _known("unpack", device, lambda: measure_unpacking(backend, take=take))
+    return Speeds(h2d=h2d or ASSUMED_H2D, drive=drive or ASSUMED_DRIVE, unpack=unpack or ASSUMED_UNPACK)
+
+
+def _known(what: str, where: str, measure: Callable[[], int | None]) -> int | None:
+    speed = recorded()[what].get(where)
+    if speed is None:
+        speed = measure()
+        if speed is not None:
+            record(what, where, speed)
+    return speed
 
 
 def filesystem_of(path: Path) -> str:
@@ -102,10 +92,9 @@ def filesystem_of(path: Path) -> str:
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     folder = folder.resolve()
-    number = folder.stat().st_dev
-    while folder.parent != folder and folder.parent.stat().st_dev == number:
+    while not os.path.ismount(folder):
         folder = folder.parent
-    return f"{folder} ({name_of_drive(number)})"
+    return f"{folder} ({name_of_drive(folder.stat().st_dev)})"
 
 
 # ------------------------------------------------------------------------------------------------ what was measured before
@@ -119,38 +108,36 @@ def record_file() -> Path | None:
     return None
 
 
-def recorded() -> list[Measured]:
-    """All measurements that were kept, the newest first; none if the file is missing, damaged, or another version's."""
+def recorded() -> dict[str, dict[str, int]]:
+    """The speeds that were kept, in bytes per second.
+
+    Returns:
+        For each of "h2d", "drive" and "unpack": the speeds by the name of the device or file system, the last one that was
+        measured as the last. None of them if the file is missing, damaged, or another version's.
+    """
+    found: dict[str, dict[str, int]] = {"h2d": {}, "drive": {}, "unpack": {}}
     path = record_file()
-    if path is None:
-        return []
-    try:
-        content = json.loads(path.read_bytes())
-        found = [Measured(*entry) for entry in content["speeds"]] if content["version"] == _VERSION else []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return []
-    return sorted(found, key=lambda each: each.at, reverse=True)
+    if path is not None:
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            kept = json.loads(path.read_bytes())
+            return {what: {str(where): int(speed) for where, speed in kept[what].items()} for what in found}
+    return found
 
 
-def record(speeds: Mapping[tuple[str, str], int | None]) -> bool:
-    """Keep measurements, by what was measured and where, in place of earlier ones.
+def record(what: str, where: str, speed: int) -> bool:
+    """Keep a speed in place of an earlier one.
 
     Returns:
         Whether that was possible.
     """
-    path, before, now = record_file(), recorded(), datetime.now(timezone.utc).isoformat(timespec="seconds")
-    known = {(each.what, each.where): each for each in before}
-    news = {
-        key: Measured(*key, speed, now)
-        for key, speed in speeds.items()
-        if speed is not None and (key not in known or known[key].speed != speed)
-    }
-    if path is None or not news:
-        return path is not None
-    text = json.dumps({"version": _VERSION, "speeds": [*(known | news).values()]}, indent=1)
+    path, known = record_file(), recorded()
+    if path is None:
+        return False
+    known[what].pop(where, None)
+    known[what][where] = speed
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        publish(path, [text.encode()])
+        publish(path, [json.dumps(known, indent=1).encode()])
     except OSError:
         return False
     return True
@@ -173,25 +160,26 @@ def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) 
         DeviceError: the device has no room for a measurement.
     """
     copy_bytes = min(num_bytes, _COPY_BYTES)
-    num_copies = num_bytes // copy_bytes
-    with _locked_memory(backend, num_copies * copy_bytes) as source:
-        source.fill_(1)  # memory that was never written is one page of zeros
-        stream = backend.new_stream()
-        try:
-            target = (take or backend.empty)(copy_bytes, stream)
-        except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"{backend.device} has no {describe_bytes(copy_bytes)} free, which a measurement needs. Free some."
-            ) from error
+    segment = Segment(num_bytes // copy_bytes * copy_bytes, backend, pin=True, wait=lambda: None)
+    segment.fill([])
+    segment.bytes.fill_(1)  # memory that was never written is one page of zeros
+    segment.lock(LockLimit(backend))
+    stream = backend.new_stream()
+    try:
+        target = (take or backend.empty)(copy_bytes, stream)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{backend.device} has no {describe_bytes(copy_bytes)} free, which a measurement needs. Free some."
+        ) from error
 
-        def copy() -> None:
-            for part in torch.split(source, copy_bytes):
-                backend.copy(target, part, stream)
+    def copy() -> None:
+        for part in torch.split(segment.bytes, copy_bytes):
+            backend.copy(target, part, stream)
 
-        try:
-            return _best_speed(backend, num_copies * copy_bytes, stream, copy)
-        finally:
-            backend.free(target)
+    try:
+        return _best_speed(backend, segment.bytes.numel(), stream, copy)
+    finally:
+        backend.free(target)
 
 
 def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
@@ -233,21 +221,6 @@ def _best_speed(backend: Backend, num_bytes: int, stream: Stream, work: Callable
     return max(1, int(best))
 
 
-@contextmanager
-def _locked_memory(backend: Backend, num_bytes: int) -> Iterator[torch.Tensor]:
-    """Memory that is page-locked if the device can do so."""
-    memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-    lock = PageLock.take(backend, memory, lambda: None)
-    if lock is None:
-        made = backend.empty_pinned(num_bytes)
-        memory = memory if made is None else made
-    try:
-        yield memory
-    finally:
-        if lock is not None:
-            lock.release()
-
-
 # ------------------------------------------------------------------------------------------------ the drive
 
 
@@ -275,22 +248,23 @@ def _measure_file(fd: int) -> tuple[int | None, bool]:
     """Bytes per second, if it could be read from the drive, and whether it was read past the page cache."""
     num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
-    pieces = [(start, size) for start in range(0, num_bytes - size + 1, size)]
-    pieces = pieces[:: -(-num_bytes // _MAX_DRIVE_BYTES)]
+    pieces = range(0, num_bytes - size + 1, size)[:: -(-num_bytes // _MAX_DRIVE_BYTES)]
     direct = open_direct(fd)
     if direct is not None:
         try:
-            return _read_all(direct.fileno(), pieces), True
+            return _read_all(direct.fileno(), pieces, size), True
         except OSError as error:
             if not refuses_direct(error):
                 raise
-    cold = [piece for piece in pieces if not _is_cached(fd, *piece)]
-    return _read_all(fd, cold) if cold else None, False
+    cold = list[int]()
+    with suppress(OSError):  # a system that does not tell what is in the page cache
+        mapped = page_cache_of(fd, 0, num_bytes)
+        cold = [start for start in pieces if not cached_bytes(mapped.data_ptr() + start, size)]
+    return _read_all(fd, cold, size) if cold else None, False
 
 
-def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:
+def _read_all(fd: int, pieces: Iterable[int], size: int) -> int:
     """Read pieces by the threads of the pool, until there are no more or the time is over. Returns bytes per second."""
-    size = pieces[0][1]
     memory = flat_view(map_anonymous(num_threads() * size), 0, num_threads() * size)
     memory.fill_(1)  # it is there before the clock runs
     left, began = deque(pieces), time.perf_counter()
@@ -299,18 +273,8 @@ def _read_all(fd: int, pieces: Sequence[tuple[int, int]]) -> int:
         done = 0
         with suppress(IndexError):  # there are no more
             while not done or time.perf_counter() - began < _DRIVE_SECONDS:
-                start, size = left.popleft()
-                done += read_part(fd, buffer[:size], start)
+                done += read_part(fd, buffer, left.popleft())
         return done
 
     num_bytes = sum(run_all(partial(work, memory_of(part)) for part in torch.split(memory, size)))
     return max(1, int(num_bytes / (time.perf_counter() - began)))
-
-
-def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
-    """Whether some of it is in the page cache; true too if the system does not tell."""
-    start = start // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(OSError):
-        mapped = page_cache_of(fd, start, num_bytes)
-        return cached_bytes(mapped.data_ptr(), num_bytes) > 0
-    return True

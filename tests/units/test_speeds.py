@@ -144,24 +144,26 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
     first = known_speeds(Backend(), tmp_path)
-    assert {each.what: each.speed for each in recorded()} == {"h2d": first.h2d, "drive": first.drive}
-    assert first.unpack == ASSUMED_UNPACK and all(each.where and "T" in each.at for each in recorded())
+    assert [[*speeds.values()] for speeds in recorded().values()] == [[first.h2d], [first.drive], []]
+    assert first.unpack == ASSUMED_UNPACK
     (tmp_path / "folder").mkdir()
     assert known_speeds(Backend(), tmp_path / "folder") == first and counted.call_count == 2
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
     assert known_speeds(Backend(), None) == replace(first, drive=ASSUMED_DRIVE) and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
     assert known_speeds(Backend(), tmp_path).drive == first.drive and counted.call_count == 3
-    assert len(recorded()) == 3
+    assert len(recorded()["h2d"]) == 2
 
 
-WHOLE = json.dumps({"version": 4, "speeds": [["h2d", "Device", 10, "2026-01-01T00:00:00+00:00"]]}).encode()
+WHOLE = json.dumps({"h2d": {"Device": 10}, "drive": {}, "unpack": {}}).encode()
+NONE: dict[str, Any] = {"h2d": {}, "drive": {}, "unpack": {}}
 DAMAGES = {
     "cut off": WHOLE[:-5],
     "no JSON": b"\xff\x00",
     "another program's": b'{"hello": 1}',
-    "a later version": WHOLE.replace(b'"version": 4', b'"version": 5'),
-    "a missing field": WHOLE.replace(b'"h2d", ', b""),
+    "an earlier version": b'{"version": 4, "speeds": [["h2d", "Device", 10, "2026-01-01T00:00:00+00:00"]]}',
+    "no number": WHOLE.replace(b"10", b'"fast"'),
+    "a list": WHOLE.replace(b'{"Device": 10}', b"[10]"),
 }
 
 
@@ -169,10 +171,10 @@ DAMAGES = {
 def test_a_record_that_is_damaged(content: bytes, counted: Mock, tmp_path: Path) -> None:
     record_file().parent.mkdir(parents=True)
     record_file().write_bytes(content)
-    assert recorded() == []
+    assert recorded() == NONE
     write(tmp_path / "model.safetensors")
     first = known_speeds(Backend(), tmp_path)
-    assert len(recorded()) == 2 and known_speeds(Backend(), tmp_path) == first and counted.call_count == 2
+    assert recorded() != NONE and known_speeds(Backend(), tmp_path) == first and counted.call_count == 2
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,12 +184,12 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("HOME", "relative")
     assert record_file() is None
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # neither HOME nor an account
-    assert record_file() is None and not record({("h2d", "Device"): 10})
+    assert record_file() is None and not record("h2d", "Device", 10)
     planted = tmp_path / "~" / ".cache" / "group_offload"
     planted.mkdir(parents=True)
     (planted / "speeds.json").write_bytes(WHOLE)
     (tmp_path / "~" / "model.safetensors").write_bytes(b"")
-    assert recorded() == []
+    assert recorded() == NONE
     with pytest.raises(GroupFileError, match="There is no"):
         find_checkpoint("~/model.safetensors")
     with pytest.raises(ConfigError, match="Pass a full path"):
