@@ -129,7 +129,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the file
 
 
-def test_names_cannot_speak_to_the_browser(tmp_path: Path) -> None:
+def test_names_cannot_speak_to_the_browser_or_the_terminal(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!--\x1b\u202e'\"&amp;"
     model = nn.Module()
     model.add_module(evil, nn.ModuleList([nn.Linear(4, 4)]))
@@ -141,7 +141,8 @@ def test_names_cannot_speak_to_the_browser(tmp_path: Path) -> None:
     page = Page(write_report(handle, tmp_path / "run.html"))
     assert not page.tags["b"]
     assert "<script>alert(1)</script>" in page.words and "<b>Model" in page.words
-    assert not any(c in (tmp_path / "run.html").read_text() for c in "\x1b\u202e")
+    for said in ((tmp_path / "run.html").read_text(), str(handle), str(handle.plan)):
+        assert "\N{REPLACEMENT CHARACTER}" in said and not any(c in said for c in "\x1b\u202e")
     handle.remove()
 
 
