@@ -19,7 +19,7 @@ from ..base.text import describe_bytes, describe_seconds, html_table
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import NUM_STEPS
-from ..plan.placement import ASSUMED_UNPACK, Budgets, Placement, Problem, Speeds, smallest_device_bytes
+from ..plan.placement import ASSUMED_UNPACK, Placement, Problem, Speeds, smallest_device_bytes
 from ..plan.planner import Plan, make_plan
 from ..plan.ram_shares import ComponentLoad, share_ram
 from ..plan.report import OffloadPlan
@@ -202,7 +202,7 @@ def _components(models: Mapping[str, Outline], arguments: argparse.Namespace, sp
             groups=groups,
             order=tuple(range(len(groups))),
             speeds=speeds,
-            budgets=Budgets(device_bytes=None, ram_bytes=shares[name]),
+            ram_budget=shares[name],
             staging_bytes=tuning().reading_bytes,
         )
         others[name] = arguments.activations + model.outer_bytes + tuning().device_margin_bytes
@@ -217,9 +217,9 @@ def _components(models: Mapping[str, Outline], arguments: argparse.Namespace, sp
                 f"{describe_bytes(arguments.activations)} of activations, and a margin of "
                 f"{describe_bytes(tuning().device_margin_bytes)}."
             )
-        for name, problem in problems.items():
-            budgets = Budgets(device_bytes=arguments.vram - others[name], ram_bytes=shares[name])
-            problems[name] = replace(problem, budgets=budgets)
+        problems = {
+            name: replace(problem, device_budget=arguments.vram - others[name]) for name, problem in problems.items()
+        }
     return [_Component(name, models[name], uses[name], make_plan(problem)) for name, problem in problems.items()]
 
 
@@ -347,5 +347,5 @@ def _figures(component: _Component) -> dict[str, Any]:
         "num_passes": component.uses,
         "num_cast": outline.num_cast,
         "outer_bytes": outline.outer_bytes,
-        "ram_share_bytes": plan.problem.budgets.ram_bytes,
+        "ram_share_bytes": plan.problem.ram_budget,
     }

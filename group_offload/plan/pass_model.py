@@ -117,9 +117,8 @@ class PassModel:
         self.used = list(dict.fromkeys(index for index, _ in self.uses))
         """The groups that are used, in the order of their first use."""
         self.compute_seconds = sum(seconds for _, seconds in self.uses)
-        budgets = problem.budgets
-        self.device_budget = 0 if budgets.device_bytes is None else budgets.device_bytes
-        self.has_residents = budgets.device_bytes is not None
+        self.device_budget = problem.device_budget or 0
+        self.has_residents = problem.device_budget is not None
         self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
     def choices(self, index: int, rest: Placement) -> list[Placement]:

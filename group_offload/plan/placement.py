@@ -78,24 +78,17 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Bytes for weights alone: the caller has subtracted activations and everything else. None: no budget was given."""
-
-    device_bytes: int | None
-    """Device memory for resident groups and slots. None: no group is resident."""
-    ram_bytes: int | None
-    """RAM for groups that rest there, and for groups that no file holds. None: all groups rest in RAM."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Everything that a plan is made from."""
+    """Everything that a plan is made from. Budgets are bytes for weights alone, without activations and everything else."""
 
     groups: tuple[PlannedGroup, ...]
     order: tuple[int, ...]
     """Indices into `groups`, in the order of use in one pass. A group may be used several times, or not at all."""
     speeds: Speeds
-    budgets: Budgets
+    device_budget: int | None = None
+    """Device memory for resident groups and slots. None: no group is resident."""
+    ram_budget: int | None = None
+    """RAM for groups that rest there, and for groups that no file holds. None: all groups rest in RAM."""
     num_slots: int = 2
     """The slots hold this many of the largest groups that are sent."""
     staging_bytes: int = 256 << 20
@@ -110,7 +103,7 @@ def smallest_device_bytes(problem: Problem) -> int:
     Where the rests are not decided yet, it works for all that the RAM budget may lead to.
     """
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
-    may_be_read = problem.budgets.ram_bytes is not None
+    may_be_read = problem.ram_budget is not None
     rests = problem.rests or [None if may_be_read and group.is_in_file else Placement.RAM for group in problem.groups]
     sent = [group.berth_bytes for group, at in zip(problem.groups, rests, strict=True) if at is not Placement.FILE]
     read = [
@@ -142,8 +135,8 @@ def check_budgets(problem: Problem) -> None:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     for name, given, least in (
-        ("device", problem.budgets.device_bytes, smallest_device_bytes(problem)),
-        ("RAM", problem.budgets.ram_bytes, smallest_ram_bytes(problem)),
+        ("device", problem.device_budget, smallest_device_bytes(problem)),
+        ("RAM", problem.ram_budget, smallest_ram_bytes(problem)),
     ):
         if given is not None and given < least:
             raise ConfigError(

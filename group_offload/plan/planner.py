@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..base.text import describe_bytes, describe_seconds
 from .pass_model import PassModel, Prediction
-from .placement import Budgets, Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of, smallest_device_bytes
+from .placement import Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of, smallest_device_bytes
 from .search import find_fastest
 
 _SOME = 0.001
@@ -60,12 +60,12 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """The verdict, and what more of each memory would save: of one without a budget only if that is something."""
-        budgets, more, step = self.problem.budgets, self.more_bytes, self.prediction.step_seconds
+        problem, more, step = self.problem, self.more_bytes, self.prediction.step_seconds
         found = [self.verdict()]
         if step:
             for memory, budget, gain in (
-                ("VRAM", budgets.device_bytes, self.gain_from(device_bytes=more)),
-                ("RAM", budgets.ram_bytes, self.gain_from(ram_bytes=more)),
+                ("VRAM", problem.device_budget, self.gain_from(device_bytes=more)),
+                ("RAM", problem.ram_budget, self.gain_from(ram_bytes=more)),
             ):
                 if budget is not None or gain > step * _SOME:
                     found.append(self.would_save(memory, gain))
@@ -90,15 +90,15 @@ class Plan:
         If there is no device budget, the bytes are added to what this plan takes on the device. If there is no RAM budget,
         they are added to what rests in RAM; where that is all groups, they gain nothing.
         """
-        device, ram = self.problem.budgets.device_bytes, self.problem.budgets.ram_bytes
+        device, ram = self.problem.device_budget, self.problem.ram_budget
         if device_bytes:
             device = (self.device_bytes if device is None else device) + device_bytes
         if ram_bytes:
             ram = (ram_bytes_of(self.problem, self.rests) if ram is None else ram) + ram_bytes
         rests = None if ram_bytes else self.rests
-        more = replace(self.problem, budgets=Budgets(device_bytes=device, ram_bytes=ram), rests=rests)
+        more = replace(self.problem, device_budget=device, ram_budget=ram, rests=rests)
         if device is not None and rests is None:  # other rests may need a little more space for packed bytes to land in
-            more = replace(more, budgets=Budgets(device_bytes=max(device, smallest_device_bytes(more)), ram_bytes=ram))
+            more = replace(more, device_budget=max(device, smallest_device_bytes(more)))
         return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
 
@@ -124,7 +124,7 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
     """
     if not all(map(PlannedGroup.may_be, problem.groups, before.placements)):
         return None
-    budget, device = problem.budgets.ram_bytes, problem.budgets.device_bytes
+    budget, device = problem.ram_budget, problem.device_budget
     if problem.rests is None and budget is not None and ram_bytes_of(problem, before.rests) > budget:
         return None
     if problem.rests not in (None, before.rests):

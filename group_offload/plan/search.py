@@ -63,7 +63,7 @@ def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
         yield problem.rests
         return
     everything = tuple[Placement, ...](Placement.RAM for _ in model.groups)
-    if problem.budgets.ram_bytes is None:
+    if problem.ram_budget is None:
         yield everything
         return
     able = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
@@ -72,7 +72,7 @@ def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
         by_size = sorted(able, key=lambda i: (not model.num_sent[i], -model.sent[i]))
         orders += [by_size[first:] + by_size[:first] for first in range(_NUM_LARGEST)]
     for order in orders:
-        room, rests = problem.budgets.ram_bytes - smallest_ram_bytes(problem), list(everything)
+        room, rests = problem.ram_budget - smallest_ram_bytes(problem), list(everything)
         for index in order:
             if model.sent[index] <= room:
                 room -= model.sent[index]

@@ -76,8 +76,8 @@ def from_a_slow_drive(
 def planned_bytes(handle: OffloadHandle) -> int:
     """The packed bytes that the plan has in RAM."""
     plan = handle.plan.details
-    assert plan is not None and plan.problem.budgets.ram_bytes is not None
-    assert plan.ram_bytes <= plan.problem.budgets.ram_bytes
+    assert plan is not None and plan.problem.ram_budget is not None
+    assert plan.ram_bytes <= plan.problem.ram_budget
     pairs = zip(plan.problem.groups, plan.rests, strict=True)
     return sum(group.packed_bytes for group, rest in pairs if rest is Placement.RAM)
 

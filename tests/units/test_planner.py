@@ -18,7 +18,6 @@ from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
 from group_offload.plan.pass_model import PassModel, Prediction
 from group_offload.plan.placement import (
-    Budgets,
     Placement,
     PlannedGroup,
     Problem,
@@ -31,7 +30,6 @@ from group_offload.plan.ram_shares import ComponentLoad, share_ram
 
 MIB, GIB = 1 << 20, 1 << 30
 D, P, R, F = Placement.DEVICE, Placement.PACKED, Placement.RAM, Placement.FILE
-NO_BUDGETS = Budgets(device_bytes=None, ram_bytes=None)
 ROUND_SPEEDS = Speeds(h2d=100 * MIB, drive=10 * MIB)
 """So that 100 MiB are a second on the link, and ten from the drive."""
 
@@ -51,13 +49,10 @@ def problem_of(
     *,
     order: Sequence[int] | None = None,
     speeds: Speeds = ROUND_SPEEDS,
-    budgets: Budgets = NO_BUDGETS,
-    num_slots: int = 2,
-    staging_bytes: int = 256 * MIB,
+    **options: int,
 ) -> Problem:
     in_turn = tuple(range(len(groups)) if order is None else order)
-    given = {"speeds": speeds, "budgets": budgets, "num_slots": num_slots, "staging_bytes": staging_bytes}
-    return Problem(groups=tuple(groups), order=in_turn, **given)  # type: ignore[arg-type]
+    return Problem(groups=tuple(groups), order=in_turn, speeds=speeds, **options)
 
 
 def simulate(problem: Problem, places: Sequence[Placement]) -> Prediction:
@@ -68,7 +63,7 @@ def simulate(problem: Problem, places: Sequence[Placement]) -> Prediction:
 
 
 def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = None) -> Problem:
-    return replace(problem, budgets=Budgets(device_bytes=device_bytes, ram_bytes=ram_bytes))
+    return replace(problem, device_budget=device_bytes, ram_budget=ram_bytes)
 
 
 # Predictions by hand
@@ -151,7 +146,7 @@ def test_gain_from_more_memory() -> None:
     assert plan.gain_from(ram_bytes=100 * MIB) == pytest.approx(10.0)
     assert plan.gain_from() == 0.0
     # Without a budget the bytes are added to what rests in RAM: not RAM for all.
-    problem = replace(plan.problem, budgets=NO_BUDGETS, rests=(R,) * 2 + (F,) * 6)
+    problem = replace(within(plan.problem, None), rests=(R,) * 2 + (F,) * 6)
     assert make_plan(problem).gain_from(ram_bytes=100 * MIB) == pytest.approx(10.0)
 
 
@@ -258,14 +253,14 @@ def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
     choices = []
     for index, (group, rest) in enumerate(zip(problem.groups, problem.rests, strict=True)):
         places = [rest]
-        if group.may_reside and problem.budgets.device_bytes is not None and index in problem.order:
+        if group.may_reside and problem.device_budget is not None and index in problem.order:
             places += [D, P] if group.packed_bytes and rest is R else [D]
         choices.append(places)
     yield from (places for places in product(*choices) if fits(problem, places))
 
 
 def fits(problem: Problem, places: Sequence[Placement]) -> bool:
-    budget = problem.budgets.device_bytes
+    budget = problem.device_budget
     return budget is None or device_bytes_of(problem, places) <= budget
 
 
@@ -291,7 +286,7 @@ def assert_sound(plan: Plan) -> None:
     assert plan.device_bytes == device_bytes_of(problem, plan.placements)
     assert plan.ram_bytes == ram_bytes_of(problem, plan.rests)
     assert fits(problem, plan.placements)
-    assert problem.budgets.ram_bytes is None or plan.ram_bytes <= problem.budgets.ram_bytes
+    assert problem.ram_budget is None or plan.ram_bytes <= problem.ram_budget
     assert plan.prediction == simulate(problem, plan.placements)  # which refuses places where a group cannot rest
     assert plan.prediction.step_seconds >= plan.prediction.limit_seconds * (1 - 1e-9)
 

@@ -25,7 +25,6 @@ from ...base.recent import MOST, Recent
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...plan.placement import (
-    Budgets,
     Placement,
     PlannedGroup,
     Problem,
@@ -224,7 +223,7 @@ class Budgeter:
     @property
     def _now(self) -> Problem:
         """The problem of the plan, as of now."""
-        return self._problem(None if self.plan is None else self.plan.problem.budgets.device_bytes)
+        return self._problem(None if self.plan is None else self.plan.problem.device_budget)
 
     def _problem(self, space: int | None) -> Problem:
         """
@@ -249,15 +248,14 @@ class Budgeter:
             groups=tuple(planned),
             order=tuple(index[group] for group in self._order if group in index) or tuple(range(len(planned))),
             speeds=self._speeds,
-            budgets=Budgets(device_bytes=None, ram_bytes=self.ram_bytes),
+            ram_budget=self.ram_bytes,
             num_slots=self._config.num_slots,
             staging_bytes=tuning().reading_bytes,
             rests=None if self.plan is None else self.plan.rests,
         )
         if space is None:
             return problem
-        space = max(space, smallest_device_bytes(problem))
-        return replace(problem, budgets=replace(problem.budgets, device_bytes=space))
+        return replace(problem, device_budget=max(space, smallest_device_bytes(problem)))
 
     def at(self, placement: Placement) -> frozenset[Group]:
         """The groups to which the plan gives this placement: `RAM` to those stored there, wherever copies of them stay."""
