@@ -6,9 +6,7 @@ the link and the blocks take what they take on one H200.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ from group_offload.plan.placement import Placement
 from ..support.simulated import use_simulated_device
 from ..support.speeds import use_speeds
 from ..support.timed import TimedDevice
+from ..support.traces import lanes_of
 from ..support.tuning import tune
 
 SCALE = 1024
@@ -164,11 +163,12 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
                 (seconds,) = steps(device, model, 1)
             details = handle.plan.details
             assert details is not None
-            slices = slices_of(tmp_path / "trace.json")
-            took = {lane: sum(duration for _, duration in mine) for lane, mine in slices.items()}
+            lanes = lanes_of(tmp_path / "trace.json")
+            took = {lane: sum(each["dur"] for each in mine) / 1e6 for lane, mine in lanes.items()}
             predicted = details.prediction
             assert seconds == pytest.approx(predicted.step_seconds, rel=0.03)
-            assert took.get("stalls", 0.0) == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
+            assert took["compute"] == pytest.approx(COMPUTE)
+            assert took["stalls"] == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
             sent = sum(
                 group.num_bytes
                 for group, place in zip(details.problem.groups, details.placements, strict=True)
@@ -206,17 +206,6 @@ def test_the_plan_is_for_inputs_as_they_are(is_first_larger: bool, monkeypatch: 
             assert details.prediction.compute_seconds == pytest.approx(COMPUTE * size, rel=0.001)
         (seconds,) = steps(device, model, 1, torch.zeros(size))
         assert details.prediction.step_seconds == pytest.approx(seconds, rel=0.01)
-
-
-def slices_of(path: Path) -> dict[str, list[tuple[str, float]]]:
-    """By lane: names and seconds."""
-    events = json.loads(path.read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            found[lanes[event["tid"]]].append((event["name"], event["dur"] / 1e6))
-    return found
 
 
 def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pytest.MonkeyPatch) -> None:

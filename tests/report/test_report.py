@@ -34,7 +34,6 @@ from ..support.rigs import run
 from ..support.simulated import use_simulated_device
 from ..support.speeds import KNOWN_SPEEDS
 from ..support.timed import TimedDevice
-from ..support.traces import lanes_of
 from ..support.tuning import tune
 
 LINK = 1e6
@@ -96,12 +95,6 @@ def test_numbers_are_those_of_the_run(device: TimedDevice, tmp_path: Path, caplo
     assert plan.details.placements.count(Placement.RAM) == 5
     assert f"{describe_bytes(8 * BYTES)} in {len(handle.groups)} groups" in page.words
     assert all(f"{group.group_id} {group.num_tensors} " in page.words for group in handle.groups)
-    # A timeline of one more forward: what was sent, computed and waited for.
-    with handle.trace(tmp_path / "trace.json"):
-        forward_of(model)
-    busy = {lane: sum(each["dur"] for each in mine) / 1e6 for lane, mine in lanes_of(tmp_path / "trace.json").items()}
-    assert busy["compute"] == pytest.approx(8 * SECONDS) and busy["stalls"] == pytest.approx(took - 8 * SECONDS)
-    assert busy["H2D"] == pytest.approx(5 * BYTES / LINK)
     handle.remove()
 
 
