@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from decimal import Decimal
-from enum import Enum
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from ..base.ram import available_ram, memory_limits
 from ..base.system import ram_of_machine
@@ -29,14 +28,7 @@ _MIN_RESERVE_BYTES = 1 << 30
 _RESERVED_SHARE = 0.1
 
 
-class Auto(Enum):
-    """A budget that is left to the machine."""
-
-    AUTO = "auto"
-
-
-AUTO = Auto.AUTO
-Budget = int | Auto
+Budget = int | Literal["auto"]
 """Bytes, or as many as there is room for."""
 
 
@@ -55,15 +47,15 @@ def parse_budget(value: Any, name: str, total: int) -> Budget | None:
         total: the bytes of the device's memory, or of the RAM. A larger budget is cut down to it, with a warning.
 
     Returns:
-        Bytes, at least 1; `AUTO`; or None if `value` is None, which is no budget.
+        Bytes, at least 1; "auto"; or None if `value` is None, which is no budget.
 
     Raises:
         ConfigError: `value` is none of these.
     """
-    if value is None or isinstance(value, Auto):
-        return value
+    if value is None:
+        return None
     if isinstance(value, str) and value.strip().lower() == "auto":
-        return AUTO
+        return "auto"
 
     num_bytes = _parsed(value, name, total, "bytes, '8GiB', '8GB', '80%' or 'auto'")
     if num_bytes > total:

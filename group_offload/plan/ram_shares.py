@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..base.ram import Tally, available_ram, locked, ram_in_use
 from ..base.tuning import tuning
 from ..errors import ConfigError
-from .budgets import Auto, Budget, auto_ram, describe_bytes
+from .budgets import Budget, auto_ram, describe_bytes
 
 promised = Tally()
 """The parts of the process's RAM budget that modules were promised for their weights in files."""
@@ -63,7 +63,7 @@ def ram_for_weights(
     """
     if budget is None:
         return in_ram + int(available_ram() * tuning().locked_share)
-    if isinstance(budget, Auto):
+    if budget == "auto":
         return in_ram + max(0, auto_ram() - staging_bytes)
     others = max(0, ram_in_use() - in_ram) + staging_bytes + tuning().ram_margin_bytes
     if not stay:

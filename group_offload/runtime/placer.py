@@ -62,7 +62,7 @@ class Placer:
         self._budgeter = Budgeter(config, self._files, self._transfer, packer)
         self.needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
-        """Device memory for weights and activations: of the whole process, or what the device has for it (AUTO)."""
+        """Device memory for weights and activations: of the whole process, or what the device has for it ("auto")."""
         self._groups: tuple[Group, ...] = ()
         self._ram: int | None = None
         """RAM for weights in bytes, as found when the module was offloaded; None for no limit."""

@@ -24,7 +24,6 @@ from group_offload import (
     handles_of,
     remove_group_offloading,
 )
-from group_offload.plan.budgets import AUTO
 
 from ..support import tiny_models as tiny
 from ..support.pipelines import models_of, modular_pipeline, run_modular
@@ -292,11 +291,11 @@ def _sharing(pipe: Any) -> set[Any]:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, AUTO),
+        ({}, "auto"),
         ({"vram_budget": None}, None),
         ({"vram_budget": "1GiB"}, 1 << 30),
         ({"low_cpu_mem_usage": True}, None),
-        ({"ram_budget": "6GiB"}, AUTO),
+        ({"ram_budget": "6GiB"}, "auto"),
     ],
     ids=str,
 )
