@@ -7,6 +7,7 @@ the link and the blocks take what they take on one H200.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,13 @@ from group_offload import (
     apply_group_offloading,
     disable_group_offload,
     enable_group_offload,
+    write_report,
 )
 from group_offload.base.tuning import tuning
+from group_offload.plan.budgets import describe_bytes
 from group_offload.plan.placement import Placement
 
+from ..support.pages import Page
 from ..support.simulated import use_simulated_device
 from ..support.speeds import use_speeds
 from ..support.timed import TimedDevice
@@ -175,6 +179,33 @@ def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
                 if place is not Placement.DEVICE
             )
             assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
+
+
+def test_the_report_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Hazard: nobody can tell where the time of a step goes (diffusers #14702)."""
+    budget = TOTAL // 2
+    with (
+        caplog.at_level("INFO", "group_offload"),
+        offloaded(monkeypatch, vram_budget=budget) as (device, model, handle),
+    ):
+        took = steps(device, model, 8)[-1]
+        page, plan, stats = Page(write_report(handle, tmp_path / "run.html")), handle.plan, handle.stats()
+        assert plan.details is not None and plan.step_seconds == pytest.approx(took)
+        told = [line for line in caplog.messages if line.startswith("Plan for ")]
+        assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
+        stays, sent = map(describe_bytes, (stats.resident_bytes, plan.details.prediction.h2d_bytes))
+        assert f": {stays} resident on cpu; each forward transfers {sent} and takes " in told[-1]
+        assert plan.verdict in page.words and f"budget of {describe_bytes(budget)}." in page.words
+        assert f"onloads {stats.onloads}" in page.words
+        held = dict(plan.memory)
+        assert held["resident weights"] == stats.resident_bytes > 0 and held["weights of other models"] == 0
+        assert held["resident weights"] + held["buffers for streamed weights"] == device.bytes_in_use()
+        assert sum(held.values()) <= budget
+        for label, num_bytes in plan.memory:
+            assert f"{label} {describe_bytes(num_bytes)}" in page.words
+            assert re.search(rf"{label} +{describe_bytes(num_bytes)}", str(plan))
+        assert f"{describe_bytes(TOTAL)} in {len(handle.groups)} groups" in page.words
+        assert all(f"{group.group_id} {group.num_tensors} " in page.words for group in handle.groups)
 
 
 @pytest.mark.parametrize("factor", [1.15, 0.7, 3.0])

@@ -1,12 +1,9 @@
-"""The page of a run: its numbers are those of the run, it needs nothing else, and names cannot speak to the browser."""
+"""The page of a run: it needs nothing else, and names cannot speak to the browser. (Its numbers: engine/test_timing.py.)"""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,86 +18,13 @@ from group_offload import (
     enable_group_offload,
     write_report,
 )
-from group_offload.plan.budgets import describe_bytes
-from group_offload.plan.placement import Placement
 
 from ..support import tiny_models as tiny
 from ..support.files import failing
 from ..support.models import inputs, make
-from ..support.on_device import offload
 from ..support.pages import Page
 from ..support.pipelines import models_of
 from ..support.rigs import run
-from ..support.simulated import use_simulated_device
-from ..support.speeds import KNOWN_SPEEDS
-from ..support.timed import TimedDevice
-from ..support.tuning import tune
-
-LINK = 1e6
-BYTES, SECONDS = 4096, 0.003
-
-
-class Timed(nn.Module):
-    def __init__(self, device: TimedDevice, num_bytes: int = BYTES) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_bytes // 4), requires_grad=False)
-        self.compute = device.compute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.compute(SECONDS)
-        return x
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimedDevice]:
-    speeds = replace(KNOWN_SPEEDS, h2d=int(LINK))
-    monkeypatch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **kwargs: speeds)
-    tune(monkeypatch, max_run_bytes=BYTES, resident_bytes=0, device_margin_bytes=0)
-    with use_simulated_device(TimedDevice(LINK)) as device:  # type: ignore[arg-type]
-        yield device  # type: ignore[misc]
-
-
-def timed_model(device: TimedDevice, num_blocks: int = 8) -> nn.Module:
-    return nn.Sequential(*(Timed(device) for _ in range(num_blocks)))
-
-
-def test_numbers_are_those_of_the_run(device: TimedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Hazard: nobody can tell where the time of a step goes (diffusers #14702)."""
-    model = timed_model(device)
-    with caplog.at_level("INFO", "group_offload"):
-        handle = offload(model, vram_budget=BYTES * 5)
-        for _ in range(8):
-            before = device.now
-            forward_of(model)
-    took = device.now - before
-    told = [line for line in caplog.messages if line.startswith("Plan for ")]
-    assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
-    stays, sent = (describe_bytes(num_blocks * BYTES) for num_blocks in (3, 5))
-    assert f": {stays} resident on cpu; each forward transfers {sent} and takes " in told[-1]
-    page, plan, stats = Page(write_report(handle, tmp_path / "run.html")), handle.plan, handle.stats()
-    assert plan.details is not None and plan.step_seconds == pytest.approx(took)
-    gains = {"VRAM": plan.details.gain_from(device_bytes=1 << 30), "RAM": plan.details.gain_from(ram_bytes=1 << 30)}
-    assert gains == {"VRAM": 0, "RAM": 0}  # compute takes longer than copies
-    assert "1 GiB more VRAM wouldn't help." in page.words and plan.details.verdict() in page.words
-    assert f"onloads {stats.onloads}" in page.words and f"budget of {describe_bytes(5 * BYTES)}." in page.words
-    # Who holds device memory.
-    held = dict(plan.memory)
-    assert held["resident weights"] == stats.resident_bytes == 3 * BYTES and held["weights of other models"] == 0
-    assert held["resident weights"] + held["buffers for streamed weights"] == device.bytes_in_use()
-    assert sum(held.values()) <= 5 * BYTES
-    for label, num_bytes in plan.memory:
-        assert f"{label} {describe_bytes(num_bytes)}" in page.words
-        assert re.search(rf"{label} +{describe_bytes(num_bytes)}", str(plan))
-    # Where groups rest.
-    assert plan.details.placements.count(Placement.RAM) == 5
-    assert f"{describe_bytes(8 * BYTES)} in {len(handle.groups)} groups" in page.words
-    assert all(f"{group.group_id} {group.num_tensors} " in page.words for group in handle.groups)
-    handle.remove()
-
-
-def forward_of(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(torch.zeros(1))
 
 
 @pytest.mark.parametrize("tier", ["ram", "file"])
