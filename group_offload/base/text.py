@@ -82,7 +82,11 @@ class Shown:
 
     def _repr_html_(self) -> str:
         tables, sentences = self._shown()
-        return "".join([*map(html_table, tables), *(f"<p>{escape(printable(each))}</p>" for each in sentences)])
+        return "".join([*map(html_table, tables), *map(html_paragraph, sentences)])
+
+
+def html_paragraph(sentence: str) -> str:
+    return f"<p>{escape(printable(sentence))}</p>"
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ..base.ram import available_ram
-from ..base.text import describe_bytes, describe_seconds, html_table
+from ..base.text import describe_bytes, describe_seconds, html_paragraph, html_table
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import NUM_STEPS
@@ -147,7 +146,7 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     memories = _memories(arguments, components)
     described = {component.title: component.described(arguments.dtype) for component in components}
     if arguments.html is not None:
-        sections = {name: f"<p>{escape(said)}</p>{plan._repr_html_()}" for name, (said, plan) in described.items()}
+        sections = {name: html_paragraph(said) + plan._repr_html_() for name, (said, plan) in described.items()}
         sections["Memory"] = "".join(map(html_table, map(_rows, memories)))
         write_page(title, sentences, sections, arguments.html)
     if arguments.json:

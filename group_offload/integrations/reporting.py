@@ -11,7 +11,7 @@ from torch import nn
 
 from ..api import handle_of
 from ..base.ram import ram_in_use
-from ..base.text import describe_bytes, html_table
+from ..base.text import describe_bytes, html_paragraph, html_table
 from ..errors import ConfigError, StateError
 from ..handle import OffloadHandle
 from ..plan.budgets import total_ram
@@ -76,9 +76,9 @@ def _section(handle: OffloadHandle) -> str:
     if engine.config.backend.has_streams:
         total = describe_bytes(engine.config.backend.total_bytes())
         limit = "without a budget" if budget is None else f"with a budget of {describe_bytes(budget)}"
-        parts.append(f"<p>On {engine.config.onload_device}, which has {total}, {limit}.</p>")
+        parts.append(html_paragraph(f"On {engine.config.onload_device}, which has {total}, {limit}."))
     if not stats.passes:
-        parts.append("<p>No forward has run yet.</p>")
+        parts.append(html_paragraph("No forward has run yet."))
     return "".join([*parts, folded("Groups", groups), folded("Statistics", stats._repr_html_())])
 
 

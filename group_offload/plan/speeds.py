@@ -78,6 +78,7 @@ def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False, 
 
 
 def _known(what: str, where: str, measure: Callable[[], int | None]) -> int | None:
+    """A speed that was measured before, or is measured now and kept; None if it can't be measured."""
     speed = recorded()[what].get(where)
     if speed is None:
         speed = measure()
@@ -92,7 +93,7 @@ def filesystem_of(path: Path) -> str:
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     folder = folder.resolve()
-    while not os.path.ismount(folder):
+    while folder.parent != folder and not os.path.ismount(folder):
         folder = folder.parent
     return f"{folder} ({name_of_drive(folder.stat().st_dev)})"
 
