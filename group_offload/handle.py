@@ -14,7 +14,7 @@ from torch import nn
 
 from .base.compiled import HANDLE
 from .base.publish import check_path
-from .base.text import Shown
+from .base.text import Shown, Table
 from .base.weak import NotCopied, Weak, gone, weakly
 from .config import OffloadConfig
 from .errors import StateError
@@ -80,7 +80,7 @@ class OffloadStats(Shown):
     file_bytes: int
     """Bytes of weights that are stored in files."""
 
-    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+    def _shown(self) -> tuple[Sequence[Table], Sequence[str]]:
         rows = [(name, _value_text(name, value)) for name, value in asdict(self).items()]
         return [[("statistic", "value"), *rows]], []
 
@@ -270,7 +270,7 @@ class OffloadHandle(Shown, NotCopied):
             return f"<OffloadHandle of {self._name}: {'its model is gone' if is_gone else 'removed'}>"
         return f"<OffloadHandle of {self._name}: {len(self._engine.groups)} groups>"
 
-    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+    def _shown(self) -> tuple[Sequence[Table], Sequence[str]]:
         if self._engine is None:
             return [], [repr(self)]
         rows = [("group", "tensors", "size", "stored in")]

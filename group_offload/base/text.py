@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from html import escape
 
+Table = Sequence[Sequence[str]]
+"""Rows of cells. The first row is the head."""
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBERS = (1, 2)
 """The columns of tables that are numbers."""
@@ -52,7 +55,7 @@ def describe_seconds(value: float) -> str:
     return f"{value * 1e3:.4g} ms" if 0 < value < 1 else f"{value:.4g} s"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Table) -> list[str]:
     """Lines of a table whose columns but the first, and the fourth, are numbers; the first row is its head."""
     plain = [[*map(printable, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
@@ -71,8 +74,8 @@ class Shown:
 
     __slots__ = ()
 
-    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
-        """The tables, the head of each as its first row, and the sentences."""
+    def _shown(self) -> tuple[Sequence[Table], Sequence[str]]:
+        """The tables, and the sentences."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ def html_paragraph(sentence: str) -> str:
     return f"<p>{escape(printable(sentence))}</p>"
 
 
-def html_table(rows: Sequence[Sequence[str]]) -> str:
+def html_table(rows: Table) -> str:
     """The same table for a notebook or a page."""
     parts = ["<table>"]
     for number, row in enumerate(rows):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..base.text import Shown, describe_bytes, describe_seconds
+from ..base.text import Shown, Table, describe_bytes, describe_seconds
 from .placement import Placement, PlannedGroup
 from .planner import Plan
 
@@ -48,10 +48,10 @@ class OffloadPlan(Shown):
         reading = f"Bottleneck: {p.bound}. Reading takes {describe_seconds(p.drive_seconds)} a forward."
         return f"{reading} {self.details.would_save('RAM', gain)}"
 
-    def _shown(self) -> tuple[Sequence[Sequence[Sequence[str]]], Sequence[str]]:
+    def _shown(self) -> tuple[Sequence[Table], Sequence[str]]:
         return [*self._tables()], [*self._summary(), *self.notes]
 
-    def _tables(self) -> Iterator[Sequence[Sequence[str]]]:
+    def _tables(self) -> Iterator[Table]:
         if self.details is not None:
             words = _WHERE if self.device_has_memory else _WHERE_ON_CPU
             yield [("groups", "number", "size", "stored on"), *_rows(self.details, words)]
