@@ -18,6 +18,7 @@ from group_offload import (
     enable_group_offload,
     write_report,
 )
+from group_offload.plan.budgets import describe_bytes
 
 from ..support import tiny_models as tiny
 from ..support.files import failing
@@ -38,7 +39,8 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
         run(model, inputs())
     page = Page(write_report(handle, tmp_path / "run.html"))
     where = "All weights are in RAM" if tier == "ram" else "from disk, into"
-    assert where in page.words and "RAM of this process" in page.words and "Device memory" not in page.words
+    assert where in page.words and "RAM of this process" in page.words and "device memory now" not in page.words
+    assert f"pageable weights {describe_bytes(handle.stats().host_bytes)} " in page.words
     assert "No forward has run yet." not in page.words
     handle.remove()
 
