@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
+from group_offload.runtime.convoy import lock
 from group_offload.runtime.convoy.lock import TurnLock
 
+from ..interrupts import Strike
 from ..support.inside import engine_of
 from ..support.models import DIM, WIDTH, Model, inputs, make
 from ..support.on_device import forward, offload
@@ -26,8 +30,8 @@ from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.travellers import (
     Travelling,
     in_threads,
-    interrupt_on_lines,
     interrupt_where_it_waits,
+    shared_forwards,
     taken_as_shared,
     travel,
 )
@@ -150,7 +154,22 @@ def test_a_finalizer_that_asks_for_the_lock_in_the_middle_of_its_calls() -> None
 
 
 def test_an_interrupt_on_any_line() -> None:
-    interrupt_on_lines(0, 8)
+    """Of what lets forwards share passes. The others of its pass are right, and later ones."""
+    rng, folder = random.Random(0), str(Path(lock.__file__).parent)
+    with shared_forwards("eager") as call:
+
+        def usual() -> None:
+            for _ in range(4):
+                call()
+
+        def struck() -> None:
+            with suppress(KeyboardInterrupt), Strike(rng.randrange(1, 1000), path=folder):
+                for _ in range(3):
+                    call()
+            call()
+
+        for _ in range(8):
+            in_threads([struck, usual, usual], 30)
 
 
 def test_memory_that_runs_out_in_a_shared_pass(
