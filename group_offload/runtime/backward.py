@@ -272,7 +272,7 @@ class Backward:
         weight = tensor if tensor._base is None else tensor._base
         if type(weight) not in _PLAIN:
             return None
-        found = self._in_bound(Group.place_of, weight)
+        found = self._in_bound(Group.place_of, weight) or self._in_bound(Group.place_of_alias, weight)
         if found is None:
             return None
         part, index = found

@@ -238,6 +238,15 @@ class Group:
         index = self._index_of.get(id(tensor))
         return None if index is None else self._places[index]
 
+    def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """The same for a tensor in no slot that `detach()` has made of one of the group: it shares the version counter."""
+        if tensor.grad_fn is not None:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        shared = (at for at, each in enumerate(self._tensors) if each.untyped_storage()._cdata == storage)
+        index = next(shared, None)
+        return None if index is None else self._places[index]
+
     def objects_beside(self) -> list[tuple[Any, Part]]:
         """The objects that are no tensors and keep tensors of the group (`weight.quant_state`), and the part of each."""
         return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
