@@ -240,10 +240,8 @@ class Group:
 
     def place_of_alias(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
         """The same for a tensor in no slot that `detach()` has made of one of the group: it shares the version counter."""
-        if tensor.grad_fn is not None:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        shared = (at for at, each in enumerate(self._tensors) if each.untyped_storage()._cdata == storage)
+        address = tensor.data_ptr() if tensor.grad_fn is None else 0
+        shared = (at for at, each in enumerate(self._tensors) if address and each.data_ptr() == address)
         index = next(shared, None)
         return None if index is None else self._places[index]
 
