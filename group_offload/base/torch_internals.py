@@ -55,10 +55,13 @@ try:
     CACHING_MODES: Any = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
     dispatch_stack_length: Any = torch._C._len_torch_dispatch_stack
 
-    # A thread that calls a model in another one's place gets the default devices that are in force there, and no other mode.
+    # A thread that calls a model in another one's place gets the modes that are in force there.
     from torch.utils._device import DeviceContext as DeviceContext
 
+    dispatch_modes: Any = _python_dispatch._get_current_dispatch_mode_stack
     function_modes: Any = torch.overrides._get_current_function_mode_stack
+    push_function_mode: Any = torch._C._push_on_torch_function_stack
+    pop_function_mode: Any = torch._C._pop_torch_function_stack
 
     # Hooks for all modules of the process would see forwards that share a pass in another order.
     has_global_hooks: Any = nn.modules.module._has_any_global_hook

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 
 from ...base.device import Backend
-from ...base.torch_internals import function_modes
+from ...base.torch_internals import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    pop_mode,
+    push_function_mode,
+    push_mode,
+)
 from .fingerprint import are_alike
 
 _TINY, _ONE = 1e-310, 1.0
 
 
 class Caller:
-    """Inference mode, autocast, the device and stream in use, the default device, context variables. (No gradients.)
+    """Inference mode, autocast, the device and stream in use, context variables, function and dispatch modes. (No gradients.)
 
     And the number of threads of a kernel on the CPU: it is each thread's own, and bits depend on it.
     """
@@ -35,9 +43,11 @@ class Caller:
         self._stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
         self._kernels = torch.get_num_threads(), _flushes_denormals()
-        self._devices = [each.device for each in function_modes()]  # with other modes, calls go alone
         self._settings = [self._autocast, self._caches_casts, self._infers, self._stream, self._index, self._kernels]
-        self._settings += self._devices
+        self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
+        # `with torch.device(...)` may be entered anew for each call.
+        self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
+        self._settings += [None, *self._dispatch_modes]
         self._context = contextvars.copy_context()
 
     def is_like(self, other: Caller) -> bool:
@@ -64,8 +74,12 @@ class Caller:
             for kind, is_enabled, dtype in self._autocast:  # a forward may switch on what is off, with the dtype it has
                 autocast = torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._caches_casts)
                 stack.enter_context(autocast)
-            for device in self._devices:
-                stack.enter_context(device)
+            for function_mode in self._function_modes:
+                push_function_mode(function_mode)
+                stack.callback(pop_function_mode)
+            for dispatch_mode in self._dispatch_modes:
+                push_mode(dispatch_mode)
+                stack.callback(pop_mode)
             return function()
 
 

@@ -33,13 +33,7 @@ from ...base.device import Backend
 from ...base.pagemap import scans_quickly
 from ...base.recent import Recent
 from ...base.tensors import tensors_in
-from ...base.torch_internals import (
-    DeviceContext,
-    dispatch_stack_length,
-    function_modes,
-    has_global_hooks,
-    set_eval_frame,
-)
+from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
@@ -444,8 +438,6 @@ def _state_of_thread() -> str | None:
         return "gradients are enabled: call it under torch.no_grad()"
     if has_global_hooks():
         return "a global module hook is registered"
-    if dispatch_stack_length() or not all(isinstance(each, DeviceContext) for each in function_modes()):
-        return "a function or dispatch mode of torch is active"
     compiler = set_eval_frame(None)
     set_eval_frame(compiler)
     if compiler:
