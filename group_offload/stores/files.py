@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -364,19 +363,16 @@ def _mapper(fd: int, start: int, layout: BlobLayout) -> Callable[[Extent], torch
     where each mapping may take a descriptor all extents do.
     """
     limit = layout.num_bytes // _MAX_MAPPINGS if IS_LINUX else layout.num_bytes
-
-    def map_whole(position: int, num_bytes: int) -> tuple[int, Any]:
-        first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        return first, map_file(fd, position + num_bytes - first, first)
-
-    shared = cache(map_whole)
+    mapping = cache(partial(map_file, fd))
 
     def mapped(extent: Extent) -> torch.Tensor:
         if not extent.num_bytes:
             return flat_view(None, 0, 0)
         position = start + extent.offset
-        is_large = extent.num_bytes > limit
-        first, memory = map_whole(position, extent.num_bytes) if is_large else shared(start, layout.num_bytes)
-        return flat_view(memory, position - first, extent.num_bytes)
+        first, end = start, start + layout.num_bytes
+        if extent.num_bytes > limit:
+            first, end = position, position + extent.num_bytes
+        first -= first % mmap.ALLOCATIONGRANULARITY
+        return flat_view(mapping(end - first, first), position - first, extent.num_bytes)
 
     return mapped

@@ -156,47 +156,40 @@ class Segment:
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later.
 
+        The segment of another process has them: there they are compared.
+
         Raises:
             ModuleError: the segment is another process's, and has other bytes.
         """
-        if self._is_of_another:
-            self._compare(blobs)
-            return
         runs = []
         start = 0
         for layout, tensors in blobs:
             for extent in layout.extents:
-                source = extent_bytes(tensors, extent)
+                begin, source = start + extent.offset, extent_bytes(tensors, extent)
+                there = self.bytes[begin : begin + extent.num_bytes]
                 if self._host is not None:
                     source = source.cpu()  # all of it has to be there before another process looks
-                if source.device.type != "cpu" or self.backend.holds(source):
-                    self._coming.append((start + extent.offset, source))
+                if self._host is not None and self._is_of_another:
+                    if not torch.equal(source, there):
+                        raise self._host.differs(layout.specs[extent.tensors[0]].fqn)
+                elif source.device.type != "cpu" or self.backend.holds(source):
+                    self._coming.append((begin, source))
                 elif self._twice is not None:
-                    runs.append((start + extent.offset, memory_of(source)))
+                    runs.append((begin, memory_of(source)))
                 else:
-                    begin = start + extent.offset
-                    self.bytes[begin : begin + extent.num_bytes].copy_(source)
+                    there.copy_(source)
             start += layout.num_bytes
-        if self._twice is not None:
+        if self._twice is None:
+            return
+        if not self._is_of_another:
             try:
                 self._twice.write(runs)
             except OSError as error:
                 raise _no_room(self._num_bytes, error) from error
-            if self._host is not None:
-                self._host.was_filled(self._twice, self._num_bytes)
-            else:
-                self._twice.seal()
-
-    def _compare(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
-        assert self._host is not None and self._twice is not None
-        start = 0
-        for layout, tensors in blobs:
-            for extent in layout.extents:
-                source = extent_bytes(tensors, extent).cpu()
-                if not torch.equal(source, self.bytes[start + extent.offset :][: extent.num_bytes]):
-                    raise self._host.differs(layout.specs[extent.tensors[0]].fqn)
-            start += layout.num_bytes
-        self._host.was_filled(self._twice, self._num_bytes)
+        if self._host is not None:
+            self._host.was_filled(self._twice, self._num_bytes)
+        else:
+            self._twice.seal()
 
     def lock(self, limit: LockLimit | None) -> None:
         """Pin the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
