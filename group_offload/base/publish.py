@@ -57,8 +57,7 @@ def publish(path: Path, content: Iterable[memoryview | bytes], *, replaces: bool
                 left = left[os.write(opened.fileno(), left[:_CHUNK_BYTES]) :]
         os.fsync(opened.fileno())
         written = os.fstat(opened.fileno())
-        if system.IS_WINDOWS:  # gives no name to an open file
-            opened.close()
+        opened.close()  # Windows gives no name to an open file
         try:
             if not replaces:
                 os.link(temporary, path)

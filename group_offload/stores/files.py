@@ -91,6 +91,7 @@ class FileMap:
 class Checkpoint(SourceFile):
     """A file that weights are views of."""
 
+    commits_late = False
     is_ours = False
     """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
     _pages: _Pages | None = None
@@ -120,20 +121,17 @@ class Checkpoint(SourceFile):
         found.is_ours = folder is not None and folder.has(path)
         return found
 
-    def add(self, blob: FileBlob) -> None:
-        self.blobs.add(blob)
+    def add(self, blob: Contents) -> None:
+        super().add(blob)
         self._pages = None
 
     def remove(self, blob: FileBlob) -> None:
         """Forget a blob. The last one unlocks the file."""
         self.blobs.discard(blob)
+        blob.is_locked = False
         self._pages = None
         if not self.blobs:
             self.unlock()
-
-    @property
-    def commits_late(self) -> bool:
-        return False
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
@@ -216,9 +214,6 @@ class FileBlob(Contents, Blob):
         self.tier = Tier.FILE
         self.is_direct = False
         """Whether parts that are not in the page cache are read past it."""
-        self._is_locked = False
-        self._num_lockings = -1
-        """The file's, when `_is_locked` was found out."""
         self.store = source
         source.add(self)
 
@@ -234,14 +229,6 @@ class FileBlob(Contents, Blob):
     @property
     def where(self) -> str:  # type: ignore[override]
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether the blob is pinned in the page cache: then copies take it from there, and nothing is read."""
-        if self.source.num_lockings != self._num_lockings:
-            self._num_lockings = self.source.num_lockings
-            self._is_locked = self.source.is_locked(self.pieces)
-        return self._is_locked
 
     @property
     def is_read(self) -> bool:

@@ -81,6 +81,8 @@ class Segment:
     Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
 
+    commits_late = True
+
     def __init__(
         self,
         num_bytes: int,
@@ -148,10 +150,6 @@ class Segment:
     def is_shared(self) -> bool:
         """Whether another process sees writes to the memory."""
         return self._private is not None and (self._num_forks != _num_forks or self._host is not None)
-
-    @property
-    def commits_late(self) -> bool:
-        return self.detects_edits
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later.

@@ -75,6 +75,8 @@ class Contents:
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
     is_proven = False
     """Whether all bytes were compared with that hash since the file was opened."""
+    is_locked = False
+    """Whether the bytes are pinned in the page cache: then copies take them from there, and nothing is read."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], source: SourceFile) -> None:
         """
@@ -135,12 +137,14 @@ class SourceFile:
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
         """The pinned ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
-        self.num_lockings = 0
-        """A number that goes up when other ranges are locked."""
 
     @property
     def num_bytes(self) -> int:
         return self.bytes.numel()
+
+    def add(self, blob: Contents) -> None:
+        self.blobs.add(blob)
+        blob.is_locked = self._has_locked(blob.pieces)
 
     def unlock(self) -> None:
         self._unlock_all_but(())
@@ -189,7 +193,8 @@ class SourceFile:
                 locked.add(lock, memory.numel())
                 parts.append((memory, lock))
             self._locked[start, end] = parts
-            self.num_lockings += 1
+        for blob in self.blobs:
+            blob.is_locked = self._has_locked(blob.pieces)
         return True
 
     def locked_parts(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor, int]]:
@@ -207,11 +212,12 @@ class SourceFile:
                 yield piece.offset + begin - first, end - begin, memory, begin - start
             start += memory.numel()
 
-    def is_locked(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the pages of all `pieces` are locked, each in one run."""
+    def _has_locked(self, pieces: Sequence[Piece]) -> bool:
+        """Whether all `pieces` are locked, each in one run."""
+        places = [(self.offset_of(piece.position), piece.num_bytes) for piece in pieces]
         return bool(self._locked) and all(
-            any(start <= first and last <= end for start, end in self._locked)
-            for first, last in (self._pages_of([piece])[0] for piece in pieces if piece.num_bytes)
+            any(start <= first and first + num_bytes <= end for start, end in self._locked)
+            for first, num_bytes in places
         )
 
     def _pages_of(self, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
@@ -221,11 +227,11 @@ class SourceFile:
         return merged([(start, min(end, self.num_bytes)) for start, end in zip(starts, ends, strict=True)])
 
     def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
+        for blob in self.blobs:
+            blob.is_locked = False
         for found in self._locked.keys() - set(wanted):
-            for _, lock in self._locked[found]:
+            for _, lock in self._locked.pop(found):
                 lock.release()
-            self.num_lockings += 1
-            del self._locked[found]
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache drop the pages of `pieces` now."""
@@ -266,20 +272,15 @@ class SourceFile:
         Raises:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
-        inset = position % BLOCK
+        start = position % BLOCK
+        end = start + num_bytes
         self.check()
-        done = None
-        if direct and not self.is_cached(position, num_bytes):
-            done = self._read_direct(area, position, inset + num_bytes)
-        is_direct = done is not None
-        if done is None:
-            done = inset + self._pread(area[inset : inset + num_bytes], position)
-        if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
-            done = max(done, inset)
-            done += self._pread(area[done : inset + num_bytes], position + done - inset)
-        if done < inset + num_bytes:
-            raise self.lost(position + done - inset, "it ends there")
-        return is_direct
+        is_past = direct and not self.is_cached(position, num_bytes)
+        read_past = self._read_direct(area, position, end) if is_past else None
+        done = max(start, read_past or 0)  # it may be cut short: by a signal, or because the file ends there
+        if done < end:
+            self._fill(area[done:end], position + done - start)
+        return read_past is not None
 
     def read_straight(self, target: memoryview, position: int) -> None:
         """Read bytes into `target`, through the page cache.
