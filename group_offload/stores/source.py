@@ -146,9 +146,6 @@ class SourceFile:
         self.blobs.add(blob)
         blob.is_locked = self._has_locked(blob.pieces)
 
-    def unlock(self) -> None:
-        self._unlock_all_but(())
-
     def lock(
         self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None], *, in_one: bool = False
     ) -> bool:
@@ -163,7 +160,7 @@ class SourceFile:
             False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
         """
         wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
-        self._unlock_all_but(wanted)
+        self.unlock(wanted)
         if self.bytes.is_meta:
             return False
         seconds = 0.0
@@ -188,7 +185,7 @@ class SourceFile:
                         lock.release()
                     for _, other in parts:
                         other.release()
-                    self._unlock_all_but(())
+                    self.unlock()
                     return False
                 locked.add(lock, memory.numel())
                 parts.append((memory, lock))
@@ -226,12 +223,14 @@ class SourceFile:
         ends = [-(-(self.offset_of(piece.position) + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
         return merged([(start, min(end, self.num_bytes)) for start, end in zip(starts, ends, strict=True)])
 
-    def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
+    def unlock(self, but: Sequence[tuple[int, int]] = ()) -> None:
+        """Unpin all ranges of `bytes`, but these."""
         for blob in self.blobs:
             blob.is_locked = False
-        for found in self._locked.keys() - set(wanted):
-            for _, lock in self._locked.pop(found):
+        for found in self._locked.keys() - set(but):
+            for _, lock in self._locked[found]:
                 lock.release()
+            del self._locked[found]
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
         """Let the page cache drop the pages of `pieces` now."""
