@@ -52,7 +52,6 @@ class FileMap:
     """Finds tensors that are unchanged views of files, by the mappings that there were when it was made."""
 
     def __init__(self) -> None:
-        self._can_detect_writes = can_detect_writes()
         self._mappings: FileMappings | None = None
         with suppress(OSError):  # this system does not tell
             self._mappings = FileMappings()
@@ -60,7 +59,7 @@ class FileMap:
     def find(self, tensor: torch.Tensor) -> FileSpan | None:
         """The bytes that `tensor` is an unchanged view of; None for a tensor that is no view of a file, or was edited."""
         mapping = self._mapping_of(tensor)
-        if mapping is None or not mapping.is_private or not self._can_detect_writes:
+        if mapping is None or not mapping.is_private or not can_detect_writes():
             return None
         address, num_bytes = tensor.data_ptr(), span_bytes(tensor)
         first = address // PAGE * PAGE
