@@ -87,7 +87,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
     """
     try:
         opened = system.open_folder(folder)
-    except (OSError, NotImplementedError):
+    except OSError:
         yield False
         return
     with closing(opened):
@@ -125,7 +125,7 @@ def temporary_name(name: str) -> str:
 
 def _sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
-    with suppress(OSError, NotImplementedError):
+    with suppress(OSError):
         opened = system.open_folder(folder)
         os.fsync(opened.fileno())
 
