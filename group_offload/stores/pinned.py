@@ -103,7 +103,7 @@ class Segment:
         self._is_of_another = False
         self.common = ""
         """The name of the segment, if other processes have the same memory, or have compared its bytes with theirs."""
-        self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
+        self.blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
         self.is_locked = False
         self._pinned: PageLock | None = None
         self._coming: list[tuple[int, torch.Tensor]] = []
@@ -196,7 +196,7 @@ class Segment:
         """
         if self._pins and not self.is_locked and limit is not None:
             self._pinned = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._pinned is not None or (not self._blobs and self._fall_back(limit))
+            self.is_locked = self._pinned is not None or (not self.blobs and self._fall_back(limit))
         self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
 
     def unlock(self, limit: LockLimit) -> None:
@@ -233,13 +233,10 @@ class Segment:
             return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
-    def add(self, blob: RamBlob) -> None:
-        self._blobs.add(blob)
-
     def remove(self, blob: RamBlob) -> None:
         """Forget a blob. With the last one threads unlock the memory, and give it back once no tensor at rest is left."""
-        self._blobs.discard(blob)
-        if self._blobs:
+        self.blobs.discard(blob)
+        if self.blobs:
             return
         memory = [self._pinned, self.pageable, self._twice, self._rest_memory, self.bytes]
         self._pinned, self.is_locked, self.pageable = None, False, None
@@ -276,13 +273,13 @@ class Segment:
                 forget_writes(address + start, end - start)
         blobs = [
             blob
-            for blob in self._blobs
+            for blob in self.blobs
             if any(start < blob.start + blob.layout.num_bytes and blob.start < end for start, end in edited)
         ]
         if self.is_shared:
             for blob in blobs:
                 blob.is_outdated = True
-            return any(blob.is_outdated for blob in self._blobs)
+            return any(blob.is_outdated for blob in self.blobs)
         if edited:
             wait()
         for start, end in edited:
@@ -316,7 +313,7 @@ class RamBlob(Blob):
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
         # Without streams every copy is done when it returns: pinning would buy nothing.
         self._gains_from_pinning = segment.backend.has_streams and layout.num_bytes > 0
-        segment.add(self)
+        segment.blobs.add(self)
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
