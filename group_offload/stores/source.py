@@ -106,7 +106,7 @@ class SourceFile:
         """
         Args:
             file: What `open_to_read` returned. It is kept for as long as this object is there.
-            start, end: The bytes of the file that blobs lie in.
+            start, end: The first byte of the file that blobs lie in, and the one after the last.
             stamp: The result of `fstat` from before the bytes were first read.
 
         Raises:
@@ -122,11 +122,9 @@ class SourceFile:
         """What `fstat` said when the bytes were known to be right last."""
         if end > self.stamp.st_size:
             raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
-        self.start = start // PAGE * PAGE
-        """The byte of the file that `bytes` begins at."""
-        size = end - self.start if start < end else 0
-        self.bytes = page_cache_of(self.fd, self.start, size)
-        """The pages of the page cache, as flat uint8. They may be touched only while they are locked. See `page_cache_of`."""
+        self.start, self.end = start, end
+        self.bytes = page_cache_of(self.fd, end)
+        """The file to `end` in the page cache, as flat uint8. Only what is locked may be touched. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
@@ -138,10 +136,6 @@ class SourceFile:
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
         """The pinned ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.bytes.numel()
-
     def add(self, blob: Contents) -> None:
         self.blobs.add(blob)
         blob.is_locked = self._has_locked(blob.pieces)
@@ -152,14 +146,14 @@ class SourceFile:
         """Pin the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
 
         Args:
-            pieces: None for the whole part of the file.
+            pieces: None for all bytes that blobs lie in.
             wait: A function that returns once no copy is on its way: pages stay locked until then.
             in_one: Whether each of the pieces is locked at once, so that one copy can have all of it.
 
         Returns:
             False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
         """
-        wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
+        wanted = self._pages_of([Piece(0, self.start, self.end - self.start)] if pieces is None else pieces)
         self.unlock(wanted)
         if self.bytes.is_meta:
             return False
@@ -167,7 +161,7 @@ class SourceFile:
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
-            self._advise(self.start + start, end - start, "WILLNEED")  # in long runs, not page by page
+            self._advise(start, end - start, "WILLNEED")  # in long runs, not page by page
             parts: list[tuple[torch.Tensor, PageLock]] = []
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
@@ -200,7 +194,7 @@ class SourceFile:
         Yields:
             Where in the blob the part goes, its bytes, the memory, and the byte of the memory that it begins at.
         """
-        first, last = self.offset_of(piece.position), self.offset_of(piece.position) + piece.num_bytes
+        first, last = piece.position, piece.position + piece.num_bytes
         found = next(key for key in self._locked if key[0] <= first and last <= key[1])
         start = found[0]
         for memory, _ in self._locked[found]:
@@ -211,17 +205,16 @@ class SourceFile:
 
     def _has_locked(self, pieces: Sequence[Piece]) -> bool:
         """Whether all `pieces` are locked, each in one run."""
-        places = [(self.offset_of(piece.position), piece.num_bytes) for piece in pieces]
         return bool(self._locked) and all(
-            any(start <= first and first + num_bytes <= end for start, end in self._locked)
-            for first, num_bytes in places
+            any(start <= piece.position and piece.position + piece.num_bytes <= end for start, end in self._locked)
+            for piece in pieces
         )
 
     def _pages_of(self, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
         """The whole pages around `pieces`, as ranges of `bytes` that neither overlap nor touch."""
-        starts = [self.offset_of(piece.position) // PAGE * PAGE for piece in pieces]
-        ends = [-(-(self.offset_of(piece.position) + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
-        return merged([(start, min(end, self.num_bytes)) for start, end in zip(starts, ends, strict=True)])
+        starts = [piece.position // PAGE * PAGE for piece in pieces]
+        ends = [-(-(piece.position + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
+        return merged([(start, min(end, self.end)) for start, end in zip(starts, ends, strict=True)])
 
     def unlock(self, but: Sequence[tuple[int, int]] = ()) -> None:
         """Unpin all ranges of `bytes`, but these."""
@@ -245,16 +238,12 @@ class SourceFile:
         with suppress(OSError):
             advise(self.fd, start, num_bytes, advice)
 
-    def offset_of(self, position: int) -> int:
-        """The index in `bytes` of a byte of the file."""
-        return position - self.start
-
     def is_cached(self, position: int, num_bytes: int) -> bool:
         """Whether all of these bytes are in the page cache."""
         start = position // PAGE * PAGE
         size = position + num_bytes - start
         try:
-            return cached_bytes(self.bytes.data_ptr() + start - self.start, size) == size
+            return cached_bytes(self.bytes.data_ptr() + start, size) == size
         except OSError:
             return False
 
