@@ -118,8 +118,8 @@ def map_file(fd: int, num_bytes: int, start: int = 0) -> Any:
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def page_cache_of(fd: int, start: int, num_bytes: int) -> torch.Tensor:
-    """A shared, read-only mapping of a part of a file, from a whole page on, as flat uint8: pages of the page cache.
+def page_cache_of(fd: int, num_bytes: int) -> torch.Tensor:
+    """A shared, read-only mapping of the first bytes of a file, as flat uint8: pages of the page cache.
 
     A tensor without memory where the system shows no page cache.
 
@@ -129,7 +129,7 @@ def page_cache_of(fd: int, start: int, num_bytes: int) -> torch.Tensor:
     if _libc is None:
         with torch.inference_mode(False):
             return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-    mapping = _map(fd, start, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED) if num_bytes else None
+    mapping = _map(fd, 0, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED) if num_bytes else None
     return flat_view(mapping, 0, num_bytes)
 
 

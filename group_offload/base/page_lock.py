@@ -68,7 +68,6 @@ class LockLimit:
         self.num_by_driver = 0
         """Bytes that the driver allocated and locked."""
         self._num_refused = 0
-        self._in_place = self._by_driver = True
 
     @property
     def was_refused(self) -> bool:
@@ -77,26 +76,24 @@ class LockLimit:
     def lock(self, memory: torch.Tensor, wait: Callable[[], None]) -> PageLock | None:
         """Lock `memory` in place; None if it stays unlocked. See `PageLock.take`."""
         with self._guard:
-            if self._in_place and memory.numel() <= self._num_left:
+            if memory.numel() <= self._num_left:
                 found = PageLock.take(self._backend, memory, wait)
                 if found is not None:
                     self._num_left -= memory.numel()
                     self.num_locked += memory.numel()
                     return found
-            self._in_place = False
+            self._num_left = 0
             return None
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Memory that the driver allocates and locks, where it locks none in place; None if there is none."""
         with self._guard:
-            if self._by_driver and not self.num_locked:
-                memory = self._backend.empty_pinned(num_bytes)
-                if memory is not None:
-                    self.num_by_driver += num_bytes
-                    return memory
-            self._by_driver = False
-            self._num_refused += num_bytes
-            return None
+            memory = None if self.num_locked or self.was_refused else self._backend.empty_pinned(num_bytes)
+            if memory is None:
+                self._num_refused += num_bytes
+            else:
+                self.num_by_driver += num_bytes
+            return memory
 
     def give_back(self, num_bytes: int) -> None:
         """Memory that `lock` locked was unlocked again."""

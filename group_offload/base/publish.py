@@ -57,8 +57,7 @@ def publish(path: Path, content: Iterable[memoryview | bytes], *, replaces: bool
                 left = left[os.write(opened.fileno(), left[:_CHUNK_BYTES]) :]
         os.fsync(opened.fileno())
         written = os.fstat(opened.fileno())
-        if system.IS_WINDOWS:  # gives no name to an open file
-            opened.close()
+        opened.close()  # Windows gives no name to an open file
         try:
             if not replaces:
                 os.link(temporary, path)
@@ -88,7 +87,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
     """
     try:
         opened = system.open_folder(folder)
-    except (OSError, NotImplementedError):
+    except OSError:
         yield False
         return
     with closing(opened):
@@ -126,7 +125,7 @@ def temporary_name(name: str) -> str:
 
 def _sync_folder(folder: Path) -> None:
     """Make names durable, where the file system can. Elsewhere a loss of power can take a whole file away."""
-    with suppress(OSError, NotImplementedError):
+    with suppress(OSError):
         opened = system.open_folder(folder)
         os.fsync(opened.fileno())
 

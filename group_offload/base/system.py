@@ -198,11 +198,10 @@ def open_folder(path: Path) -> Any:
     """Open a folder: see `own_descriptor`.
 
     Raises:
-        NotImplementedError: this system has none (an `OSError` would be about this folder).
-        OSError: it is no folder, or cannot be opened.
+        OSError: it is no folder, or cannot be opened; or this system opens none.
     """
     if not hasattr(os, "O_DIRECTORY"):
-        raise NotImplementedError
+        raise missing()
     return own_descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
 
 

@@ -259,7 +259,7 @@ def _measure_file(fd: int) -> tuple[int | None, bool]:
                 raise
     cold = list[int]()
     with suppress(OSError):  # a system that does not tell what is in the page cache
-        mapped = page_cache_of(fd, 0, num_bytes)
+        mapped = page_cache_of(fd, num_bytes)
         cold = [start for start in pieces if not cached_bytes(mapped.data_ptr() + start, size)]
     return _read_all(fd, cold, size) if cold else None, False
 

@@ -16,12 +16,11 @@ from .packed import PackedImage
 class Store(Protocol):
     """The memory or the file that one or several blobs rest in."""
 
-    @property
-    def commits_late(self) -> bool:
-        """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
+    commits_late: bool
+    """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
 
-        Then none is stored elsewhere afterwards, and a blob becomes outdated only after a fork.
-        """
+    Then none is stored elsewhere afterwards, and a blob becomes outdated only after a fork.
+    """
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Make edits of weights at rest a part of the bytes that their blobs send.

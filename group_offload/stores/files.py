@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,7 +52,6 @@ class FileMap:
     """Finds tensors that are unchanged views of files, by the mappings that there were when it was made."""
 
     def __init__(self) -> None:
-        self._can_detect_writes = can_detect_writes()
         self._mappings: FileMappings | None = None
         with suppress(OSError):  # this system does not tell
             self._mappings = FileMappings()
@@ -61,7 +59,7 @@ class FileMap:
     def find(self, tensor: torch.Tensor) -> FileSpan | None:
         """The bytes that `tensor` is an unchanged view of; None for a tensor that is no view of a file, or was edited."""
         mapping = self._mapping_of(tensor)
-        if mapping is None or not mapping.is_private or not self._can_detect_writes:
+        if mapping is None or not mapping.is_private or not can_detect_writes():
             return None
         address, num_bytes = tensor.data_ptr(), span_bytes(tensor)
         first = address // PAGE * PAGE
@@ -92,6 +90,7 @@ class FileMap:
 class Checkpoint(SourceFile):
     """A file that weights are views of."""
 
+    commits_late = False
     is_ours = False
     """Whether it is a group file, so that weights leave it when the module is offloaded no more."""
     _pages: _Pages | None = None
@@ -121,20 +120,17 @@ class Checkpoint(SourceFile):
         found.is_ours = folder is not None and folder.has(path)
         return found
 
-    def add(self, blob: FileBlob) -> None:
-        self.blobs.add(blob)
+    def add(self, blob: Contents) -> None:
+        super().add(blob)
         self._pages = None
 
     def remove(self, blob: FileBlob) -> None:
         """Forget a blob. The last one unlocks the file."""
         self.blobs.discard(blob)
+        blob.is_locked = False
         self._pages = None
         if not self.blobs:
             self.unlock()
-
-    @property
-    def commits_late(self) -> bool:
-        return False
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
         """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
@@ -217,9 +213,6 @@ class FileBlob(Contents, Blob):
         self.tier = Tier.FILE
         self.is_direct = False
         """Whether parts that are not in the page cache are read past it."""
-        self._is_locked = False
-        self._num_lockings = -1
-        """The file's, when `_is_locked` was found out."""
         self.store = source
         source.add(self)
 
@@ -235,14 +228,6 @@ class FileBlob(Contents, Blob):
     @property
     def where(self) -> str:  # type: ignore[override]
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether the blob is pinned in the page cache: then copies take it from there, and nothing is read."""
-        if self.source.num_lockings != self._num_lockings:
-            self._num_lockings = self.source.num_lockings
-            self._is_locked = self.source.is_locked(self.pieces)
-        return self._is_locked
 
     @property
     def is_read(self) -> bool:
@@ -364,19 +349,16 @@ def _mapper(fd: int, start: int, layout: BlobLayout) -> Callable[[Extent], torch
     where each mapping may take a descriptor all extents do.
     """
     limit = layout.num_bytes // _MAX_MAPPINGS if IS_LINUX else layout.num_bytes
-
-    def map_whole(position: int, num_bytes: int) -> tuple[int, Any]:
-        first = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        return first, map_file(fd, position + num_bytes - first, first)
-
-    shared = cache(map_whole)
+    mapping = cache(partial(map_file, fd))
 
     def mapped(extent: Extent) -> torch.Tensor:
         if not extent.num_bytes:
             return flat_view(None, 0, 0)
         position = start + extent.offset
-        is_large = extent.num_bytes > limit
-        first, memory = map_whole(position, extent.num_bytes) if is_large else shared(start, layout.num_bytes)
-        return flat_view(memory, position - first, extent.num_bytes)
+        first, end = start, start + layout.num_bytes
+        if extent.num_bytes > limit:
+            first, end = position, position + extent.num_bytes
+        first -= first % mmap.ALLOCATIONGRANULARITY
+        return flat_view(mapping(end - first, first), position - first, extent.num_bytes)
 
     return mapped

@@ -109,7 +109,7 @@ class PackedFile(Contents):
             raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
         super().__init__(group_id, [Piece(0, self.position, packed.packed_bytes)], source)
         self.content = file.content
-        source.blobs.add(self)
+        source.add(self)
 
     def read(self, memory: torch.Tensor) -> None:
         """Read the packed image, and check it. It stays packed.

@@ -18,6 +18,7 @@ waits for the last copy at the end of each pass (`Blob.detects_edits`).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import time
@@ -81,6 +82,8 @@ class Segment:
     Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
 
+    commits_late = True
+
     def __init__(
         self,
         num_bytes: int,
@@ -100,9 +103,7 @@ class Segment:
         self._is_of_another = False
         self.common = ""
         """The name of the segment, if other processes have the same memory, or have compared its bytes with theirs."""
-        self._private: torch.Tensor | None = None
-        self._blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
-        self._num_open = 0
+        self.blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
         self.is_locked = False
         self._pinned: PageLock | None = None
         self._coming: list[tuple[int, torch.Tensor]] = []
@@ -114,12 +115,10 @@ class Segment:
             is_twice = (self._pins or (host is not None and num_bytes > 0)) and can_detect_writes()
             self._twice = self._map(num_bytes) if is_twice else None
             if self._twice is not None:
-                self._rest_memory = self._twice.private
-                self._private = flat_view(self._rest_memory, 0, num_bytes)
-                self.bytes = flat_view(self._twice.shared, 0, num_bytes)
+                sent, self._rest_memory = self._twice.shared, self._twice.private
             else:
-                self._rest_memory = map_anonymous(num_bytes)
-                self.bytes = flat_view(self._rest_memory, 0, num_bytes)
+                sent = self._rest_memory = map_anonymous(num_bytes)
+            self.bytes = flat_view(sent, 0, num_bytes)
         except OSError as error:
             raise _no_room(num_bytes, error) from error
 
@@ -142,61 +141,50 @@ class Segment:
 
     @property
     def detects_edits(self) -> bool:
-        return self._private is not None
+        return self._twice is not None
 
     @property
     def is_shared(self) -> bool:
         """Whether another process sees writes to the memory."""
-        return self._private is not None and (self._num_forks != _num_forks or self._host is not None)
-
-    @property
-    def commits_late(self) -> bool:
-        return self.detects_edits
+        return self._twice is not None and (self._num_forks != _num_forks or self._host is not None)
 
     def fill(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
         """Copy the bytes of blobs, one after another. Those in memory of a device have to be fetched later.
 
+        The segment of another process has them: there they are compared.
+
         Raises:
             ModuleError: the segment is another process's, and has other bytes.
         """
-        if self._is_of_another:
-            self._compare(blobs)
-            return
         runs = []
         start = 0
         for layout, tensors in blobs:
             for extent in layout.extents:
-                source = extent_bytes(tensors, extent)
+                begin, source = start + extent.offset, extent_bytes(tensors, extent)
+                there = self.bytes[begin : begin + extent.num_bytes]
                 if self._host is not None:
                     source = source.cpu()  # all of it has to be there before another process looks
-                if source.device.type != "cpu" or self.backend.holds(source):
-                    self._coming.append((start + extent.offset, source))
+                if self._host is not None and self._is_of_another:
+                    if not torch.equal(source, there):
+                        raise self._host.differs(layout.specs[extent.tensors[0]].fqn)
+                elif source.device.type != "cpu" or self.backend.holds(source):
+                    self._coming.append((begin, source))
                 elif self._twice is not None:
-                    runs.append((start + extent.offset, memory_of(source)))
+                    runs.append((begin, memory_of(source)))
                 else:
-                    begin = start + extent.offset
-                    self.bytes[begin : begin + extent.num_bytes].copy_(source)
+                    there.copy_(source)
             start += layout.num_bytes
-        if self._twice is not None:
+        if self._twice is None:
+            return
+        if not self._is_of_another:
             try:
                 self._twice.write(runs)
             except OSError as error:
                 raise _no_room(self._num_bytes, error) from error
-            if self._host is not None:
-                self._host.was_filled(self._twice, self._num_bytes)
-            else:
-                self._twice.seal()
-
-    def _compare(self, blobs: Sequence[tuple[BlobLayout, Sequence[torch.Tensor]]]) -> None:
-        assert self._host is not None and self._twice is not None
-        start = 0
-        for layout, tensors in blobs:
-            for extent in layout.extents:
-                source = extent_bytes(tensors, extent).cpu()
-                if not torch.equal(source, self.bytes[start + extent.offset :][: extent.num_bytes]):
-                    raise self._host.differs(layout.specs[extent.tensors[0]].fqn)
-            start += layout.num_bytes
-        self._host.was_filled(self._twice, self._num_bytes)
+        if self._host is not None:
+            self._host.was_filled(self._twice, self._num_bytes)
+        else:
+            self._twice.seal()
 
     def lock(self, limit: LockLimit | None) -> None:
         """Pin the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
@@ -208,7 +196,7 @@ class Segment:
         """
         if self._pins and not self.is_locked and limit is not None:
             self._pinned = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._pinned is not None or (not self._num_open and self._fall_back(limit))
+            self.is_locked = self._pinned is not None or (not self.blobs and self._fall_back(limit))
         self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
 
     def unlock(self, limit: LockLimit) -> None:
@@ -245,38 +233,36 @@ class Segment:
             return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
-    def add(self, blob: RamBlob) -> None:
-        self._blobs.add(blob)
-        self._num_open += 1
-
     def remove(self, blob: RamBlob) -> None:
         """Forget a blob. With the last one threads unlock the memory, and give it back once no tensor at rest is left."""
-        self._blobs.discard(blob)
-        self._num_open -= 1
-        if self._num_open:
+        self.blobs.discard(blob)
+        if self.blobs:
             return
-        memory = [self._pinned, self.pageable, self._private, self._twice, self._rest_memory, self.bytes]
+        memory = [self._pinned, self.pageable, self._twice, self._rest_memory, self.bytes]
         self._pinned, self.is_locked, self.pageable = None, False, None
-        self._private = self._twice = self._rest_memory = None
+        self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
         release_later(memory)
 
     def may_have_edits(self) -> bool:
         """Whether weights at rest may have other bytes than those that are sent."""
-        private = self._private
-        return private is not None and (self.is_shared or written_pages(private.data_ptr(), self._num_bytes) != [])
+        twice = self._twice
+        return twice is not None and (
+            self.is_shared or written_pages(ctypes.addressof(twice.private), self._num_bytes) != []
+        )
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        private = self._private
-        if private is None:
+        twice, started = self._twice, time.perf_counter()
+        if twice is None:
             return False
-        started = time.perf_counter()
-        ranges = written_pages(private.data_ptr(), self._num_bytes)
+        address = ctypes.addressof(twice.private)
+        ranges = written_pages(address, self._num_bytes)
         if ranges == []:
             if time.perf_counter() - started > tuning().slow_scan_seconds:
                 # Nothing was written. This unmaps the pages that were read, so that the next scan is fast.
-                forget_writes(private.data_ptr(), self._num_bytes)
+                forget_writes(address, self._num_bytes)
             return False
+        private = flat_view(twice.private, 0, self._num_bytes)
         # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
         edited = []
         for start, end in ranges or [(0, -(-self._num_bytes // PAGE) * PAGE)]:
@@ -284,23 +270,23 @@ class Segment:
             if not torch.equal(private[inside], self.bytes[inside]):
                 edited.append((start, end))
             elif ranges is not None:
-                forget_writes(private.data_ptr() + start, end - start)
+                forget_writes(address + start, end - start)
         blobs = [
             blob
-            for blob in self._blobs
+            for blob in self.blobs
             if any(start < blob.start + blob.layout.num_bytes and blob.start < end for start, end in edited)
         ]
         if self.is_shared:
             for blob in blobs:
                 blob.is_outdated = True
-            return any(blob.is_outdated for blob in self._blobs)
+            return any(blob.is_outdated for blob in self.blobs)
         if edited:
             wait()
         for start, end in edited:
             inside = slice(start, min(end, self._num_bytes))
             with torch.inference_mode(False), torch.no_grad():
                 self.bytes[inside].copy_(private[inside])
-            forget_writes(private.data_ptr() + start, end - start)
+            forget_writes(address + start, end - start)
         for blob in blobs:
             blob.generation += 1
         return bool(edited)
@@ -311,7 +297,7 @@ class Segment:
             return False
         memory.copy_(self.bytes)
         self.bytes = memory
-        self._private = self._twice = self._rest_memory = None
+        self._twice = self._rest_memory = None
         return True
 
 
@@ -327,7 +313,7 @@ class RamBlob(Blob):
         self.rest = layout.views_by_extent(lambda extent: segment.rest(start + extent.offset, extent.num_bytes))
         # Without streams every copy is done when it returns: pinning would buy nothing.
         self._gains_from_pinning = segment.backend.has_streams and layout.num_bytes > 0
-        segment.add(self)
+        segment.blobs.add(self)
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]

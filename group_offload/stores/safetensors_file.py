@@ -104,7 +104,8 @@ def _entries_of(layout: BlobLayout) -> dict[str, object]:
             break
         spec = layout.specs[extent.tensors[0]]
         end = extent.offset + extent.num_bytes
-        is_plain = len(extent.tensors) == 1 and spec.dtype in _DTYPE_NAMES and _is_contiguous(spec.shape, spec.stride)
+        is_contiguous = torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+        is_plain = len(extent.tensors) == 1 and spec.dtype in _DTYPE_NAMES and is_contiguous
         entries[spec.fqn] = (
             _entry(_DTYPE_NAMES[spec.dtype], list(spec.shape), start, end)
             if is_plain
@@ -207,12 +208,3 @@ def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for n, s in zip(reversed(shape), reversed(stride), strict=True):
-        if n != 1 and s != expected:
-            return False
-        expected *= n
-    return True

@@ -75,6 +75,8 @@ class Contents:
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
     is_proven = False
     """Whether all bytes were compared with that hash since the file was opened."""
+    is_locked = False
+    """Whether the bytes are pinned in the page cache: then copies take them from there, and nothing is read."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], source: SourceFile) -> None:
         """
@@ -104,7 +106,7 @@ class SourceFile:
         """
         Args:
             file: What `open_to_read` returned. It is kept for as long as this object is there.
-            start, end: The bytes of the file that blobs lie in.
+            start, end: The first byte of the file that blobs lie in, and the one after the last.
             stamp: The result of `fstat` from before the bytes were first read.
 
         Raises:
@@ -120,11 +122,9 @@ class SourceFile:
         """What `fstat` said when the bytes were known to be right last."""
         if end > self.stamp.st_size:
             raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
-        self.start = start // PAGE * PAGE
-        """The byte of the file that `bytes` begins at."""
-        size = end - self.start if start < end else 0
-        self.bytes = page_cache_of(self.fd, self.start, size)
-        """The pages of the page cache, as flat uint8. They may be touched only while they are locked. See `page_cache_of`."""
+        self.start, self.end = start, end
+        self.bytes = page_cache_of(self.fd, end)
+        """The file to `end` in the page cache, as flat uint8. Only what is locked may be touched. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
@@ -135,15 +135,10 @@ class SourceFile:
         """Whether the file cannot be opened for direct reads."""
         self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
         """The pinned ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
-        self.num_lockings = 0
-        """A number that goes up when other ranges are locked."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.bytes.numel()
-
-    def unlock(self) -> None:
-        self._unlock_all_but(())
+    def add(self, blob: Contents) -> None:
+        self.blobs.add(blob)
+        blob.is_locked = self._has_locked(blob.pieces)
 
     def lock(
         self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None], *, in_one: bool = False
@@ -151,22 +146,22 @@ class SourceFile:
         """Pin the pages of `pieces` in the page cache, and no others. Pages that are not there are read first.
 
         Args:
-            pieces: None for the whole part of the file.
+            pieces: None for all bytes that blobs lie in.
             wait: A function that returns once no copy is on its way: pages stay locked until then.
             in_one: Whether each of the pieces is locked at once, so that one copy can have all of it.
 
         Returns:
             False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
         """
-        wanted = [(0, self.num_bytes)] if pieces is None else self._pages_of(pieces)
-        self._unlock_all_but(wanted)
+        wanted = self._pages_of([Piece(0, self.start, self.end - self.start)] if pieces is None else pieces)
+        self.unlock(wanted)
         if self.bytes.is_meta:
             return False
         seconds = 0.0
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
-            self._advise(self.start + start, end - start, "WILLNEED")  # in long runs, not page by page
+            self._advise(start, end - start, "WILLNEED")  # in long runs, not page by page
             parts: list[tuple[torch.Tensor, PageLock]] = []
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
@@ -184,12 +179,13 @@ class SourceFile:
                         lock.release()
                     for _, other in parts:
                         other.release()
-                    self._unlock_all_but(())
+                    self.unlock()
                     return False
                 locked.add(lock, memory.numel())
                 parts.append((memory, lock))
             self._locked[start, end] = parts
-            self.num_lockings += 1
+        for blob in self.blobs:
+            blob.is_locked = self._has_locked(blob.pieces)
         return True
 
     def locked_parts(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor, int]]:
@@ -198,7 +194,7 @@ class SourceFile:
         Yields:
             Where in the blob the part goes, its bytes, the memory, and the byte of the memory that it begins at.
         """
-        first, last = self.offset_of(piece.position), self.offset_of(piece.position) + piece.num_bytes
+        first, last = piece.position, piece.position + piece.num_bytes
         found = next(key for key in self._locked if key[0] <= first and last <= key[1])
         start = found[0]
         for memory, _ in self._locked[found]:
@@ -207,24 +203,26 @@ class SourceFile:
                 yield piece.offset + begin - first, end - begin, memory, begin - start
             start += memory.numel()
 
-    def is_locked(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the pages of all `pieces` are locked, each in one run."""
+    def _has_locked(self, pieces: Sequence[Piece]) -> bool:
+        """Whether all `pieces` are locked, each in one run."""
         return bool(self._locked) and all(
-            any(start <= first and last <= end for start, end in self._locked)
-            for first, last in (self._pages_of([piece])[0] for piece in pieces if piece.num_bytes)
+            any(start <= piece.position and piece.position + piece.num_bytes <= end for start, end in self._locked)
+            for piece in pieces
         )
 
     def _pages_of(self, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
         """The whole pages around `pieces`, as ranges of `bytes` that neither overlap nor touch."""
-        starts = [self.offset_of(piece.position) // PAGE * PAGE for piece in pieces]
-        ends = [-(-(self.offset_of(piece.position) + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
-        return merged([(start, min(end, self.num_bytes)) for start, end in zip(starts, ends, strict=True)])
+        starts = [piece.position // PAGE * PAGE for piece in pieces]
+        ends = [-(-(piece.position + piece.num_bytes) // PAGE) * PAGE for piece in pieces]
+        return merged([(start, min(end, self.end)) for start, end in zip(starts, ends, strict=True)])
 
-    def _unlock_all_but(self, wanted: Sequence[tuple[int, int]]) -> None:
-        for found in self._locked.keys() - set(wanted):
+    def unlock(self, but: Sequence[tuple[int, int]] = ()) -> None:
+        """Unpin all ranges of `bytes`, but these."""
+        for blob in self.blobs:
+            blob.is_locked = False
+        for found in self._locked.keys() - set(but):
             for _, lock in self._locked[found]:
                 lock.release()
-            self.num_lockings += 1
             del self._locked[found]
 
     def forget_cached(self, pieces: Sequence[Piece]) -> None:
@@ -240,16 +238,12 @@ class SourceFile:
         with suppress(OSError):
             advise(self.fd, start, num_bytes, advice)
 
-    def offset_of(self, position: int) -> int:
-        """The index in `bytes` of a byte of the file."""
-        return position - self.start
-
     def is_cached(self, position: int, num_bytes: int) -> bool:
         """Whether all of these bytes are in the page cache."""
         start = position // PAGE * PAGE
         size = position + num_bytes - start
         try:
-            return cached_bytes(self.bytes.data_ptr() + start - self.start, size) == size
+            return cached_bytes(self.bytes.data_ptr() + start, size) == size
         except OSError:
             return False
 
@@ -266,20 +260,15 @@ class SourceFile:
         Raises:
             GroupFileError: the bytes cannot be read, or another program changed the file.
         """
-        inset = position % BLOCK
+        start = position % BLOCK
+        end = start + num_bytes
         self.check()
-        done = None
-        if direct and not self.is_cached(position, num_bytes):
-            done = self._read_direct(area, position, inset + num_bytes)
-        is_direct = done is not None
-        if done is None:
-            done = inset + self._pread(area[inset : inset + num_bytes], position)
-        if is_direct and done < inset + num_bytes:  # cut short: by a signal, or because the file ends there
-            done = max(done, inset)
-            done += self._pread(area[done : inset + num_bytes], position + done - inset)
-        if done < inset + num_bytes:
-            raise self.lost(position + done - inset, "it ends there")
-        return is_direct
+        is_past = direct and not self.is_cached(position, num_bytes)
+        read_past = self._read_direct(area, position, end) if is_past else None
+        done = max(start, read_past or 0)  # it may be cut short: by a signal, or because the file ends there
+        if done < end:
+            self._fill(area[done:end], position + done - start)
+        return read_past is not None
 
     def read_straight(self, target: memoryview, position: int) -> None:
         """Read bytes into `target`, through the page cache.

@@ -286,7 +286,7 @@ def test_packed_files_are_read_where_they_cannot_be_locked(
         monkeypatch.setattr(device, "pin", refuse)
     elif why == "no memory to map":
         monkeypatch.setattr(
-            "group_offload.stores.source.page_cache_of", lambda fd, at, size: torch.empty(size, device="meta")
+            "group_offload.stores.source.page_cache_of", lambda fd, size: torch.empty(size, device="meta")
         )
     resident = routed([2400] * 4)
     with packed_twins(device, "folder", resident, tmp_path, **options) as twins:

@@ -69,8 +69,8 @@ def private_bytes(handle: OffloadHandle) -> int:
     """RAM that weights at rest take beside their blobs: pages of their own of the private mapping."""
     total = 0
     for segment in segments_of(handle):
-        assert segment._private is not None
-        written = written_pages(segment._private.data_ptr(), segment._private.numel())
+        assert segment.detects_edits
+        written = written_pages(segment.rest(0, 1).data_ptr(), segment.bytes.numel())
         assert written is not None
         total += sum(end - start for start, end in written)
     return total

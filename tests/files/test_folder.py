@@ -111,12 +111,15 @@ def test_mode_follows_the_umask(mask: int, tmp_path: Path) -> None:
 
 
 def test_name_is_given_to_durable_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is closed: Windows gives no name to an open one."""
     calls = []
 
     def watch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
             calls.append("fsync folder" if is_folder else name)
+            if name in ("link", "unlink"):
+                assert os.fspath(args[0]) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
             return original(*args, **kwargs)
 
         return call

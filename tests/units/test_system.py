@@ -16,7 +16,6 @@ from group_offload.base import mapping, system
 from group_offload.base.device import backend_for, default_device
 
 from ..support.files import failing
-from ..support.folders import assert_holds, headers_in, set_up
 from ..support.portable import IS_PORTABLE
 from ..support.travellers import in_threads
 
@@ -43,31 +42,6 @@ def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = bytearray(10)
     assert system.read_at(fd, memoryview(found), size * num_threads - 3) == 3  # the file ends there
     os.close(fd)
-
-
-def test_group_files_where_no_open_file_is_renamed_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows: a file is closed before it gets its name."""
-    monkeypatch.setattr(system, "IS_WINDOWS", True)
-    is_open: dict[Path, bool] = {}
-
-    def closed(path: Path) -> None:
-        held = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        is_open[path] = os.path.realpath(path) in held
-
-    for call in ("link", "unlink"):
-        real = getattr(os, call)
-
-        def checked(path: Path, *args: object, real: object = real, **options: object) -> None:
-            if options.get("dir_fd") is None:
-                closed(path)
-            real(path, *args, **options)  # type: ignore[operator]
-
-        monkeypatch.setattr(os, call, checked)
-    files = set_up(tmp_path)
-    assert is_open and not any(is_open.values())
-    assert_holds(files)
-    headers_in(tmp_path)
-    assert [file.path for file in set_up(tmp_path)] == [file.path for file in files]
 
 
 def test_a_mac_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
