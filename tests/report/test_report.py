@@ -70,7 +70,11 @@ def test_where_the_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     handle = apply_group_offloading(model, "cpu")
     monkeypatch.chdir(tmp_path)
     assert write_report(handle, "run.html") == Path("run.html") and Path("run.html").stat().st_mode & 0o444
-    for path, why in (("nowhere/run.html", "nowhere is not a folder"), (tmp_path, "it is a folder")):
+    for path, why in (
+        ("nowhere/run.html", "nowhere is not a folder"),
+        (tmp_path, "it is a folder"),
+        ("a\0b", r"a path cannot contain the character \\0"),
+    ):
         with pytest.raises(GroupFileError, match=why):
             write_report(handle, path)
     before = Path("run.html").read_bytes()

@@ -389,20 +389,24 @@ def is_killed_as_it_sets_up(rank: int) -> None:
 
 
 def has_other_options(rank: int) -> None:
-    """All ranks say so at once, whoever is late, and can share afterwards. The late one hears of what has failed already."""
-    said = Roll._said
+    """All ranks say so at once, whoever is late, and can share afterwards. While the late one looks, the other fails."""
+    said, tell = Roll._said, Roll.tell
 
-    def says_late(*args: Any) -> Any:
+    def looks_late(*args: Any) -> Any:
+        found = said(*args)
+        time.sleep(0.06 * (found is None))
+        return found
+
+    def tells_late(*args: Any) -> None:
         time.sleep(0.02)
-        return said(*args)
+        tell(*args)
 
     differing = {"offload_type": "leaf_level", "verify_files": True, "share": False, "offload_device": "disk"}
     for late, (name, value) in product((0, 1), differing.items()):
         more = {"share": "auto"} if name == "verify_files" else {}
         options = {name: value, **more} if rank == 1 else {}
         with pytest.MonkeyPatch.context() as patch:
-            if rank == late:
-                patch.setattr(Roll, "_said", says_late)
+            patch.setattr(Roll, *(("_said", looks_late) if rank == late else ("tell", tells_late)))
             fails_alike(ConfigError, rf"same options, but {name}.* in rank 1, and .* in rank 0", model(), **options)
     with pytest.MonkeyPatch.context() as same:
         crew._crews.clear()
