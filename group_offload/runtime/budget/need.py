@@ -140,6 +140,8 @@ class Needs:
             self._measuring = kind, self._backend.bytes_in_use() if has_budget else self._beside_weights()
             if has_budget:
                 self._backend.reset_peak()
+        elif kind in self._known:
+            self._known[kind] = self._known[kind]  # the kind that came last is forgotten last
 
     def look(self) -> None:
         """A call in the pass begins: see what is in use beside weights, unless there is a budget."""

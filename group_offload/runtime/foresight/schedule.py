@@ -94,13 +94,15 @@ class Schedule:
 
     def _after(self, group: Group) -> Iterator[Group]:
         """The groups that should come after `group`, as far as blocks like its own have told."""
-        for _ in self._order:  # steps may lead around
+        met = {group}
+        while True:
             name = group.group_id
             steps = self._steps[_INDEX.sub("", name)]
             found = next(filter(None, (self._named.get(_shifted(then, before, name)) for before, then in steps)), None)
-            if found is None:
+            if found is None or found in met:  # steps may lead around
                 return
             group = found
+            met.add(group)
             yield group
 
     def upcoming(self, *, wraps: bool) -> Iterator[Group]:
@@ -170,7 +172,7 @@ class Schedule:
 @lru_cache(4096)
 def _shifted(name: str, before: str, like: str) -> str:
     """`name` with its indices changed as they are from `before` to `like`."""
-    shifts = (int(b) - int(a) for a, b in zip(*map(_INDEX.findall, (before, like)), strict=True))
+    shifts = (int(b) - int(a) for a, b in zip(*map(_INDEX.findall, (before, like)), strict=False))  # names of odd modules
     return _INDEX.sub(lambda found: str(int(found[0]) + next(shifts, 0)), name)
 
 

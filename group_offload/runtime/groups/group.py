@@ -322,7 +322,8 @@ class Group:
             memory, views = slot.alias(self.offset, self.num_bytes), []
             for part in self.parts:
                 views += part.blob.layout.views(memory[part.offset : part.offset + part.blob.layout.num_bytes])
-            known = slot.views[self] = Views(self.offset, memory, self._fit(views))
+            views = self._fit(views)  # those that it replaces would count as uses
+            known = slot.views[self] = Views(self.offset, memory, views)
         slot.handed[known] = self
         return known.tensors
 
