@@ -100,8 +100,9 @@ try:
     # A weight that was saved as a negative view is given back as one. `torch.neg` would compute.
     neg_view: Any = torch._neg_view
 
-    # A tensor subclass that hears of operations below autograd only, and whose results are no such tensors by themselves.
-    disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+    # Weights that are opened with another dtype: what `Module.to` is called with, and whether `data` can be exchanged.
+    parse_to: Any = torch._C._nn._parse_to
+    has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.8 to 2.15 have "
