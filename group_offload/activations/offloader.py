@@ -29,6 +29,8 @@ class StashState(Enum):
     """In host memory only."""
     RELOADED = auto()
     """In host memory; and on the device, or on its way there."""
+    LOST = auto()
+    """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
 
 
 @dataclass(eq=False, repr=False)
@@ -57,9 +59,14 @@ class Stash:
     guard: Event | None = None
     """The copy that still uses `memory`; None once `streams` have waited for it."""
 
+    def lose(self) -> None:
+        """Free all bytes. Call it only when no copy is under way."""
+        self.state = StashState.LOST
+        self.memory = self.host = self.guard = self.left = self.arrived = None
+
     def __del__(self) -> None:
         # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
-        if self.state is not StashState.ON_DEVICE:
+        if self.state is not StashState.ON_DEVICE and self.state is not StashState.LOST:
             memory = None if self.guard is None else self.memory
             self.remains.append(Remains(memory, self.guard, self.streams, self.host))
 
@@ -97,7 +104,6 @@ class DeviceOffloader:
         """Return once no copy is under way that was started here. Call no other method afterwards."""
         self._streams.drain()
         self.remains.clear()
-        vars(self).pop("_pool", None)  # graphs hold this, and need no pinned memory any more
         stats = self._stats
         stats.host_bytes = stats.pinned_bytes = stats.used_host_bytes = 0
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.device import Stream
 from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
-from .offloader import DeviceOffloader, Stash
+from .offloader import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
@@ -31,10 +31,8 @@ class Tape:
 
     outer: tuple[Pack, Unpack] | None
     """The hooks of others that ours are pushed over."""
-    offloader: DeviceOffloader | None = None
-    """Has what the forward saves; None if its device isn't known yet."""
-    home: Stream = field(init=False)
-    """The stream that the forward began on, as far as its device was known then."""
+    home: Stream | None = None
+    """The stream that the forward began on; None if its device isn't known yet."""
     name: str = ""
     """The group at the current position."""
     stashes: list[list[weakref.ref[Stash]]] = field(default_factory=list)
@@ -51,9 +49,6 @@ class Tape:
     @property
     def position(self) -> int:
         return len(self.stashes) - 1
-
-    def start(self, offloader: DeviceOffloader) -> None:
-        self.offloader, self.home = offloader, offloader.backend.current_stream()
 
     def open(self, weights: Sequence[torch.Tensor], pack: Pack, unpack: Unpack) -> None:
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
@@ -91,7 +86,8 @@ class Tape:
     def find(self, key: Key) -> Stash | None:
         """The stash of the same bytes, if this forward saved them before."""
         found = self.known.get(key)
-        return None if found is None else found[1]()
+        stash = None if found is None else found[1]()
+        return None if stash is None or stash.state is StashState.LOST else stash
 
     def add(self, key: Key, storage: torch.UntypedStorage, stash: Stash) -> None:
         self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
@@ -103,12 +99,18 @@ class Tape:
             self.stashes[-1].append(weakref.ref(stash))
 
     def at(self, position: int) -> Iterator[Stash]:
-        """The stashes of a position that are alive, in the order in which backward needs them."""
+        """The stashes of a position that are alive and not lost, in the order in which backward needs them."""
         if 0 <= position < len(self.stashes):
             for reference in reversed(self.stashes[position]):
                 stash = reference()
-                if stash is not None:
+                if stash is not None and stash.state is not StashState.LOST:
                     yield stash
+
+    def lose(self) -> None:
+        """Let all stashes go of their bytes. See [Note: Interrupts of activation offloading]."""
+        for position in range(len(self.stashes)):
+            for stash in self.at(position):
+                stash.lose()
 
 
 def weights_of(root: nn.Module) -> list[torch.Tensor]:
