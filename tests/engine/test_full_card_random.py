@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,9 +87,7 @@ def test_random_pipelines_on_full_cards(case: Case) -> None:
     torch.manual_seed(case.seed)
     all_widths = [[width for number, width in stint.blocks for _ in range(number)] for stint in case.stints]
     models = [Net(widths).eval().to(torch.bfloat16 if case.pack else torch.float32) for widths in all_widths]
-    with pytest.MonkeyPatch.context() as patch, packing() if case.pack else nullcontext():
-        tune(patch, device_margin_bytes=Tuning().device_margin_bytes // SCALE)
-        use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
+    with sizes_and_speeds(case):
         card = CachingAllocator(1 << 40, scale=SCALE, expandable=case.expandable)
         card.allocated.whole = Meter()  # the package resets the peak of the card itself
         check(case, models, card, 1 << 40)
@@ -103,6 +101,17 @@ def test_random_pipelines_on_full_cards(case: Case) -> None:
         except torch.OutOfMemoryError:
             if suffices(case, models, least):
                 raise
+
+
+@contextmanager
+def sizes_and_speeds(case: Case) -> Iterator[None]:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        tune(patch, device_margin_bytes=Tuning().device_margin_bytes // SCALE)
+        use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
+        if case.pack:
+            stack.enter_context(packing())
+        yield
 
 
 def suffices(case: Case, models: list[Net], num_bytes: int) -> bool:
