@@ -121,7 +121,10 @@ def recorded() -> dict[str, dict[str, int]]:
     if path is not None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             kept = json.loads(path.read_bytes())
-            return {what: {str(where): int(speed) for where, speed in kept[what].items()} for what in found}
+            return {
+                what: {where: speed for where, speed in kept[what].items() if isinstance(speed, int) and speed > 0}
+                for what in found
+            }
     return found
 
 

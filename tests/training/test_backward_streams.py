@@ -43,6 +43,9 @@ class StashingBlock(nn.Module):
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / 4, requires_grad=False)
         self.lora = nn.Linear(DIM, DIM, bias=False)
         self.lora.weight.data /= 10
+        with torch.inference_mode():  # such tensors are bound in another way
+            for name in ("table", "other"):
+                self.register_buffer(name, torch.randn(DIM))
 
     def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = Stashing.apply(x, self.weight)

@@ -163,6 +163,8 @@ DAMAGES = {
     "another program's": b'{"hello": 1}',
     "an earlier version": b'{"version": 4, "speeds": [["h2d", "Device", 10, "2026-01-01T00:00:00+00:00"]]}',
     "no number": WHOLE.replace(b"10", b'"fast"'),
+    "no speed": WHOLE.replace(b"10", b"Infinity"),
+    "zero": WHOLE.replace(b"10", b"0"),
     "a list": WHOLE.replace(b'{"Device": 10}', b"[10]"),
 }
 
