@@ -172,9 +172,8 @@ class Schedule:
 @lru_cache(4096)
 def _shifted(name: str, before: str, like: str) -> str:
     """`name` with its indices changed as they are from `before` to `like`."""
-    shifts = (
-        int(b) - int(a) for a, b in zip(*map(_INDEX.findall, (before, like)), strict=False)
-    )  # names of odd modules
+    pairs = zip(*map(_INDEX.findall, (before, like)), strict=False)  # "conv-" and "conv-1" differ in their number
+    shifts = (int(there) - int(here) for here, there in pairs)
     return _INDEX.sub(lambda found: str(int(found[0]) + next(shifts, 0)), name)
 
 
