@@ -375,7 +375,8 @@ class AcceleratorBackend(Backend):
         """Whether the first and the last bytes of locked memory arrive. Drivers may lock memory that they cannot copy from."""
         try:
             for end in (memory[:_TRIED_BYTES], memory[-_TRIED_BYTES:]):
-                there, back = self.empty(end.numel(), self._trials), plain_empty(end.numel(), _CPU)
+                # No byte of `back` is right before it is copied, whatever was in this memory before.
+                there, back = self.empty(end.numel(), self._trials), end.bitwise_not()
                 self.copy(there, end, self._trials, blocking=True)
                 self.copy(back, there, self._trials, blocking=True)
                 if not torch.equal(back, end):
