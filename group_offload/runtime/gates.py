@@ -55,7 +55,7 @@ from ..base.torch_internals import (
     set_eval_frame,
     tracing_state,
 )
-from ..base.weak import Weak, weakly
+from ..base.weak import Weak
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
@@ -228,11 +228,15 @@ class SharedGate(Gate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gates = self._owner()
-        sharing = None if gates is None else gates.sharing
         is_traced = torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and has_fake_tensors())
-        if sharing is None or is_traced:
+        if gates is None or gates.sharing is None or is_traced:
             return super().__call__(*args, **kwargs)
-        return sharing.call(args, kwargs)
+        why_not = None
+        if gates.records_graphs:
+            why_not = "it has recorded a graph"
+        elif self.compiled is not None:
+            why_not = "it is compiled as a whole: compile its blocks instead"
+        return gates.sharing.call(args, kwargs, why_not)
 
 
 class InnerGate(Gate):
@@ -379,8 +383,7 @@ class Gates:
         """Lets forwards of the root share passes, if an option asks for that."""
         asks_plan = config.share_passes == "auto"
         if isinstance(passes, SharedPasses):
-            why_not = weakly(self._why_not_shared)
-            self.sharing = SharingPolicy(root, passes, self.backend, why_not, asks_plan=asks_plan)
+            self.sharing = SharingPolicy(root, passes, self.backend, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
@@ -406,13 +409,6 @@ class Gates:
         for gate in self._gates.values():
             found[gate.module] = (*found.get(gate.module, ()), *gate.groups, *gate.tables)
         return found
-
-    def _why_not_shared(self) -> str | None:
-        if self.records_graphs:
-            return "it has recorded a graph"
-        if self._gates[weakref.ref(self.root)].compiled is not None:
-            return "it is compiled as a whole: compile its blocks instead"
-        return None
 
     # ---------------------------------------------------------------- around a module
 

@@ -135,11 +135,13 @@ class TurnLock:
                 self._moved()
 
     def let_go(self) -> None:
-        """End this thread's turn, which it has only if an interrupt came as it took the lock, or gave it away."""
+        """Take this thread's traveller off, and end the turn that an interrupt may have left it."""
         with self.mutex:
             if self._owner == threading.get_ident():
                 self._owner = self._depth = 0
-                self._moved()
+            if self.here is not None:
+                self._remove(self.here)
+            self._moved()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -238,15 +240,11 @@ class TurnLock:
             return True
 
     def disembark(self, traveller: Traveller) -> None:
-        """Take a traveller off that has no thread, and so will not come to the gate, or that of this thread."""
-        me = threading.get_ident()
+        """Take a traveller off that has no thread, and so will not come to the gate."""
         with self.mutex:
-            if traveller.thread not in (0, me):
-                return
-            if self._owner == me and _travellers.get(me) is traveller:
-                self._owner = self._depth = 0
-            self._remove(traveller)
-            self._moved()
+            if not traveller.thread:
+                self._remove(traveller)
+                self._moved()
 
     # ---------------------------------------------------------------- on the way
 

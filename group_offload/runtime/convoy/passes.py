@@ -17,8 +17,6 @@ lock. So a traveller takes the steps of any other pass, with four differences:
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,12 +40,8 @@ class SharedPasses(Passes):
     """Passes that forwards of several threads may share."""
 
     lock: Any
-    at_gate: Callable[[], None] | None = None
-    """Called as a call begins in a pass that is not shared."""
     most_together = 1
     """How many forwards there is room for in one pass, as far as the last pass has shown."""
-    _gain: float | None = None
-    """What sharing a pass saves, as it was weighed last."""
     _least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 
@@ -76,19 +70,6 @@ class SharedPasses(Passes):
         """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
         return any(group.was_touched() or group.was_replaced() for group in self._groups)
 
-    def gain_from_sharing(self, all_shapes: Sequence[Any]) -> float | None:
-        """The share of time that forwards with inputs of these shapes save in one pass; None if that isn't known yet.
-
-        While another thread has the lock, that is what it was the last time.
-        """
-
-        def weigh() -> None:
-            top = weakref.ref(self.root)
-            self._gain = self.placer.gain_from_sharing([Kind(top, shapes, False) for shapes in all_shapes])
-
-        self.if_at_rest(weigh)
-        return self._gain
-
     def ran_out(self, num_forwards: int) -> None:
         """So many forwards had no room in one pass."""
         self._least_too_many = min(self._least_too_many, num_forwards)
@@ -99,8 +80,6 @@ class SharedPasses(Passes):
         traveller = self.turns.here
         if traveller is None:
             super().begin_call(call, args, kwargs)
-            if self.at_gate is not None:
-                self.at_gate()
             return
         self._come_to(call, traveller)
         has_failed = traveller.convoy.has_begun and self._state is State.FAILED
@@ -187,18 +166,16 @@ class SharedPasses(Passes):
         super()._end()
 
     def leave(self) -> None:
-        """Take this thread's traveller off the convoy, as its forward is over. Mostly it has left by itself."""
+        """This thread's forward is over: take its traveller off the convoy. Mostly it has left by itself."""
         traveller = self.turns.here
-        if traveller is None:
-            return
         try:
-            if traveller in traveller.convoy.travellers:
+            if traveller is not None and traveller in traveller.convoy.travellers:
                 with self.turns:
                     if traveller.convoy.has_begun:
                         self._calls.clear()
                         self._end()
         finally:
-            self.turns.disembark(traveller)
+            self.turns.let_go()
 
     # ---------------------------------------------------------------- a group
 

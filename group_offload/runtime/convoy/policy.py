@@ -3,10 +3,10 @@
 [Note: Forwards that share a pass]
 Forwards share a pass if they keep the contract: see `contract`. It is signed by whoever lists a class or passes
 `share_passes=True`, and what can be seen of it at little cost is looked at. Random states, versions of tensors and the tables
-of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, with a look
-at the modules at each gate, and then all together; the bits have to be the same. A kind is what calls have in common that take
-the same way: see `Arguments.key`. In a convoy all come to a group before one goes on to the next. So state that one leaves
-in the modules for the length of its forward is met by the others in the trial as in any later pass.
+of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, and then all
+together; the bits have to be the same. A kind is what calls have in common that take the same way: see `Arguments.key`. In a
+convoy all come to a group before one goes on to the next. So state that one leaves in the modules for the length of its forward
+is met by the others in the trial as in any later pass.
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
@@ -20,7 +20,7 @@ miss, the calls of steps of that kind are not foreseen again.
 from __future__ import annotations
 
 import logging
-import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,6 +35,7 @@ from ...base.recent import Recent
 from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
 from ...base.weak import Weak
+from ..budget.need import Kind
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
 from .fingerprint import Fingerprint, examine
@@ -57,11 +58,6 @@ _MOST_IN_VAIN = 4
 """How many trials there are with no shared pass between them: each call may be of another kind, or find other modules."""
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.steps = Steps()
-
-
 class SharingPolicy:
     """Lets forwards of one module share passes. Thread-safe."""
 
@@ -72,24 +68,23 @@ class SharingPolicy:
         root: nn.Module,
         passes: SharedPasses,
         backend: Backend,
-        why_not: Callable[[], str | None],
         *,
         asks_plan: bool,
     ) -> None:
         """
         Args:
             asks_plan: Whether forwards only share a pass where the plan says that this saves time.
-            why_not: Function that says why no forward may share a pass now.
         """
         self._root = root
         self._passes, self._turns = passes, passes.turns
         self._backend = backend
-        self._why_not = why_not
         self._asks_plan = asks_plan
-        self._local = _Local()
+        self._steps = Steps()
         self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
         """For each kind of calls, the epoch in which they were right together. Less than 0: how often in a row one was found to
         break the contract, many times if that is sure."""
+        self._gain: float | None = None
+        """The share of time that a shared pass saves by the plan; None if that isn't known yet."""
         self._num_in_vain = 0
         """The trials since forwards last shared a pass."""
         self._state: Fingerprint | None = None
@@ -110,23 +105,25 @@ class SharingPolicy:
 
     def close(self) -> None:
         """Throw all results away that nobody called for."""
-        self._local, self._state = _Local(), None  # a call in progress goes on with what it has
+        self._steps, self._state = Steps(), None  # a call in progress goes on with what it has
 
     # ---------------------------------------------------------------- a call
 
-    def call(self, args: Any, kwargs: Any) -> Any:
-        """Call the module: alone, or in a pass that other forwards share."""
-        turns = self._turns
-        if is_on_its_way() or turns._is_owned() or self._backend.is_capturing():
+    def call(self, args: Any, kwargs: Any, why_not: str | None) -> Any:
+        """Call the module: alone, or in a pass that other forwards share.
+
+        Args:
+            why_not: Why no forward may share a pass now, if there is a reason.
+        """
+        if is_on_its_way() or self._turns._is_owned() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
         try:
-            return self._called(args, kwargs)
+            return self._called(args, kwargs, why_not or _state_of_thread())
         finally:  # an interrupt may have come as it left, or as it took the lock
             self._passes.leave()
-            turns.let_go()
 
-    def _called(self, args: Any, kwargs: Any) -> Any:
-        steps, now, reason = self._local.steps, Arguments(args, kwargs), self._why_not() or _state_of_thread()
+    def _called(self, args: Any, kwargs: Any, reason: str | None) -> Any:
+        steps, now = self._steps, Arguments(args, kwargs)
         if self._passes.lock is not self._turns:
             reason = "it shares weights with another offloaded model"
         if now.other is not None:
@@ -183,8 +180,14 @@ class SharingPolicy:
         """Whether these calls, or those of so many threads, are faster in one pass by the plan. True if nobody asks it."""
         if not self._asks_plan:
             return True
-        all_shapes = [call.shapes for call in calls]
-        gain = self._passes.gain_from_sharing(all_shapes if len(calls) > 1 else all_shapes * num_callers)
+        top, num_each = weakref.ref(self._root), num_callers if len(calls) == 1 else 1
+        kinds = [Kind(top, call.shapes, False) for call in calls] * num_each
+
+        def weigh() -> None:
+            self._gain = self._passes.placer.gain_from_sharing(kinds)
+
+        self._passes.if_at_rest(weigh)  # while another thread has the lock, the last answer has to do
+        gain = self._gain
         if gain is not None and gain < _MIN_GAIN:
             self._say(f"by its plan, sharing saves less than {_MIN_GAIN:.0%}")
         return gain is not None and gain >= _MIN_GAIN
@@ -362,22 +365,11 @@ class SharingPolicy:
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
         """Make a call alone. What it returns, and how it breaks the contract, if that is seen."""
-        changes: list[bool] = []
         with self._turns:
             state, before, changed = self._state, RandomStates(self._backend.device), self._passes.counters.changed
-
-            def look() -> None:
-                if not (changes or (state is not None and state.holds())):
-                    changes.append(True)
-
-            self._passes.at_gate = look
-            try:
-                output = self.alone(*args, **kwargs)
-            finally:
-                self._passes.at_gate = None
-            look()
+            output = self.alone(*args, **kwargs)
             finding = None
-            if changes:
+            if state is None or not state.holds():
                 finding = "it changes attributes of its modules"
             elif before != RandomStates(self._backend.device):
                 finding = "it draws random numbers"  # or in another thread meanwhile

@@ -100,8 +100,8 @@ def _exchanged(args: Any, kwargs: Any, mine: Mapping[str, Any], theirs: Mapping[
     return args, {**kwargs, **named}
 
 
-class Steps:
-    """The calls of one thread, step by step."""
+class Steps(threading.local):
+    """The calls of each thread, step by step."""
 
     def __init__(self) -> None:
         self.found_in: Any = ()
