@@ -18,7 +18,7 @@ from .errors import ConfigError, ModuleError, StateError
 from .handle import OffloadHandle, listeners
 from .owners import add_owner, shared_handle
 from .runtime.engine import Engine
-from .runtime.gates import is_offloaded
+from .runtime.gates import root_of
 
 
 @takes_options(ModelOptions)
@@ -188,7 +188,7 @@ def handle_of(module: nn.Module) -> OffloadHandle | None:
 def _refuse_offloaded(module: nn.Module) -> None:
     hooks = sys.modules.get("accelerate.hooks")
     for name, part in module.named_modules():
-        if is_offloaded(part):
+        if root_of(part) is not None:
             part_of = "" if handle_of(part) is not None else " as a part of another module"
             where = f"its submodule {name!r}" if name else "it"
             raise StateError(

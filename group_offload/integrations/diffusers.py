@@ -41,7 +41,7 @@ from ..handle import Listener, OffloadHandle, listeners
 from ..owners import add_owner, how_to_undo, owners_of, release, shared_handle
 from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
-from ..runtime.gates import is_offloaded, root_of
+from ..runtime.gates import root_of
 from .casts import cast_now
 from .modular import hear_guiders, leave_room_to_hooks, make_room
 from .sharing import put_in_order, shares_of
@@ -604,7 +604,7 @@ def _apply(apply: Callable[..., Any], module: nn.Module, config: Any) -> None:
         except ModuleError as error:
             # The rest of diffusers' own call is what the user asked for. (A LoRA that lacks some weights loads.)
             logger.warning("%s cannot run like this: %s The next forward raises this.", type(module).__name__, error)
-    elif any(map(is_offloaded, module.modules())):
+    elif any(root_of(part) is not None for part in module.modules()):
         raise StateError(
             f"{type(module).__name__}, or a part of it, is already offloaded by group_offload. Call "
             f"remove_group_offloading() on the module that you offloaded first."

@@ -356,11 +356,6 @@ def root_of(module: nn.Module) -> nn.Module | None:
     return None if gates is None else Gates.root.of(gates)
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether the module is, or is a part of, an offloaded module."""
-    return root_of(module) is not None
-
-
 class Gates:
     """All gates of one offloaded module, and the parts that their calls share. An engine owns it."""
 

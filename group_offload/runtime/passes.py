@@ -427,7 +427,7 @@ class Passes:
         heir, self._heir = self._heir, None
         self._state = State.CLEAN
         if heir is not None:
-            heir.take_over()
+            heir.if_at_rest(heir.take_over)
         if self.kind is not None:
             self.placer.plan_ahead(self.kind)
 
@@ -447,9 +447,6 @@ class Passes:
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups. May be called in another model's pass."""
-        self.if_at_rest(self._start_early)
-
-    def _start_early(self) -> None:
         if not self.lookahead.wraps:
             return
         self.begin_work()

@@ -59,8 +59,7 @@ class Convoy:
         """How many forwards there is room for."""
         self.travellers: list[Traveller] = []
         self.size = 0
-        """How many forwards began the journey."""
-        self.has_departed = False
+        """How many forwards began the journey; 0 until it departs."""
         self.has_begun = False
         """Whether the convoy's pass has begun."""
         self.formed_at = time.monotonic()
@@ -200,9 +199,7 @@ class TurnLock:
 
         def has_seats() -> bool:
             last = self._convoy
-            return last is None or (
-                not last.has_departed and len(last.travellers) + len(shapes) <= min(most, last.most)
-            )
+            return last is None or (not last.size and len(last.travellers) + len(shapes) <= min(most, last.most))
 
         with self.mutex:
             self._changed.wait_for(has_seats)
@@ -218,9 +215,9 @@ class TurnLock:
                 self._recent[me] = self._number
                 mine[0].thread = me
                 _travellers[me] = mine[0]
-                while not convoy.has_departed:
+                while not convoy.size:
                     if self._may_depart(convoy):
-                        convoy.size, convoy.has_departed = len(convoy.travellers), True
+                        convoy.size = len(convoy.travellers)
                         self._changed.notify_all()
                     else:
                         self._changed.wait(max(0.001, convoy.departs_at - time.monotonic()))
@@ -290,7 +287,7 @@ class TurnLock:
     def _pass_on(self) -> None:
         """Give the lock to the traveller whose turn it is, if nobody has it, and all have come to where they wait."""
         convoy = self._convoy
-        if self._owner or convoy is None or not convoy.has_departed or self._is_lent:
+        if self._owner or convoy is None or not convoy.size or self._is_lent:
             return
         waiting = [each for each in convoy.travellers if each.is_waiting]
         if not waiting or len(waiting) < len(convoy.travellers):
@@ -305,12 +302,12 @@ class TurnLock:
     def _convoy(self) -> Convoy | None:
         """The convoy that forms, or is on its way."""
         last = self._last
-        return None if last is None or (last.has_departed and not last.travellers) else last
+        return None if last is None or (last.size and not last.travellers) else last
 
     @property
     def _is_reserved(self) -> bool:
         """Whether a convoy is on its way: the lock is for its travellers."""
-        return self._convoy is not None and self._convoy.has_departed and not self._is_lent
+        return self._convoy is not None and self._convoy.size > 0 and not self._is_lent
 
     @property
     def _expected(self) -> set[int]:

@@ -42,7 +42,7 @@ class SharedPasses(Passes):
     lock: Any
     most_together = 1
     """How many forwards there is room for in one pass, as far as the last pass has shown."""
-    _least_too_many = sys.maxsize
+    least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 
     def _new_lock(self) -> Any:
@@ -69,10 +69,6 @@ class SharedPasses(Passes):
     def were_touched(self) -> bool:
         """Whether weights at rest were changed in place, or replaced, since the last pass, as far as torch counts that."""
         return any(group.was_touched() or group.was_replaced() for group in self._groups)
-
-    def ran_out(self, num_forwards: int) -> None:
-        """So many forwards had no room in one pass."""
-        self._least_too_many = min(self._least_too_many, num_forwards)
 
     # ---------------------------------------------------------------- a call
 
@@ -133,7 +129,7 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        self.most_together = max(1, min(self._least_too_many - 1, self.placer.forwards_that_fit(kind)))
+        self.most_together = max(1, min(self.least_too_many - 1, self.placer.forwards_that_fit(kind)))
         traveller = self.turns.here
         if traveller is None:
             super()._begin(call, kind, inputs)

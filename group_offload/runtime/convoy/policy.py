@@ -289,7 +289,7 @@ class SharingPolicy:
                 raise
             if is_short:
                 self._say(f"the device is out of memory with {size} at once")
-                self._passes.ran_out(size)
+                self._passes.least_too_many = min(self._passes.least_too_many, size)
             elif is_trial:
                 self._say(f"a trial failed: {type(error).__name__}: {error}")
             is_void = True

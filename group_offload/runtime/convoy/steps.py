@@ -48,12 +48,7 @@ class Branches:
         return found
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.branches = Branches()
-
-
-_local = _Local()
+_local = threading.local()
 
 
 def begin_step() -> None:
@@ -75,7 +70,8 @@ def announce(branch: Any, name: Any) -> None:
 
 def announced() -> Branches | None:
     """What this thread has announced of the step in progress."""
-    return _local.branches if _local.branches.by_name else None
+    branches: Branches | None = getattr(_local, "branches", None)
+    return branches if branches is not None and branches.by_name else None
 
 
 def _exchanged(args: Any, kwargs: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Any, Any] | None:
