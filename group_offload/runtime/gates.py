@@ -378,7 +378,7 @@ class Gates:
         """Lets forwards of the root share passes, if an option asks for that."""
         asks_plan = config.share_passes == "auto"
         if isinstance(passes, SharedPasses):
-            self.sharing = SharingPolicy(root, passes, self.backend, asks_plan=asks_plan)
+            self.sharing = SharingPolicy(passes, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
                 "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "

@@ -377,11 +377,7 @@ class Passes:
         self._start(kind, scope)
 
     def _start(self, kind: Kind, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
-        """Take the slots, and start the first copies.
-
-        Args:
-            guess: The order of groups, as long as none is known.
-        """
+        """Take the slots, and start the first copies: in the order of `guess`, as long as none is known."""
         self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
         is_backward = kind.is_backward

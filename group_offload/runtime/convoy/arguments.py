@@ -106,11 +106,7 @@ class Arguments:
         return self
 
     def are_unchanged(self, args: Any, kwargs: Any) -> bool:
-        """Whether nothing was changed since the call began: no tensor in place, nor which things containers have.
-
-        Args:
-            args, kwargs: What the call was given.
-        """
+        """Whether nothing was changed since the call began: no tensor in place, nor which things containers have."""
         leaves, form = tree_flatten((args, kwargs))
         return form == self._form and all(
             (leaf.is_uncounted or leaf.is_still()) and are_alike(leaf.value, now)

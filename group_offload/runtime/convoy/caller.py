@@ -1,7 +1,7 @@
 """The state of torch in a thread that calls a model, for another thread that calls it in the first one's place.
 
-What torch has once for the process (the default dtype, kinds of attention, TF32) is left to [Note: The contract of shared
-passes].
+What torch has once for the process (the default dtype, kinds of attention, TF32), and whether the processor takes tiny numbers
+for 0, is left to [Note: The contract of shared passes].
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from ...base.torch_internals import (
 )
 from .fingerprint import are_alike
 
-_TINY, _ONE = 1e-310, 1.0
-
 
 class Caller:
     """Inference mode, autocast, the device and stream in use, context variables, function and dispatch modes. (No gradients.)
@@ -42,12 +40,12 @@ class Caller:
         self._infers = torch.is_inference_mode_enabled()
         self._stream = backend.current_stream()
         self._index = torch.accelerator.current_device_index() if backend.device.type != "cpu" else None
-        self._kernels = torch.get_num_threads(), _flushes_denormals()
-        self._settings = [self._autocast, self._caches_casts, self._infers, self._stream, self._index, self._kernels]
+        self._num_threads = torch.get_num_threads()
+        self._settings = [self._autocast, self._caches_casts, self._infers, self._stream, self._index]
         self._function_modes, self._dispatch_modes = function_modes(), dispatch_modes()
         # `with torch.device(...)` may be entered anew for each call.
         self._settings += [each.device if isinstance(each, DeviceContext) else each for each in self._function_modes]
-        self._settings += [None, *self._dispatch_modes]
+        self._settings += [self._num_threads, *self._dispatch_modes]
         self._context = contextvars.copy_context()
 
     def is_like(self, other: Caller) -> bool:
@@ -61,10 +59,8 @@ class Caller:
         return self._context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], Any]) -> Any:
-        num_threads, flushes_denormals = self._kernels
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        torch.set_flush_denormal(flushes_denormals)
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
         with ExitStack() as stack:
             stack.enter_context(self._backend.on_stream(self._stream))
             if self._index is not None:
@@ -81,8 +77,3 @@ class Caller:
                 push_mode(dispatch_mode)
                 stack.callback(pop_mode)
             return function()
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread takes tiny numbers for 0. The processor does that, for Python's numbers too."""
-    return _TINY * _ONE == 0.0

@@ -26,15 +26,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...base.compiled import HANDLE
-from ...base.device import Backend
 from ...base.pagemap import scans_quickly
 from ...base.recent import Recent
 from ...base.tensors import tensors_in
 from ...base.torch_internals import has_global_hooks, set_eval_frame
-from ...base.weak import Weak
 from ..budget.need import Kind
 from .arguments import Arguments, are_equal, is_plain
 from .caller import Caller
@@ -46,8 +43,6 @@ from .steps import MOST_CALLS, Steps
 
 logger = logging.getLogger("group_offload")
 
-_MOST_KINDS = 256
-"""The number of kinds of calls that are remembered."""
 _MOST_FINDINGS = 3
 """How often a kind of calls may be found to break the contract before it goes alone for good. A first forward may move a table
 to the device, and another thread may draw random numbers meanwhile."""
@@ -61,26 +56,12 @@ _MOST_IN_VAIN = 4
 class SharingPolicy:
     """Lets forwards of one module share passes. Thread-safe."""
 
-    _root = Weak[nn.Module]()
-
-    def __init__(
-        self,
-        root: nn.Module,
-        passes: SharedPasses,
-        backend: Backend,
-        *,
-        asks_plan: bool,
-    ) -> None:
-        """
-        Args:
-            asks_plan: Whether forwards only share a pass where the plan says that this saves time.
-        """
-        self._root = root
-        self._passes, self._turns = passes, passes.turns
-        self._backend = backend
+    def __init__(self, passes: SharedPasses, *, asks_plan: bool) -> None:
+        self._passes, self._turns, self._backend = passes, passes.turns, passes.backend
         self._asks_plan = asks_plan
+        """Whether forwards only share a pass where the plan says that this saves time."""
         self._steps = Steps()
-        self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
+        self._known: Recent[Hashable, int] = Recent()
         """For each kind of calls, the epoch in which they were right together. Less than 0: how often in a row one was found to
         break the contract, many times if that is sure."""
         self._gain: float | None = None
@@ -93,13 +74,10 @@ class SharingPolicy:
         """How often the last call has found another state than the one before."""
         self._said: Recent[str, None] = Recent()
         self.alone: Callable[..., Any] = lambda *args, **kwargs: None
+        """A call of the module that shares a pass only if its thread is a traveller's."""
 
     def renew(self, alone: Callable[..., Any]) -> None:
-        """The module was cut into groups again: what was found of its forwards says nothing of those to come.
-
-        Args:
-            alone: A call of the module that shares a pass only if its thread is a traveller's.
-        """
+        """The module was cut into groups again: what was found of its forwards says nothing of those to come."""
         self.alone, self._num_in_vain = alone, 0
         self._known.clear()
 
@@ -110,11 +88,7 @@ class SharingPolicy:
     # ---------------------------------------------------------------- a call
 
     def call(self, args: Any, kwargs: Any, why_not: str | None) -> Any:
-        """Call the module: alone, or in a pass that other forwards share.
-
-        Args:
-            why_not: Why no forward may share a pass now, if there is a reason.
-        """
+        """Call the module: alone, or in a pass that other forwards share, unless there is a reason why not."""
         if is_on_its_way() or self._turns._is_owned() or self._backend.is_capturing():
             return self.alone(*args, **kwargs)  # inside of another call, or refused
         try:
@@ -180,7 +154,7 @@ class SharingPolicy:
         """Whether these calls, or those of so many threads, are faster in one pass by the plan. True if nobody asks it."""
         if not self._asks_plan:
             return True
-        top, num_each = weakref.ref(self._root), num_callers if len(calls) == 1 else 1
+        top, num_each = weakref.ref(self._passes.root), num_callers if len(calls) == 1 else 1
         kinds = [Kind(top, call.shapes, False) for call in calls] * num_each
 
         def weigh() -> None:
@@ -196,7 +170,7 @@ class SharingPolicy:
         """Look at the modules. Why forwards may not share passes with them as they are."""
         if self._state is not None and self._state.holds():
             return None
-        found = examine(self._root)
+        found = examine(self._passes.root)
         self._epoch += 1
         if isinstance(found, str):
             self._state = None
@@ -222,7 +196,7 @@ class SharingPolicy:
         with self._turns:
             if self._passes.is_removed or self._passes.were_touched():
                 return False
-            self._root.__dict__[HANDLE].refresh()  # it commits edits that the system tells of
+            self._passes.root.__dict__[HANDLE].refresh()  # it commits edits that the system tells of
         return (
             self._examined() is None
             and epoch == self._epoch
@@ -382,11 +356,7 @@ class SharingPolicy:
     def _put_back(self, keys: list[Hashable], size: int, before: RandomStates) -> bool:
         """Let the generators go on from `before` if random numbers were drawn by these calls, and by nobody else.
 
-        Args:
-            size: How many forwards shared the pass.
-
-        Returns:
-            Whether they do.
+        Returns whether they do. `size` forwards shared the pass.
         """
         if size < 2 or before == RandomStates(self._backend.device):
             return False
@@ -413,7 +383,7 @@ class SharingPolicy:
     def _say(self, reason: str, how: str = "separately") -> None:
         if reason not in self._said:
             self._said[reason] = None
-            logger.info("Running forwards of %s %s (share_passes): %s.", type(self._root).__name__, how, reason)
+            logger.info("Running forwards of %s %s (share_passes): %s.", self._passes.name, how, reason)
 
 
 def _overlap(outputs: Sequence[Any], given: Any) -> bool:

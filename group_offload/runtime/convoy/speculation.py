@@ -28,10 +28,6 @@ class Speculation(threading.Thread):
         traveller: Traveller,
         arguments: Arguments,
     ) -> None:
-        """
-        Args:
-            alone: The call of the module, for a thread that is a traveller's.
-        """
         super().__init__(name="group_offload forward", daemon=True)
         self._passes, self._alone, self._caller, self._traveller = passes, alone, caller, traveller
         self.arguments = arguments

@@ -47,9 +47,9 @@ class LookAhead:
         """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
         self.wraps = False
-        """Whether blobs may be started before the pass that needs them."""
+        """Whether groups that the next pass needs first may be started in this one."""
         self._is_last = False
-        """Whether another model's pass should come after this one."""
+        """Whether another model's pass should come after this one: then nothing is started for the next one."""
         self._reads_ram = False
         """Whether threads read pageable RAM."""
         self._reads_ram_ahead = False
@@ -66,11 +66,7 @@ class LookAhead:
         """The groups in whose slots the next run has to wait, each with those of its slot that are still needed."""
 
     def reset(self, groups: Sequence[Group], *, wraps: bool) -> None:
-        """The module was partitioned.
-
-        Args:
-            wraps: Whether groups that the next pass needs first may be started in this one.
-        """
+        """The module was partitioned."""
         self.schedule = self.memory.schedule = Schedule(first_guess(groups))
         self._outer = [group for group in groups if group.height and group.num_bytes]
         self._blockers = {}
@@ -83,11 +79,7 @@ class LookAhead:
         self._reads_ram, self._reads_ram_ahead = bool(parts), any(part.blob.detects_edits for part in parts)
 
     def recover(self, groups: Sequence[Group], *, is_whole: bool) -> None:
-        """A pass failed.
-
-        Args:
-            is_whole: Whether the learned order is intact.
-        """
+        """A pass failed. The learned order goes too, unless it `is_whole`."""
         self._ahead.clear()
         self._blockers, self._lacking_bytes = {}, 0
         if is_whole:
@@ -98,11 +90,7 @@ class LookAhead:
     def begin(
         self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None, *, is_last: bool = False
     ) -> None:
-        """A pass begins: see `Schedule.begin`.
-
-        Args:
-            is_last: Whether another model's pass should come after this one: then nothing is started for the next one.
-        """
+        """A pass begins: see `Schedule.begin`."""
         self.schedule.begin(key, scope, guess)
         if self.transfer.sharing is not None:
             self.transfer.sharing.begin_pass(sum(group.num_bytes for group in scope if group.slot is None))

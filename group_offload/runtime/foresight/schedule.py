@@ -53,11 +53,7 @@ class Schedule:
         """Layers that came one after another in a pass; "" stands for what is no layer, and for the ends of a pass."""
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
-        """Start a pass in which only groups of `scope` can be needed.
-
-        Args:
-            guess: Order to expect in the first pass of this key. The default is the order of registration.
-        """
+        """Start a pass in which only groups of `scope` can be needed: in the first of its key, in the order of `guess`."""
         self._followed_by[self._key] = key
         self._key = key
         self._order = self.order_of(key)

@@ -70,11 +70,7 @@ class Succession:
         """The part of the last pass."""
 
     def begin(self, model: Model, top: Hashable) -> Model | None:
-        """A forward of `model` begins, at the module or method `top`.
-
-        Returns:
-            The model that should run next, if it is another one.
-        """
+        """A forward of `model` begins, at the module or method `top`. Returns the model that runs next, if another should."""
         part, before = (self._numbers[model], hash(top)), self._last
         number = part[0]
         if before is not None and self._phase[before] <= _MOST_PASSES:
