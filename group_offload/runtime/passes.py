@@ -185,11 +185,8 @@ class Passes:
         """Whether the pass in progress needs groups in an order that a next one may have."""
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
-        self.lock: Any = self._new_lock()
+        self.lock: Any = forked_free(threading.RLock())
         """The lock that a pass holds for its length. Models that share weights have one lock: see `turns`."""
-
-    def _new_lock(self) -> Any:
-        return forked_free(threading.RLock())
 
     def enter_child(self) -> None:
         """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""

@@ -143,7 +143,7 @@ def test_a_finalizer_that_asks_for_the_lock_in_the_middle_of_its_calls() -> None
     turns, mine = TurnLock(collect), list[Any]()
 
     def travel() -> None:
-        turns.board([()], 1, mine)
+        turns.board([()], mine)
         with turns:
             assert turns._is_owned()
 

@@ -54,9 +54,7 @@ def is_on_its_way() -> bool:
 class Convoy:
     """The forwards that share a pass."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        """How many forwards there is room for."""
+    def __init__(self) -> None:
         self.travellers: list[Traveller] = []
         self.size = 0
         """How many forwards began the journey; 0 until it departs."""
@@ -84,6 +82,8 @@ class TurnLock:
         """Reentrant, for finalizers: see `_is_busy`."""
         self._changed = threading.Condition(self.mutex)
         """The lock was released, or a convoy has departed or ended."""
+        self.most = 1
+        """How many forwards there is room for in one pass, as far as the last pass has shown."""
         self._owner = 0
         self._depth = 0
         self._outsiders: set[int] = set()
@@ -186,29 +186,27 @@ class TurnLock:
             self._recent[threading.get_ident()] = self._number
             return len(self._expected)
 
-    def board(self, shapes: Collection[tuple[Any, ...]], most: int, mine: list[Traveller]) -> None:
+    def board(self, shapes: Collection[tuple[Any, ...]], mine: list[Traveller]) -> None:
         """Join the convoy that forms, with as many forwards as there are `shapes`, and wait until it departs.
 
         The first of the travellers is the calling thread's. `embark` is for the threads of the others.
 
         Args:
-            most: How many forwards there is room for.
             mine: List that gets the travellers.
         """
         me = threading.get_ident()
 
         def has_seats() -> bool:
             last = self._convoy
-            return last is None or (not last.size and len(last.travellers) + len(shapes) <= min(most, last.most))
+            return last is None or (not last.size and len(last.travellers) + len(shapes) <= self.most)
 
         with self.mutex:
             self._changed.wait_for(has_seats)
             convoy = self._convoy
             if convoy is None:
                 self._number += 1
-                self._last = convoy = Convoy(most)
+                self._last = convoy = Convoy()
             try:
-                convoy.most = min(convoy.most, most)
                 for each in shapes:
                     mine.append(Traveller(self, convoy, each))
                     convoy.travellers.append(mine[-1])
@@ -321,7 +319,7 @@ class TurnLock:
         if (self._outsiders or self._owner in missing) and now - convoy.formed_at < tuning().convoy_patience_seconds:
             convoy.departs_at = now + tuning().convoy_wait_seconds
             return False
-        return len(convoy.travellers) >= convoy.most or not missing or now >= convoy.departs_at
+        return len(convoy.travellers) >= self.most or not missing or now >= convoy.departs_at
 
     def _remove(self, traveller: Traveller) -> None:
         convoy = traveller.convoy

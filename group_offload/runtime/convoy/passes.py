@@ -39,16 +39,13 @@ class Broken(StateError):
 class SharedPasses(Passes):
     """Passes that forwards of several threads may share."""
 
-    lock: Any
-    most_together = 1
-    """How many forwards there is room for in one pass, as far as the last pass has shown."""
     least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 
-    def _new_lock(self) -> Any:
-        self.turns = forked_free(TurnLock(weakly(self._switch)))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = self.turns = forked_free(TurnLock(weakly(self._switch)))
         """The module's own lock. Models that share weights have another one, in common, and no convoys."""
-        return self.turns
 
     def _switch(self, traveller: Traveller | None) -> None:
         if traveller is None:
@@ -129,7 +126,7 @@ class SharedPasses(Passes):
     # ---------------------------------------------------------------- a pass
 
     def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
-        self.most_together = max(1, min(self.least_too_many - 1, self.placer.forwards_that_fit(kind)))
+        self.turns.most = max(1, min(self.least_too_many - 1, self.placer.forwards_that_fit(kind)))
         traveller = self.turns.here
         if traveller is None:
             super()._begin(call, kind, inputs)

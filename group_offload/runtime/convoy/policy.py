@@ -107,14 +107,14 @@ class SharingPolicy:
             self._discard(steps)
             steps.forget()
             return self.alone(*args, **kwargs)
-        found = self._result_for(steps, now)
-        if found is not None:
-            steps.hit(found)
-            return found.output
-        foreseen = []
-        if not steps.goes_on_with(now):
+        if steps.ahead:
+            found = steps.ahead[0]
+            # The arguments come last: the host may wait for the device there.
+            if found.error is None and self._is_as_then(*steps.found_in) and now.are_same(found.arguments):
+                steps.hit()
+                return found.output
             self._discard(steps)
-            foreseen = steps.begin(now, args, kwargs)
+        foreseen = [] if steps.goes_on_with(now) else steps.begin(now, args, kwargs)
         if foreseen and self._backend.has_streams and not (scans_quickly() and self._passes.detects_edits):
             self._say("edits of weights between two calls of a step can't be detected quickly here")
             foreseen = []
@@ -128,7 +128,7 @@ class SharingPolicy:
 
     def _made(self, calls: list[Arguments], steps: Steps, args: Any, kwargs: Any) -> Any:
         """Make the first of these calls, and run the others beside it if that is known to be right."""
-        room, num_callers = self._passes.most_together, self._turns.announce()
+        room, num_callers = self._turns.most, self._turns.announce()
         if max(len(calls), num_callers) == 1:
             return self.alone(*args, **kwargs)
         if len(calls) > room and self._passes.counters.passes:
@@ -137,7 +137,7 @@ class SharingPolicy:
                 reason = "by its plan, forwards transfer no weights"
             self._say(reason)
         calls = calls[:room]
-        if room == 1 or not self._pays(calls, min(num_callers, room)) or self._examined() is not None:
+        if room == 1 or not self._pays(calls, min(num_callers, room)) or not self._look():
             return self.alone(*args, **kwargs)
         may_share = [self._judgement(call.key) for call in calls]
         if False in may_share:
@@ -166,30 +166,16 @@ class SharingPolicy:
             self._say(f"by its plan, sharing saves less than {_MIN_GAIN:.0%}")
         return gain is not None and gain >= _MIN_GAIN
 
-    def _examined(self) -> str | None:
-        """Look at the modules. Why forwards may not share passes with them as they are."""
+    def _look(self) -> bool:
+        """Look at the modules. Returns whether forwards may share passes with them as they are."""
         if self._state is not None and self._state.holds():
-            return None
+            return True
         found = examine(self._passes.root)
         self._epoch += 1
+        self._state = None if isinstance(found, str) else found
         if isinstance(found, str):
-            self._state = None
             self._say(found)
-            return found
-        self._state = found
-        return None
-
-    def _result_for(self, steps: Steps, now: Arguments) -> Speculation | None:
-        """What the call would return, if it was run before. Otherwise what was run is thrown away."""
-        if not steps.ahead:
-            return None
-        found = steps.ahead[0]
-        # The arguments come last: the host may wait for the device there.
-        if found.error is None and self._is_as_then(*steps.found_in) and now.are_same(found.arguments):
-            del steps.ahead[0]
-            return found
-        self._discard(steps)
-        return None
+        return self._state is not None
 
     def _is_as_then(self, epoch: int, edits: int, caller: Caller) -> bool:
         """Whether neither weights, modules nor the state of the thread were changed since."""
@@ -198,7 +184,7 @@ class SharingPolicy:
                 return False
             self._passes.root.__dict__[HANDLE].refresh()  # it commits edits that the system tells of
         return (
-            self._examined() is None
+            self._look()
             and epoch == self._epoch
             and edits == self._passes.edits()
             and caller.is_like(Caller(self._backend))
@@ -317,7 +303,7 @@ class SharingPolicy:
         """
         output = None
         try:
-            self._turns.board([call.shapes for call in calls], self._passes.most_together, boarded)
+            self._turns.board([call.shapes for call in calls], boarded)
             convoy = boarded[0].convoy
             if convoy.size > 1 or not needs_company:
                 for traveller, call in zip(boarded[1:], calls[1:], strict=True):

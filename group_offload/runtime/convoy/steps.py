@@ -116,9 +116,9 @@ class Steps(threading.local):
         self._announced: Branches | None = None
         """The branches of the step in progress, if its calls were announced."""
 
-    def hit(self, found: Speculation) -> None:
-        """Note that a call was foreseen rightly."""
-        self.calls.append(found.arguments)
+    def hit(self) -> None:
+        """Note that the next call was foreseen rightly."""
+        self.calls.append(self.ahead.pop(0).arguments)
         if not self.ahead:
             self._misses.pop(self._kinds, None)
 
