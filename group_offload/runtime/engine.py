@@ -98,7 +98,7 @@ class Engine:
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)
-        self._gates = Gates(root, config, self._passes, self._backward)
+        self._gates = Gates(config, self._passes, self._backward)
         around_once(nn.Module, "_apply", _apply_and_look)
         self.lock = self._passes.lock
         """The lock that a pass holds for its length."""

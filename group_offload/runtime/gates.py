@@ -361,14 +361,8 @@ class Gates:
 
     root = Weak[nn.Module]()
 
-    def __init__(
-        self,
-        root: nn.Module,
-        config: OffloadConfig,
-        passes: Passes,
-        backward: Backward,
-    ) -> None:
-        self.root = root
+    def __init__(self, config: OffloadConfig, passes: Passes, backward: Backward) -> None:
+        self.root = passes.root
         self.backend = config.backend
         self._non_blocking = config.non_blocking
         self._skip_inputs = frozenset(config.exclude_kwargs)

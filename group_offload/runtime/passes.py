@@ -235,7 +235,6 @@ class Passes:
             except EXPECTED:
                 self._state = State.OPEN
                 raise
-            self._state = State.OPEN
         else:
             self._refuse_interrupted()
         if not call.is_deferred:
@@ -385,6 +384,7 @@ class Passes:
         self._recorder.begin(timed, self.backend.current_stream())
         self._teaches = True
         self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
+        self._state = State.OPEN
 
     def begin_work(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `end_work`."""
@@ -589,7 +589,6 @@ class Passes:
         kind = Kind(_BACKWARD, (), with_grad=True)
         self.memory.protected = {}  # what the forward left to models that run after it
         self._start(kind, set(self._groups), forward[::-1])
-        self._state = State.OPEN
 
     def end_backward(self, *, completed: bool) -> None:
         if self._state is State.CLEAN:

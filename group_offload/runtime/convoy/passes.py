@@ -71,14 +71,9 @@ class SharedPasses(Passes):
 
     def begin_call(self, call: Call, args: Any, kwargs: Any) -> None:
         traveller = self.turns.here
-        if traveller is None:
-            super().begin_call(call, args, kwargs)
-            return
-        self._come_to(call, traveller)
-        has_failed = traveller.convoy.has_begun and self._state is State.FAILED
+        if traveller is not None:
+            self._come_to(call, traveller)
         super().begin_call(call, args, kwargs)
-        if has_failed:
-            self._state = State.FAILED
 
     def end_call(self, call: Call) -> None:
         traveller = self.turns.here
@@ -146,16 +141,13 @@ class SharedPasses(Passes):
 
     def _end(self) -> None:
         traveller = self.turns.here
-        if traveller is None:
-            super()._end()
-            return
-        convoy = traveller.convoy
-        if convoy.travellers != [traveller]:
-            return  # it leaves the convoy as it releases the lock
-        if convoy.is_torn:
-            self._state = State.UNKNOWN
-        if self._state is State.OPEN:
-            self._drop_lingering(traveller)
+        if traveller is not None:
+            if traveller.convoy.travellers != [traveller]:
+                return  # it leaves the convoy as it releases the lock
+            if traveller.convoy.is_torn:
+                self._state = State.UNKNOWN
+            if self._state is State.OPEN:
+                self._drop_lingering(traveller)
         super()._end()
 
     def leave(self) -> None:
