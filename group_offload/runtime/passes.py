@@ -84,15 +84,11 @@ class Entry:
 
 
 class Call:
-    """One call of a gate."""
+    """One call of a gate, which lasts for as long as `frame` is on the stack."""
 
     __slots__ = ("_frame", "entry", "groups", "is_complete", "is_deferred", "module")
 
     def __init__(self, entry: Entry, frame: FrameType) -> None:
-        """
-        Args:
-            frame: Frame that is on the stack for as long as the call lasts.
-        """
         self.entry, self.module = entry, entry.module
         self.groups: list[Group] = []
         """The groups that the call holds."""

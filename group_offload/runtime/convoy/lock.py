@@ -72,12 +72,8 @@ class TurnLock:
     """A reentrant lock, as `threading.RLock`, that a convoy may have: see [Note: Turns of travellers]."""
 
     def __init__(self, switch: Callable[[Traveller | None], None]) -> None:
-        """
-        Args:
-            switch: Function that a traveller calls under the mutex when it has got the lock, and with None the last one as it
-                leaves.
-        """
         self._switch = switch
+        """Called under the mutex by a traveller that has got the lock, and with None by the last one as it leaves."""
         self.mutex = threading.RLock()
         """Reentrant, for finalizers: see `_is_busy`."""
         self._changed = threading.Condition(self.mutex)

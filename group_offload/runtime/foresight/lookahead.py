@@ -35,14 +35,11 @@ class LookAhead:
         files: CachedFiles,
         before_send: Callable[[Sequence[Group]], None],
     ) -> None:
-        """
-        Args:
-            before_send: A function that is called with groups whose blobs are about to be sent, or read.
-        """
         self.memory = memory
         self.transfer, self.counters = memory.transfer, memory.counters
         self.files = files
         self._before_send = before_send
+        """Called with groups whose blobs are about to be sent, or read."""
         self._use_stream = config.use_stream
         """Whether there is a stream for copies. Without one no group is started before it is needed."""
         self.schedule = memory.schedule
