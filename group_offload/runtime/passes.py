@@ -466,11 +466,6 @@ class Passes:
 
     # ---------------------------------------------------------------- too little device memory
 
-    @property
-    def has_changed_weights(self) -> bool:
-        """Whether the forward has changed a weight, or a buffer, since it was onloaded."""
-        return any(group.changed() for group in self.memory.bound)
-
     def give_way(self, factor: int) -> bool:
         """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none.
 

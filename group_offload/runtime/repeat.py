@@ -129,7 +129,9 @@ class Repeater:
 
     def _may_repeat(self, given: Any, before: tuple[list[Any], object, torch.Tensor]) -> bool:
         """Whether residents are left, and nothing was changed since the call began."""
-        if self._before is None or not self._arena.resident_bytes or self._passes.has_changed_weights:
+        if self._before is None or not self._arena.resident_bytes:
+            return False
+        if any(group.changed() for group in self._passes.memory.bound):
             return False
         now = self._now(given)
         if _UNKNOWN in now[0] or now[:2] != before[:2] or not torch.equal(now[2], before[2]):
