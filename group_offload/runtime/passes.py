@@ -143,11 +143,6 @@ class Passes:
         recorder: Recorder,
         prepare: Callable[[nn.Module, Kind], set[Group]],
     ) -> None:
-        """
-        Args:
-            prepare: Function that commits changes of the module before a forward. It returns the groups that the forward
-                can need. If it cuts the module into groups again, it calls `set_groups` first.
-        """
         self.root = root
         self.name = type(root).__name__
         self.is_function = is_function(config, root)
@@ -156,7 +151,10 @@ class Passes:
         self.lookahead = lookahead  # which has the same device memory, transfer, counters and files
         self.memory, self._transfer = lookahead.memory, lookahead.transfer
         self.counters, self._files = lookahead.counters, lookahead.files
-        self.placer, self._changes, self._recorder, self._prepare = placer, changes, recorder, prepare
+        self.placer, self._changes, self._recorder = placer, changes, recorder
+        self._prepare = prepare
+        """Commits changes of the module before a forward, and returns the groups that the forward can need. If it cuts the
+        module into groups again, it calls `set_groups` first."""
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
         self.detects_edits = True
@@ -467,11 +465,8 @@ class Passes:
     # ---------------------------------------------------------------- too little device memory
 
     def give_way(self, factor: int) -> bool:
-        """Device memory was refused in a call: evict residents, so that the call can be repeated. False if there are none.
-
-        Args:
-            factor: How many times as much gives way as was refused.
-        """
+        """Device memory was refused in a call: evict `factor` times as much, so that the call can be repeated. False if no
+        resident is left."""
         if self._state is State.UNKNOWN:
             return False
         with _Step(self):

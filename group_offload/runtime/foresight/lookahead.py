@@ -122,11 +122,7 @@ class LookAhead:
         self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream), alone=alone)
 
     def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
-        """Let the host wait for the drive, not for the device. A read that failed is tried once more.
-
-        Returns:
-            The slot that holds the group.
-        """
+        """Let the host wait for the drive, not for the device. A read that failed is tried once more. Returns the slot."""
         assert slot.job is not None
         try:
             slot.job.wait()

@@ -48,16 +48,12 @@ class Succession:
     """
 
     def __init__(self, models: Sequence[Model], order: Sequence[Model], run_once: Collection[Model]) -> None:
-        """
-        Args:
-            order: Those that are taken to run one after another, before any has run.
-            run_once: Those that are taken to have one pass in a phase.
-        """
         self._models = [weakref.ref(model) for model in models]
         self._numbers = weakref.WeakKeyDictionary({model: number for number, model in enumerate(models)})
         self._in_order = dict(pairwise(self._numbers[model] for model in order))
-        """For each model, the one that comes after it in the pipeline's own order."""
+        """For each model, the one that is taken to run after it, before any has run: as in the pipeline's own order."""
         self._run_once = {self._numbers[model] for model in run_once}
+        """The models that are taken to have one pass in a phase."""
         self._seen: dict[tuple[Part, int], deque[int]] = {}
         """After so many passes of a part in one phase: the models of the next passes, the last time last."""
         self._counts = [0] * len(self._models)
