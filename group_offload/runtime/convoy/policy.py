@@ -43,6 +43,8 @@ from .steps import MOST_CALLS, Steps
 
 logger = logging.getLogger("group_offload")
 
+_MOST_KINDS = 256
+"""The number of kinds of calls that are remembered."""
 _MOST_FINDINGS = 3
 """How often a kind of calls may be found to break the contract before it goes alone for good. A first forward may move a table
 to the device, and another thread may draw random numbers meanwhile."""
@@ -61,7 +63,7 @@ class SharingPolicy:
         self._asks_plan = asks_plan
         """Whether forwards only share a pass where the plan says that this saves time."""
         self._steps = Steps()
-        self._known: Recent[Hashable, int] = Recent()
+        self._known: Recent[Hashable, int] = Recent(_MOST_KINDS)
         """For each kind of calls, the epoch in which they were right together. Less than 0: how often in a row one was found to
         break the contract, many times if that is sure."""
         self._gain: float | None = None
