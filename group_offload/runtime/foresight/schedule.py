@@ -53,7 +53,10 @@ class Schedule:
         """Layers that came one after another in a pass; "" stands for what is no layer, and for the ends of a pass."""
 
     def begin(self, key: Hashable, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
-        """Start a pass in which only groups of `scope` can be needed: in the first of its key, in the order of `guess`."""
+        """Start a pass in which only groups of `scope` can be needed.
+
+        The first one of its key is expected to need them in the order of `guess`, or else of registration.
+        """
         self._followed_by[self._key] = key
         self._key = key
         self._order = self.order_of(key)
