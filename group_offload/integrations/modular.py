@@ -25,7 +25,6 @@ from ..base.arena import arenas
 from ..base.patching import around_once
 from ..errors import ConfigError
 from ..handle import OffloadHandle
-from ..runtime.convoy.contract import shares_passes
 from ..runtime.convoy.steps import announce, begin_step
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
@@ -128,7 +127,7 @@ def hear_guiders(handle: OffloadHandle) -> None:
 
     Guiders make each branch by one of two methods, and none has methods of these names for itself.
     """
-    if not shares_passes(handle.config, handle.module):
+    if handle._live._gates.sharing is None:
         return
     guidance = importlib.import_module(_GUIDERS).BaseGuidance
     around_once(guidance, "set_state", _begin)

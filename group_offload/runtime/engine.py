@@ -27,7 +27,7 @@ from . import turns
 from .backward import Backward
 from .budget.need import Kind
 from .changes import Changes
-from .convoy.contract import shares_passes
+from .convoy.contract import is_function
 from .convoy.passes import SharedPasses
 from .copies.cached import CachedFiles
 from .copies.transfer import Transfer
@@ -94,7 +94,7 @@ class Engine:
         files = CachedFiles(config, transfer.last_copies.synchronize)
         self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late)
         self.placer = Placer(config, ahead, recorder, self._packer)
-        kind = SharedPasses if shares_passes(config, root) else Passes
+        kind = SharedPasses if config.share_passes and is_function(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
         turns.join(self._passes)
         self._backward = Backward(self._passes, backend)

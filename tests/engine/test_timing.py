@@ -302,7 +302,7 @@ def guided_pipeline(
     monkeypatch: pytest.MonkeyPatch, scale: float, num_calls: int = 2, **options: Any
 ) -> Iterator[tuple[TimedDevice, OffloadHandle, Callable[[int], float]]]:
     """A pipeline that calls its denoiser so often in a step, and a function that runs steps and returns their seconds."""
-    monkeypatch.setattr("group_offload.runtime.convoy.contract.is_function", lambda config, root: True)
+    monkeypatch.setattr("group_offload.runtime.engine.is_function", lambda config, root: True)
     monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
     prompts = [torch.full((64,), float(number)) for number in range(num_calls)]
     with offloaded(monkeypatch) as (device, model, handle):

@@ -52,10 +52,6 @@ def is_function(config: OffloadConfig, root: nn.Module) -> bool:
     return config.share_passes is True or (name in LISTED and _is_whole(root))
 
 
-def shares_passes(config: OffloadConfig, root: nn.Module) -> bool:
-    return bool(config.share_passes) and is_function(config, root)
-
-
 def _modules_of(forward: Any) -> Iterator[str]:
     """Where a function, and what it wraps, were written. `functools.wraps` copies `__module__`, but no globals."""
     while forward is not None:
