@@ -179,7 +179,7 @@ class Gate(Around, Entry):
                 # Compiled code has the table in its place, so torch's own Python calls the module.
                 compiler, call = None, GatheredRows(module, gates.backend).call
             elif self.groups and is_profiler_enabled():
-                call = partial(_call_in_range, call, self.groups[-1].group_id)
+                call = record_function(f"group_offload.compute {self.groups[-1].group_id}")(call)
             late = _NOTHING if own is None else preceded(own, partial(passes.acquire_late, this))
             with backward.hooks() or _NOTHING, late:
                 output = self.repeater.call(call, args, kwargs, compiler, modes)
@@ -335,11 +335,6 @@ def _let_through(module: nn.Module, name: str) -> MethodGate:
     gate = MethodGate.__new__(MethodGate)
     gate.module, gate.name, gate.compiled, gate._owner = module, name, None, lambda: None
     return gate
-
-
-def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    with record_function(f"group_offload.compute {name}"):
-        return call(*args, **kwargs)
 
 
 _NOTHING = nullcontext()

@@ -109,5 +109,6 @@ def test_a_profile_names_the_groups(tmp_path: Path) -> None:
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run(model, inputs())
-    names = {event.name for event in profile.events() if event.name.startswith("group_offload.onload")}
-    assert names == {f"group_offload.onload {group.group_id}" for group in handle.groups}
+    names = {event.name for event in profile.events() if event.name.startswith("group_offload.")}
+    groups = [group.group_id for group in handle.groups]
+    assert names == {f"group_offload.{what} {group}" for group in groups for what in ("onload", "compute")}
