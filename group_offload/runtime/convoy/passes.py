@@ -17,6 +17,7 @@ lock. So a traveller takes the steps of any other pass, with four differences:
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,8 @@ class Broken(StateError):
 class SharedPasses(Passes):
     """Passes that forwards of several threads may share."""
 
+    at_gate: Callable[[], None] | None = None
+    """Called as a call begins in a pass that is not shared."""
     least_too_many = sys.maxsize
     """The fewest forwards that ran out of device memory in one pass."""
 
@@ -74,6 +77,8 @@ class SharedPasses(Passes):
         if traveller is not None:
             self._come_to(call, traveller)
         super().begin_call(call, args, kwargs)
+        if traveller is None and self.at_gate is not None:
+            self.at_gate()
 
     def end_call(self, call: Call) -> None:
         traveller = self.turns.here

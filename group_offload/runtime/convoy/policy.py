@@ -3,10 +3,10 @@
 [Note: Forwards that share a pass]
 Forwards share a pass if they keep the contract: see `contract`. It is signed by whoever lists a class or passes
 `share_passes=True`, and what can be seen of it at little cost is looked at. Random states, versions of tensors and the tables
-of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, and then all
-together; the bits have to be the same. A kind is what calls have in common that take the same way: see `Arguments.key`. In a
-convoy all come to a group before one goes on to the next. So state that one leaves in the modules for the length of its forward
-is met by the others in the trial as in any later pass.
+of modules are, around forwards. And the first calls of a new kind that have company are tried: each is made alone, with a look
+at the modules at each gate, and then all together; the bits have to be the same. A kind is what calls have in common that take
+the same way: see `Arguments.key`. In a convoy all come to a group before one goes on to the next. So state that one leaves
+in the modules for the length of its forward is met by the others in the trial as in any later pass.
 
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one foresees the arguments of the others: what
@@ -238,6 +238,7 @@ class SharingPolicy:
         ahead: list[Speculation] = []
         keys, epoch, caller = [call.key for call in calls], self._epoch, Caller(self._backend)
         before, changed = RandomStates(self._backend.device), self._passes.counters.changed
+        known = {key: self._known.get(key, 0) for key in keys}
         output, finding = None, None
         try:
             output = self._run(caller, calls, boarded, ahead, args, kwargs, needs_company=is_trial)
@@ -275,8 +276,9 @@ class SharingPolicy:
         if is_void or finding is not None:
             self._passes.counters.discarded += len(ahead)
             return self.alone(*args, **kwargs) if is_void else output
-        for key in keys:
-            self._known[key] = epoch
+        for key, judgement in known.items():
+            if self._known.get(key, 0) >= judgement:  # else another forward of the pass was found to break the contract
+                self._known[key] = epoch
         if not is_trial:
             self._num_in_vain = 0
         steps.ahead, steps.found_in = ahead, (epoch, self._passes.edits(), caller)
@@ -327,11 +329,22 @@ class SharingPolicy:
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:
         """Make a call alone. What it returns, and how it breaks the contract, if that is seen."""
+        changes: list[bool] = []
         with self._turns:
             state, before, changed = self._state, RandomStates(self._backend.device), self._passes.counters.changed
-            output = self.alone(*args, **kwargs)
+
+            def look() -> None:
+                if not (changes or (state is not None and state.holds())):
+                    changes.append(True)
+
+            self._passes.at_gate = look
+            try:
+                output = self.alone(*args, **kwargs)
+            finally:
+                self._passes.at_gate = None
+            look()
             finding = None
-            if state is None or not state.holds():
+            if changes:
                 finding = "it changes attributes of its modules"
             elif before != RandomStates(self._backend.device):
                 finding = "it draws random numbers"  # or in another thread meanwhile
