@@ -18,7 +18,6 @@ from group_offload.runtime.sharing import courier
 from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.links import PeerLink
-from group_offload.runtime.sharing.sharing import Sharing
 
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
@@ -128,7 +127,7 @@ WAITS: list[tuple[Any, str, str, str]] = [
     (ShareJob, "finish", "self.stream.wait_event(self.sent)", "pass"),
     (ShareJob, "finish", "self.stream.wait_event(self.rest)", "pass"),
     (ShareJob, "finish", "self.ready.record(self.stream)", "pass"),
-    (Sharing, "record", "landed.record(stream)", "pass"),
+    (Transfer, "_send", "landing.ready.record(stream)", "pass"),
     (Transfer, "_bring_rest", "reads.wait()", "pass"),
 ]
 """Where each wait is, and what stands in its place without it."""

@@ -23,7 +23,6 @@ from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 from group_offload.runtime.sharing.sharing import Part, Sharing
 from group_offload.stores.base import PlacedBlob
-from group_offload.stores.moves import Gather
 
 from .tuning import tune
 
@@ -163,10 +162,13 @@ class PhantomCrew(Crew):
 
 
 class PhantomSharing(Sharing):
-    def job_for(self, *args: Any) -> ShareJob | None:
-        job = super().job_for(*args)
+    def job_for(self, parts: Sequence[Part], memory: torch.Tensor, *args: Any) -> ShareJob | None:
+        job = super().job_for(parts, memory, *args)
         if job is not None:
             job.begun = Reached(job.begun)
+            for part in parts:
+                if part.part_bytes:
+                    self._expect(part, memory)
         return job
 
     def join(self, owner: object) -> None:
@@ -175,12 +177,8 @@ class PhantomSharing(Sharing):
     def check(self, groups: Any) -> None:
         pass
 
-    def moves_of(self, parts: Sequence[Part]) -> list[Any]:
-        self._parts = {part.key: part for part in parts}
-        return super().moves_of(parts)
-
-    def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Any) -> None:
-        part, crew = self._parts[move.key], self.crew
+    def _expect(self, part: Part, memory: torch.Tensor) -> None:
+        crew = self.crew
         assert isinstance(crew, PhantomCrew)
         content, has_weights = torch.zeros(part.num_bytes, dtype=torch.uint8), torch.zeros(part.num_bytes).bool()
         for placed in part.blobs:
@@ -188,10 +186,9 @@ class PhantomSharing(Sharing):
             for spec, tensor in zip(placed.blob.layout.specs, placed.blob.rest, strict=True):
                 at, found = placed.at - part.at + spec.offset, as_bytes(tensor)
                 content[at : at + found.numel()], has_weights[at : at + found.numel()] = found, True
-        for at in (0, move.part_bytes):
-            its_bytes = slice(at, at + move.part_bytes)
-            crew.memory.expected[memory.data_ptr() + move.at + at] = content[its_bytes], has_weights[its_bytes]
-        super().has_landed(job, move, memory, event)
+        for at in (0, part.part_bytes):
+            its_bytes = slice(at, at + part.part_bytes)
+            crew.memory.expected[memory.data_ptr() + part.at + at] = content[its_bytes], has_weights[its_bytes]
 
     def close(self) -> None:
         crew = self.crew

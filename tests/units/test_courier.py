@@ -48,7 +48,7 @@ class Two:
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)
         self.courier.post("submit", self.job)
-        wait_until(lambda: self.board.read()[0].offers)
+        wait_until(lambda: self.board.read().offers)
         with self.board.change() as state:
             number, _ = self.its_place = self.memory.place_of(self.its)
             state.memories["1"] = {str(number): self.memory.handle_of(self.its)}
@@ -75,7 +75,7 @@ class Two:
         return job
 
     def says(self, *, reads: bool) -> Callable[[], bool]:
-        return lambda: self.board.read()[0].reading.get("1") == ["0"] * reads
+        return lambda: self.board.read().reading.get("0", []) == ["1"] * reads
 
     def job_for(self, shared: Shared) -> ShareJob:
         event = Backend().new_event()
@@ -116,7 +116,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent(fresh: Two) -> None:
     """Also one of a model that is left meanwhile. Else memory that other ranks give back stays taken."""
     assert fresh.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     fresh.courier.post("leave", "1")
-    wait_until(lambda: fresh.board.read()[0].left)
+    wait_until(lambda: fresh.board.read().left)
     assert not fresh.job.is_settled and fresh.shared.bytes and fresh.memory.opened
     fresh.other_has_sent()
     fresh.job.wait()
@@ -142,10 +142,10 @@ def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: p
     tune(monkeypatch, share_limit_seconds=limit)
     two.courier.begin_pass("1", 1e-3 if fault == "hangs" else limit)
     with two.board.change() as state:
-        state.note_reading(1, "1", reads=True)
+        state.reading["1"] = ["1"]
     start = time.monotonic()
     jobs = [two.submit(name) for name in "bcd"]
-    wait_until(lambda: len(two.board.read()[0].offers) == 3)
+    wait_until(lambda: len(two.board.read().offers) == 3)
     if fault != "hangs":
         with two.board.change() as state:
             state.leave(1, "1", 2) if fault == "leaves" else state.break_off("1")
@@ -169,22 +169,22 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
     reads.is_over = True
     wait_until(two.says(reads=False))
     assert job.shared[0].progress is Progress.ALONE and not two.its.any()
-    assert fault == "given up" or not two.board.read()[0].offers
+    assert fault == "given up" or not two.board.read().offers
 
 
 def test_an_offer_that_is_given_up_breaks_the_pass_off(two: Two) -> None:
     """The other rank offers that group no more, until the next pass of both. What they agreed on arrives."""
     jobs = [two.submit(name, two.mine) for name in "bc"]
-    wait_until(lambda: len(two.board.read()[0].offers) == 2)
+    wait_until(lambda: len(two.board.read().offers) == 2)
     two.offer("1/b")
     jobs[0].wait()
     jobs[1].cancel()
     late = two.submit("d", two.mine)
     late.wait()
-    assert [len(job.alone) for job in (*jobs, late)] == [0, 1, 1] and not two.board.read()[0].offers
+    assert [len(job.alone) for job in (*jobs, late)] == [0, 1, 1] and not two.board.read().offers
     two.courier.begin_pass("1", 60.0)
     job = two.submit("c", two.mine)
-    wait_until(lambda: "1/c" in two.board.read()[0].offers)
+    wait_until(lambda: "1/c" in two.board.read().offers)
     two.offer("1/c")
     job.wait()
     assert not job.alone

@@ -62,7 +62,7 @@ class State:
     awaited: dict[str, str] = field(default_factory=dict)
     """By rank, the key that its compute waited for last. It waits no more if the rank does not offer that."""
     reading: dict[str, list[str]] = field(default_factory=dict)
-    """By model, the ranks that read the share that they offer next."""
+    """By rank, the models of which it reads the share that it offers next."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """By model, the ranks that do not run it any more."""
     residents: dict[str, list[str]] = field(default_factory=dict)
@@ -92,20 +92,14 @@ class State:
                 self.break_off(model_of(key))
                 return
 
-    def note_reading(self, rank: int, model: str, *, reads: bool) -> None:
-        others = [each for each in self.reading.get(model, ()) if each != str(rank)]
-        self.reading[model] = [*others, str(rank)] if reads else others
-
     def leave(self, rank: int, model: str, num_ranks: int) -> None:
         """This rank does not run the model any more. Once none does, nothing of it is left."""
         self.break_off(model)
-        self.note_reading(rank, model, reads=False)
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
         if len(left) == num_ranks:
-            for by_model in (self.left, self.breaks, self.reading):
-                by_model.pop(model)
+            del self.left[model], self.breaks[model]
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
 
     def forget(self, num_arrived: int) -> None:
@@ -141,10 +135,12 @@ class Board:
             fd: A descriptor of its own, of a file of `BOARD_BYTES` bytes. The board closes it.
         """
         self.rank, self.num_ranks = rank, num_ranks
-        self._fd: int | None = fd
+        self._fd = fd
         self._memory = mmap.mmap(fd, BOARD_BYTES)
-        self.written = 0
-        """The turn of the last change of this rank."""
+        self.state = State()
+        """The state as this rank has read or written it last."""
+        self._seen = 0
+        """Its turn."""
         if (1 + num_ranks) * _LINE_BYTES > _HEAD_BYTES:
             raise StateError(f"{num_ranks} ranks of one host share a model, which is too many. Pass share=False.")
 
@@ -153,6 +149,11 @@ class Board:
         """A number that goes up with each change."""
         found: tuple[int] = _TURN.unpack_from(self._memory, 0)
         return found[0]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether another rank has changed the state since."""
+        return self.turn != self._seen
 
     @property
     def sent(self) -> list[int]:
@@ -164,10 +165,11 @@ class Board:
         # No lock, and no turn: this is said for each group, and only this rank writes here.
         _COUNT.pack_into(self._memory, _line_of(self.rank), number)
 
-    def read(self) -> tuple[State, int]:
-        """The state, and its turn."""
+    def read(self) -> State:
+        """The state as it is now."""
         with self._locked():
-            return self._load(), self.turn
+            self.state, self._seen = self._load(), self.turn
+        return self.state
 
     @contextmanager
     def change(self) -> Iterator[State]:
@@ -176,7 +178,7 @@ class Board:
             state = self._load()
             state.forget(min(self.sent))
             yield state
-            turn = self.written = self.turn + 1
+            turn = self.turn + 1
             content = marshal.dumps([getattr(state, name) for name in State.__slots__])
             if len(content) > _HALF_BYTES - _SIZE.size:
                 raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
@@ -184,12 +186,11 @@ class Board:
             self._memory[start + _SIZE.size : start + _SIZE.size + len(content)] = content
             _SIZE.pack_into(self._memory, start, len(content))
             _TURN.pack_into(self._memory, 0, turn)
+            self.state, self._seen = state, turn
 
     def close(self) -> None:
-        if self._fd is not None:
-            self._memory.close()
-            os.close(self._fd)
-            self._fd = None
+        self._memory.close()
+        os.close(self._fd)
 
     def _load(self) -> State:
         turn = self.turn
@@ -201,7 +202,6 @@ class Board:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        assert self._fd is not None
         limit = time.monotonic() + _LOCK_SECONDS
         while True:
             try:

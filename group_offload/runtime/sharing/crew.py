@@ -100,8 +100,8 @@ def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
     return known[1], known[1].next_model()
 
 
-def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tuple[Crew | None, str]:
-    """The ranks of this host that share models, for all models of this group and device. All ranks of the group call it.
+def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Crew | None, str]:
+    """The ranks of this host that share models, for all models of a process group and device. All ranks of it call this.
 
     Returns:
         The crew; None if nothing can be shared here, and why.
@@ -190,18 +190,13 @@ def _open_board(roll: Roll, model: str, here: list[int]) -> Board:
             fd = new_shared_file(BOARD_BYTES) if index == 0 else -1
             name = name_of_shared_file(fd) if index == 0 else ""
         name = roll.exchange(f"{model}/name", name, here)[0]
-        own = -1
-        try:
-            with _on_all(roll, f"{model}/opened", here, why):
-                own = open_shared_file(name)
-        except _CannotShare:
-            if own >= 0:
-                os.close(own)
-            raise
-    finally:
+        with _on_all(roll, f"{model}/opened", here, why):
+            fd = fd if index == 0 else open_shared_file(name)
+        return Board(fd, index, len(here))
+    except BaseException:
         if fd >= 0:
             os.close(fd)
-    return Board(own, index, len(here))
+        raise
 
 
 def _connect(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, GatherSpeeds]:

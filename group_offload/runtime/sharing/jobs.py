@@ -45,9 +45,12 @@ class Shared:
     """What the ranks have to have in common."""
     label: str
     bytes: SharedBytes | None = None
-    """They hold the slot's memory as long as other ranks may write to it. None once that is over, and before."""
+    """They hold the slot's memory as long as other ranks may write to it. None once that is over."""
     progress: Progress = Progress.SENT
-    offered_at: float = 0.0
+    since: float = 0.0
+    """When it came as far as that."""
+    sent: list[Event] = field(default_factory=list)
+    """The events behind this rank's parts on their way to the others."""
 
 
 @dataclass(eq=False)
@@ -94,10 +97,6 @@ class ShareJob:
     def alone(self) -> list[Shared]:
         return [each for each in self.shared if each.progress is Progress.ALONE]
 
-    def begin(self, stream: Stream) -> None:
-        """What is enqueued on `stream` next is the first copy."""
-        self.begun.record(stream)
-
     def wait(self) -> None:
         """Return once `ready` is recorded.
 
@@ -119,11 +118,10 @@ class ShareJob:
         self.finish()
 
     def finish(self) -> None:
-        if not self.is_over:
-            self.stream.wait_event(self.sent)
-            self.stream.wait_event(self.rest)
-            self.ready.record(self.stream)
-            self.is_over = True
+        self.stream.wait_event(self.sent)
+        self.stream.wait_event(self.rest)
+        self.ready.record(self.stream)
+        self.is_over = True
 
     def cancel(self) -> None:
         """Gather nothing more, and return once nothing is on its way. What is enqueued is behind `ready`."""
