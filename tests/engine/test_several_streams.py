@@ -64,7 +64,7 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
         mine = staying()
         assert mine and twins.handle.stats().resident_bytes and "2 GPUs share each group" in str(twins.handle.plan)
         other = {"blocks_5_5"} - mine or {"blocks_4_4"}
-        sharing.crew.courier.post("reside", ("1/device", [*other]))  # as if another rank were the first one
+        sharing.crew.post("reside", ("1/device", [*other]))  # as if another rank were the first one
         sharing.crew.is_first = False
         assert staying() == other
 

@@ -17,7 +17,7 @@ from group_offload.base.layout import as_bytes
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
-from group_offload.runtime.sharing.crew import Crew
+from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import ShareJob
 from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
@@ -153,7 +153,7 @@ class PhantomBoard(Board):
         return super().turn
 
 
-class PhantomCrew(Crew):
+class PhantomCrew(Courier):
     def __init__(self, backend: Any, rng: random.Random) -> None:
         me = Peer(0, os.getpid(), started_at(os.getpid()))
         link = PhantomLink(backend)
@@ -196,7 +196,7 @@ class PhantomSharing(Sharing):
             crew.memory.is_over = True
         super().close()
         if isinstance(crew, PhantomCrew):
-            crew.courier.leave_all()
+            crew.leave_all()
             self._backend.free(crew.memory.nothing)
 
 

@@ -43,7 +43,7 @@ class Two:
         self.mine, self.its = self.memory.empty(8), self.memory.empty(8)
         self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
-        self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
+        self.courier = Courier(backend, Board(fd, 0, 2), peers, self.link)
         self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)

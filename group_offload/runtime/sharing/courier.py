@@ -7,17 +7,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
+
+from ...base.device import Backend
 from ...base.tuning import tuning
 from ...errors import StateError
 from .board import Board, State
 from .jobs import Progress, Shared, ShareJob
-from .links import PeerLink
+from .links import GatherSpeeds, PeerLink
 from .roll import Peer
 
 logger = logging.getLogger("group_offload")
@@ -66,19 +69,29 @@ class _Model:
 
 
 class Courier:
-    """One thread, for all models that a rank shares with the same other ranks. Only the thread changes the board."""
+    """One thread, for all models that a rank shares with the same other ranks. Only the thread changes the board.
 
-    def __init__(self, board: Board, peers: Sequence[Peer], link: PeerLink, enter: Callable[[], None]) -> None:
+    It lives as long as the process group.
+    """
+
+    def __init__(
+        self, backend: Backend, board: Board, peers: Sequence[Peer], link: PeerLink, speeds: GatherSpeeds | None = None
+    ) -> None:
         """
         Args:
             peers: The processes of all ranks, in order.
-            enter: A function that the thread calls first: it makes the device the current one.
+            link: Used by the thread from now on.
         """
+        self._backend = backend
         self._board = board
-        self._rank = board.rank
+        self.rank, self.num_ranks = board.rank, board.num_ranks
+        self.is_first = self.rank == 0
+        """Whether the others follow this rank's plan."""
         self._peers = peers
-        self._link = link
-        self._enter = enter
+        self.link = link
+        self.speeds = speeds
+        self.stream = backend.new_stream()
+        """For the ready events of slots: see [Note: A shared group]."""
         self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._models: dict[str, _Model] = {}
         self._offered: dict[str, tuple[ShareJob, Shared]] = {}
@@ -126,7 +139,8 @@ class Courier:
 
     def _run(self) -> None:
         try:
-            self._enter()
+            if self._backend.has_streams and self._backend.device.index is not None:
+                torch.accelerator.set_device_index(self._backend.device.index)
             while not (self._is_closing and not self._on_way and not self._board.has_news):
                 self._serve()
                 self._offer()
@@ -141,7 +155,7 @@ class Courier:
             self.error = self.error or StateError("Sharing weights with other processes has ended. Restart all ranks.")
             self._settle_all()
             with suppress(StateError), self._board.change() as state:
-                state.reading.pop(str(self._rank), None)
+                state.reading.pop(str(self.rank), None)
             self._board.close()
 
     def _settle_all(self) -> None:
@@ -240,9 +254,9 @@ class Courier:
         share = 0.5 ** min(model.misses, _MOST_HALVINGS)
         model.patience, model.read_patience = patience * share, tuning().share_limit_seconds * share
         self._refuse_dead(name)
-        self._link.forget_freed()
+        self.link.forget_freed()
         with self._board.change() as state:
-            state.memories[str(self._rank)] = self._link.handles
+            state.memories[str(self.rank)] = self.link.handles
         self._follow()
         self._part()  # what was offered before
         model.num_breaks = self._board.state.breaks.get(name, 0)
@@ -252,7 +266,7 @@ class Courier:
         model = self._model(name)
         model.has_left = True
         with self._board.change() as state:
-            state.leave(self._rank, name, self._board.num_ranks)
+            state.leave(self.rank, name, self._board.num_ranks)
         self._follow()
         self._part()
         self._forget_left(name)
@@ -263,7 +277,7 @@ class Courier:
         if model is not None and model.has_left and not model.jobs:
             del self._models[name]
             if not self._models:  # else memory that the others give back would stay taken
-                self._link.look({})
+                self.link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
         with self._board.change() as state:
@@ -286,17 +300,17 @@ class Courier:
                         self._on_break_off(name)  # the others shall not wait for what was not read
                     break
                 found += [(job, each) for each in waiting]
-        if not found and reading == self._board.state.reading.get(str(self._rank), []):
+        if not found and reading == self._board.state.reading.get(str(self.rank), []):
             return
-        places = [() if each.bytes is None else self._link.place_of(each.bytes.memory) for _, each in found]
+        places = [() if each.bytes is None else self.link.place_of(each.bytes.memory) for _, each in found]
         with self._board.change() as state:
-            state.memories[str(self._rank)] = self._link.handles
-            state.reading[str(self._rank)] = reading
+            state.memories[str(self.rank)] = self.link.handles
+            state.reading[str(self.rank)] = reading
             for (job, each), place in zip(found, places, strict=True):
                 model = self._models[job.model]
                 if self._is_broken(state, job.model):
                     continue
-                state.offer(self._rank, each.key, each.digest, place, self._board.num_ranks)
+                state.offer(self.rank, each.key, each.digest, place, self._board.num_ranks)
                 each.progress, each.since = Progress.OFFERED, time.monotonic()
                 self._offered[each.key] = job, each
                 model.num_offered += 1
@@ -310,17 +324,17 @@ class Courier:
                 continue
             each, since = found
             waited, model.counted_until = now - max(since, model.counted_until), now
-            others = [names for rank, names in self._board.state.reading.items() if rank != str(self._rank)]
+            others = [names for rank, names in self._board.state.reading.items() if rank != str(self.rank)]
             if model.read_patience > 0 and any(name in names for names in others):
                 model.read_patience -= waited
             else:
                 model.patience -= waited
             if model.patience < 0:
                 self._on_break_off(name)
-            elif self._board.state.awaited.get(str(self._rank)) != each.key and now - since > _IDLE_SECONDS:
+            elif self._board.state.awaited.get(str(self.rank)) != each.key and now - since > _IDLE_SECONDS:
                 with self._board.change() as state:
-                    if str(self._rank) in state.offers.get(each.key, ()):
-                        state.wait_for(self._rank, each.key)
+                    if str(self.rank) in state.offers.get(each.key, ()):
+                        state.wait_for(self.rank, each.key)
             if now - self._looked_at > _LOOK_SECONDS:
                 self._refuse_dead(name)
 
@@ -329,7 +343,7 @@ class Courier:
         if self._board.has_news:
             self._board.read()
         state = self._board.state
-        self._link.look(state.memories)
+        self.link.look(state.memories)
         for key, places in state.log[self._num_arrived + len(self._on_way) - state.first :]:
             job, shared = self._offered.pop(key)
             shared.since = time.monotonic()

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -31,7 +30,7 @@ from ...base.tuning import tuning
 from ...errors import ConfigError
 from .board import BOARD_BYTES, Board
 from .courier import Courier
-from .links import PeerLink, Place, SharedBytes
+from .links import GatherSpeeds, PeerLink, Place, SharedBytes
 from .roll import Peer, Roll
 
 logger = logging.getLogger("group_offload")
@@ -44,41 +43,6 @@ _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherSpeeds:
-    """Bytes per second, as the slowest rank measured them while all were at it."""
-
-    alone: float
-    """Weights that reach each GPU if each sends all of them over its own link."""
-    shared: float
-    """Weights that reach each GPU if each sends its share."""
-
-
-class Crew:
-    """The ranks of this host that share models, as one of them sees it. It lives as long as the process group."""
-
-    def __init__(
-        self, backend: Backend, board: Board, peers: list[Peer], link: PeerLink, speeds: GatherSpeeds | None = None
-    ) -> None:
-        self.backend = backend
-        self.rank, self.num_ranks = board.rank, board.num_ranks
-        self.is_first = self.rank == 0
-        """Whether the others follow this rank's plan."""
-        self.stream = backend.new_stream()
-        """For the ready events of slots: see [Note: A shared group]."""
-        self.link = link
-        """Used by the courier's thread once this is there."""
-        self.speeds = speeds
-        self.courier = Courier(board, peers, link, self._enter)
-        Finalize(
-            None, _leave, (weakref.ref(self.courier),), exitpriority=100
-        )  # `atexit` is not called in children of Python
-
-    def _enter(self) -> None:
-        if self.backend.has_streams and self.backend.device.index is not None:
-            torch.accelerator.set_device_index(self.backend.device.index)
-
-
 def _leave(courier: weakref.ref[Courier]) -> None:
     """The process ends. If that is because of an error, the others shall know."""
     found = courier()
@@ -86,7 +50,7 @@ def _leave(courier: weakref.ref[Courier]) -> None:
         found.leave_all()
 
 
-_crews: dict[tuple[object, ...], tuple[Any, Roll, Crew | None]] = {}
+_crews: dict[tuple[object, ...], tuple[Any, Roll, Courier | None]] = {}
 
 
 def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
@@ -100,7 +64,7 @@ def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
     return known[1], known[1].next_model()
 
 
-def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Crew | None, str]:
+def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Courier | None, str]:
     """The ranks of this host that share models, for all models of a process group and device. All ranks of it call this.
 
     Returns:
@@ -148,7 +112,9 @@ def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Crew | None, str]
             raise
     except _CannotShare as error:
         return None, str(error)
-    crew = Crew(backend, board, [*roll.peers.values()], link, speeds)
+    crew = Courier(backend, board, [*roll.peers.values()], link, speeds)
+    # `atexit` is not called in children of Python.
+    Finalize(None, _leave, (weakref.ref(crew),), exitpriority=100)
     _crews[key] = world, roll, crew
     return crew, ""
 

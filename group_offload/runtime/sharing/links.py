@@ -32,6 +32,16 @@ class SharedBytes:
         return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class GatherSpeeds:
+    """Bytes per second, as the slowest rank measured them while all were at it."""
+
+    alone: float
+    """Weights that reach each GPU if each sends all of them over its own link."""
+    shared: float
+    """Weights that reach each GPU if each sends its share."""
+
+
 class PeerLink:
     """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank.
 

@@ -36,9 +36,10 @@ from ...stores.moves import Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
 from ..measure.trace import GATHERS
 from .board import key_of
-from .crew import Crew, GatherSpeeds, crew_of, part_of, pays, roll_of
+from .courier import Courier
+from .crew import crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
-from .links import Place, SharedBytes
+from .links import GatherSpeeds, Place, SharedBytes
 from .one_copy import OneCopy
 from .roll import OtherModel, Roll
 
@@ -99,7 +100,7 @@ class Sharing:
         self._title = title
         self._recorder = recorder
         self._roll: Roll | None = None
-        self.crew: Crew | None = None
+        self.crew: Courier | None = None
         """The ranks of this host, if they share the model; None if each goes alone."""
         self.why_not = ""
         """Why each rank goes alone."""
@@ -152,8 +153,8 @@ class Sharing:
             self.speeds = crew.speeds
             if share is True or pays(crew.speeds):  # all ranks of the host have measured the same
                 self.crew = crew
-                crew.courier.post("join", self._model)
-                self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
+                crew.post("join", self._model)
+                self._leave = weakref.finalize(owner, crew.post, "leave", self._model)
                 self._leave.atexit = False
             else:
                 self.why_not = "sharing would not make weights arrive faster here"
@@ -256,11 +257,11 @@ class Sharing:
         crew = self.crew
         if crew is None:
             return
-        if crew.courier.error is not None:
-            raise again(crew.courier.error)
+        if crew.error is not None:
+            raise again(crew.error)
         link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
         patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
-        crew.courier.begin_pass(self._model, patience)
+        crew.begin_pass(self._model, patience)
 
     def recover(self) -> None:
         """A pass failed: gather no more, and return once nothing is on its way."""
@@ -268,7 +269,7 @@ class Sharing:
             job.cancel()
         self._jobs.clear()
         if self.crew is not None:
-            self.crew.courier.post("break_off", self._model)
+            self.crew.post("break_off", self._model)
             done = self._backend.new_event()
             done.record(self.crew.stream)
             done.synchronize()
@@ -281,10 +282,10 @@ class Sharing:
             names: Those of this rank's plan.
         """
         assert self.crew is not None
-        courier, key = self.crew.courier, f"{self._model}/{what}"
-        found = [*names] if self.crew.is_first else courier.residents.get(key)
-        if self.crew.is_first and self._agreed.get(what) != found:
-            courier.post("reside", (key, found))
+        crew, key = self.crew, f"{self._model}/{what}"
+        found = [*names] if crew.is_first else crew.residents.get(key)
+        if crew.is_first and self._agreed.get(what) != found:
+            crew.post("reside", (key, found))
         self._agreed[what] = found
         return names if found is None else found
 
@@ -293,7 +294,7 @@ class Sharing:
         """Whether the first rank's plan puts other groups somewhere than `agree` has said."""
         if self.crew is None or self.crew.is_first:
             return False
-        residents = self.crew.courier.residents
+        residents = self.crew.residents
         return any(residents.get(f"{self._model}/{what}") != names for what, names in self._agreed.items())
 
     def describe(self) -> str:
@@ -315,9 +316,9 @@ class Sharing:
         """What this rank sends of each group."""
         crew = self.crew
         assert crew is not None
-        if crew.courier.error is not None:
-            raise again(crew.courier.error)  # the slot may be one that another rank still writes to
-        alone = self._model in crew.courier.alone
+        if crew.error is not None:
+            raise again(crew.error)  # the slot may be one that another rank still writes to
+        alone = self._model in crew.alone
         found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
@@ -381,14 +382,14 @@ class Sharing:
             rest=self._backend.new_event(),
             ready=ready,
             stream=crew.stream,
-            post=crew.courier.post,
+            post=crew.post,
             bring_rest=bring_rest,
             send=partial(self._send, crew),
         )
         self._jobs.add(job)
         return job
 
-    def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
+    def _send(self, crew: Courier, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
         trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
         assert found is not None
