@@ -497,7 +497,8 @@ def is_on_two_hosts(rank: int) -> None:
             patch.setattr(module, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
         why = "share=True, but rank 4 can't share: no other rank of process_group is on this host"
         fails_alike(ConfigError, why, model())
-        handle = share(model(), share="auto")
+        offloaded = model()
+        handle = share(offloaded, share="auto")
         assert ("no other rank" if rank == 4 else "arrive faster") in str(handle.plan)
         several = dist.new_group([0, 1, 2, 3])
         if rank < 4:

@@ -33,13 +33,10 @@ from dataclasses import dataclass, field
 from ...base.system import lock, unlock
 from ...errors import StateError
 
-_TURN = struct.Struct("<Q")
-_SIZE = struct.Struct("<I")
-_COUNT = struct.Struct("Q")
+_NUMBER = struct.Struct("Q")
 """A number of the machine's own form: it is written at once, and nobody reads half of it."""
-_LINE_BYTES = 64
-"""What a processor writes at once. Each number that one rank writes has a line of its own."""
 _HEAD_BYTES = 1 << 16
+"""For the turn, and how many groups each rank has sent."""
 _HALF_BYTES = 1 << 20
 BOARD_BYTES = _HEAD_BYTES + 2 * _HALF_BYTES
 _LOCK_SECONDS = 20.0
@@ -110,10 +107,6 @@ class State:
             self.first += num_over
 
 
-def _line_of(rank: int) -> int:
-    return (1 + rank) * _LINE_BYTES
-
-
 def key_of(model: str, name: str) -> str:
     return f"{model}/{name}"
 
@@ -141,14 +134,11 @@ class Board:
         """The state as this rank has read or written it last."""
         self._seen = 0
         """Its turn."""
-        if (1 + num_ranks) * _LINE_BYTES > _HEAD_BYTES:
-            raise StateError(f"{num_ranks} ranks of one host share a model, which is too many. Pass share=False.")
 
     @property
     def turn(self) -> int:
         """A number that goes up with each change."""
-        found: tuple[int] = _TURN.unpack_from(self._memory, 0)
-        return found[0]
+        return self._number_at(0)
 
     @property
     def has_news(self) -> bool:
@@ -158,12 +148,12 @@ class Board:
     @property
     def sent(self) -> list[int]:
         """How many groups of the log, counted from the beginning, each rank has sent: its parts are in the others' memory."""
-        return [found for rank in range(self.num_ranks) for found in _COUNT.unpack_from(self._memory, _line_of(rank))]
+        return [self._number_at((1 + rank) * _NUMBER.size) for rank in range(self.num_ranks)]
 
     def has_sent(self, number: int) -> None:
         """This rank's parts of all groups before `number` are where they belong."""
         # No lock, and no turn: this is said for each group, and only this rank writes here.
-        _COUNT.pack_into(self._memory, _line_of(self.rank), number)
+        _NUMBER.pack_into(self._memory, (1 + self.rank) * _NUMBER.size, number)
 
     def read(self) -> State:
         """The state as it is now."""
@@ -180,12 +170,12 @@ class Board:
             yield state
             turn = self.turn + 1
             content = marshal.dumps([getattr(state, name) for name in State.__slots__])
-            if len(content) > _HALF_BYTES - _SIZE.size:
+            if len(content) > _HALF_BYTES - _NUMBER.size:
                 raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
             start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
-            self._memory[start + _SIZE.size : start + _SIZE.size + len(content)] = content
-            _SIZE.pack_into(self._memory, start, len(content))
-            _TURN.pack_into(self._memory, 0, turn)
+            self._memory[start + _NUMBER.size : start + _NUMBER.size + len(content)] = content
+            _NUMBER.pack_into(self._memory, start, len(content))
+            _NUMBER.pack_into(self._memory, 0, turn)
             self.state, self._seen = state, turn
 
     def close(self) -> None:
@@ -197,8 +187,12 @@ class Board:
         if not turn:
             return State()
         start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
-        (size,) = _SIZE.unpack_from(self._memory, start)
-        return State(*marshal.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))
+        size = self._number_at(start)
+        return State(*marshal.loads(self._memory[start + _NUMBER.size : start + _NUMBER.size + size]))
+
+    def _number_at(self, position: int) -> int:
+        found: tuple[int] = _NUMBER.unpack_from(self._memory, position)
+        return found[0]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
