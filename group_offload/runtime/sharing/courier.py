@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -22,8 +21,6 @@ from .board import Board, State
 from .jobs import Progress, Shared, ShareJob
 from .links import GatherSpeeds, PeerLink
 from .roll import Peer
-
-logger = logging.getLogger("group_offload")
 
 _WAITED_FOR_SECONDS = 1e-4
 """The time between two looks while compute waits, here or elsewhere. A copy of a group takes longer."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +31,6 @@ from .courier import Courier
 from .links import GatherSpeeds, PeerLink, Place, SharedBytes
 from .roll import Peer, Roll
 
-logger = logging.getLogger("group_offload")
-
 _LEAD_SECONDS = 0.03
 _NUM_TRIES = 3
 _NUM_GROUPS = 4
@@ -43,11 +39,10 @@ _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
 
 
-def _leave(courier: weakref.ref[Courier]) -> None:
+def _leave(crew: Courier) -> None:
     """The process ends. If that is because of an error, the others shall know."""
-    found = courier()
-    if found is not None and getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
-        found.leave_all()
+    if getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
+        crew.leave_all()
 
 
 _crews: dict[tuple[object, ...], tuple[Any, Roll, Courier | None]] = {}
@@ -114,7 +109,7 @@ def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Courier | None, s
         return None, str(error)
     crew = Courier(backend, board, [*roll.peers.values()], link, speeds)
     # `atexit` is not called in children of Python.
-    Finalize(None, _leave, (weakref.ref(crew),), exitpriority=100)
+    Finalize(None, _leave, (crew,), exitpriority=100)
     _crews[key] = world, roll, crew
     return crew, ""
 
