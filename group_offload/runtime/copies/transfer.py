@@ -192,7 +192,7 @@ class Transfer:
             begun = self._recorder.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
-            shared.begun.record(stream)
+            shared.begin(stream)
         has_failed = True
         try:
             for move in moves:

@@ -250,7 +250,7 @@ class Courier:
         model.num_offered = model.num_gathered = 0
         share = 0.5 ** min(model.misses, _MOST_HALVINGS)
         model.patience, model.read_patience = patience * share, tuning().share_limit_seconds * share
-        self._refuse_dead(name)
+        self._refuse_ended(name)
         self.link.forget_freed()
         with self._board.change() as state:
             state.memories[str(self.rank)] = self.link.handles
@@ -333,7 +333,7 @@ class Courier:
                     if str(self.rank) in state.offers.get(each.key, ()):
                         state.wait_for(self.rank, each.key)
             if now - self._looked_at > _LOOK_SECONDS:
-                self._refuse_dead(name)
+                self._refuse_ended(name)
 
     def _follow(self) -> None:
         """Send this rank's parts of what is in the log."""
@@ -391,20 +391,15 @@ class Courier:
                 self._settle(job)
         if not self._on_way:
             return
-        since = self._on_way[0][1].since
-        if time.monotonic() - max(self._looked_at, since) > _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            there = [peer.is_there for peer in self._peers]
-            sent = self._board.sent  # after: what a rank has done is told before it ends
-            late = [rank for rank, number in enumerate(sent) if number <= self._num_arrived]
-            gone = [self._peers[rank] for rank in late if not there[rank]]
-            if gone:
-                raise _have_ended(gone)
-            if late and time.monotonic() - since > tuning().share_limit_seconds:
-                names = " and ".join(str(self._peers[rank].rank) for rank in late)
+        waited, limit = time.monotonic() - self._on_way[0][1].since, tuning().share_limit_seconds
+        if min(waited, time.monotonic() - self._looked_at) > _LOOK_SECONDS:
+            self._refuse_ended()
+        if waited > limit:
+            sent = enumerate(self._board.sent)
+            late = " and ".join(str(self._peers[rank].rank) for rank, number in sent if number <= self._num_arrived)
+            if late:
                 raise StateError(
-                    f"Timed out after {tuning().share_limit_seconds:g} s waiting for weights from rank {names} (stopped or "
-                    f"hung?). Restart all ranks."
+                    f"Timed out after {limit:g} s waiting for weights from rank {late} (stopped or hung?). Restart all ranks."
                 )
 
     def _bring_alone(self, job: ShareJob, shared: Sequence[Shared]) -> None:
@@ -420,17 +415,21 @@ class Courier:
                 self._forget_left(job.model)
             job.settle()
 
-    def _refuse_dead(self, name: str) -> None:
+    def _refuse_ended(self, *models: str) -> None:
         """
         Raises:
-            StateError: a rank that still runs the model has ended.
+            StateError: a rank has ended that still runs one of these models, or has yet to send its parts.
         """
         self._looked_at = time.monotonic()
-        gone = {str(rank): peer for rank, peer in enumerate(self._peers) if not peer.is_there}
+        gone = [rank for rank, peer in enumerate(self._peers) if not peer.is_there]
         if gone:
-            self._board.read()  # after: a rank that ends as it should has left before
-            left = self._board.state.left.get(name, ())
-            unexpected = [peer for rank, peer in gone.items() if rank not in left]
+            sent, left = self._board.sent, self._board.read().left  # after: what a rank has done is told before it ends
+            unexpected = [
+                self._peers[rank]
+                for rank in gone
+                if any(str(rank) not in left.get(name, ()) for name in models)
+                or (self._on_way and sent[rank] <= self._num_arrived)
+            ]
             if unexpected:
                 raise _have_ended(unexpected)
 

@@ -97,6 +97,10 @@ class ShareJob:
     def alone(self) -> list[Shared]:
         return [each for each in self.shared if each.progress is Progress.ALONE]
 
+    def begin(self, stream: Stream) -> None:
+        """What is enqueued on `stream` next is the first copy."""
+        self.begun.record(stream)
+
     def wait(self) -> None:
         """Return once `ready` is recorded.
 
