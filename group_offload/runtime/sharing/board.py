@@ -107,10 +107,6 @@ class State:
             self.first += num_over
 
 
-def key_of(model: str, name: str) -> str:
-    return f"{model}/{name}"
-
-
 def model_of(key: str) -> str:
     return key.partition("/")[0]
 

@@ -35,7 +35,6 @@ from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
 from ..measure.trace import GATHERS
-from .board import key_of
 from .courier import Courier
 from .crew import crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
@@ -323,7 +322,7 @@ class Sharing:
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
             moves = joined(move for placed in mine for move in placed.moves())
-            at, key = mine[0].at, key_of(self._model, label)
+            at, key = mine[0].at, f"{self._model}/{label}"
             last = mine[-1]
             part_bytes, digest, num_bytes = 0, "", 0
             if not isinstance(last, PlacedImage):  # that stays on the device packed, so it is sent once
