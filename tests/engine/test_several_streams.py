@@ -22,7 +22,7 @@ from group_offload.runtime.sharing.links import PeerLink
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import Twins, exercise, forward, offload, packing
-from ..support.phantom import PhantomCrew, phantom_rank
+from ..support.phantom import phantom_rank
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -55,7 +55,7 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
     device, options = SimulatedDevice(0, "random"), {"vram_budget": 20_000, "process_group": "phantom", "share": True}
     with phantom_rank(), use_simulated_device(device), Twins(device, RoutedModel([64] * 6), **options) as twins:
         sharing = engine_of(twins.handle).sharing
-        assert sharing is not None and isinstance(sharing.crew, PhantomCrew)
+        assert sharing is not None and sharing.crew is not None
 
         def staying() -> set[str]:
             twins.run(4)

@@ -153,14 +153,6 @@ class PhantomBoard(Board):
         return super().turn
 
 
-class PhantomCrew(Courier):
-    def __init__(self, backend: Any, rng: random.Random) -> None:
-        me = Peer(0, os.getpid(), started_at(os.getpid()))
-        link = PhantomLink(backend)
-        super().__init__(backend, PhantomBoard(rng, link), [me, me], link)
-        self.memory = link.memory
-
-
 class PhantomSharing(Sharing):
     def job_for(self, parts: Sequence[Part], memory: torch.Tensor, *args: Any) -> ShareJob | None:
         job = super().job_for(parts, memory, *args)
@@ -172,14 +164,15 @@ class PhantomSharing(Sharing):
         return job
 
     def join(self, owner: object) -> None:
-        self.crew, self._model = PhantomCrew(self._backend, random.Random(0)), "1"
+        me, link = Peer(0, os.getpid(), started_at(os.getpid())), PhantomLink(self._backend)
+        board = PhantomBoard(random.Random(0), link)
+        self.crew, self._model = Courier(self._backend, board, [me, me], link), "1"
+        self._memory = link.memory
 
     def check(self, groups: Any) -> None:
         pass
 
     def _expect(self, part: Part, memory: torch.Tensor) -> None:
-        crew = self.crew
-        assert isinstance(crew, PhantomCrew)
         content, has_weights = torch.zeros(part.num_bytes, dtype=torch.uint8), torch.zeros(part.num_bytes).bool()
         for placed in part.blobs:
             assert isinstance(placed, PlacedBlob)
@@ -188,16 +181,16 @@ class PhantomSharing(Sharing):
                 content[at : at + found.numel()], has_weights[at : at + found.numel()] = found, True
         for at in (0, part.part_bytes):
             its_bytes = slice(at, at + part.part_bytes)
-            crew.memory.expected[memory.data_ptr() + part.at + at] = content[its_bytes], has_weights[its_bytes]
+            self._memory.expected[memory.data_ptr() + part.at + at] = content[its_bytes], has_weights[its_bytes]
 
     def close(self) -> None:
         crew = self.crew
-        if isinstance(crew, PhantomCrew):
-            crew.memory.is_over = True
+        if crew is not None:
+            self._memory.is_over = True
         super().close()
-        if isinstance(crew, PhantomCrew):
+        if crew is not None:
             crew.leave_all()
-            self._backend.free(crew.memory.nothing)
+            self._backend.free(self._memory.nothing)
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
+from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 
 
@@ -86,3 +89,14 @@ def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
     assert boards[0].turn == turn and boards[0].read().offers == {"1/a": {"0": ("", ())}}
     for board in boards:
         board.close()
+
+
+def test_a_board_that_another_rank_cannot_open_is_closed() -> None:
+    def exchange(topic: str, mine: Any, here: list[int]) -> list[Any]:
+        return [mine, "rank 1 failed" if topic == "1/opened" else ""]
+
+    roll: Any = SimpleNamespace(rank=0, exchange=exchange)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(crew._CannotShare, match="rank 1 failed"):
+        crew._open_board(roll, "1", [0, 1])
+    assert os.listdir("/proc/self/fd") == before
