@@ -19,7 +19,7 @@ from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import ShareJob
-from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
+from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 from group_offload.runtime.sharing.sharing import Part, Sharing
 from group_offload.stores.base import PlacedBlob
@@ -166,7 +166,7 @@ class PhantomSharing(Sharing):
     def join(self, owner: object) -> None:
         me, link = Peer(0, os.getpid(), started_at(os.getpid())), PhantomLink(self._backend)
         board = PhantomBoard(random.Random(0), link)
-        self.crew, self._model = Courier(self._backend, board, [me, me], link), "1"
+        self.crew, self._model = Courier(self._backend, board, [me, me], link, GatherSpeeds(5e9, 5e9)), "1"
         self._memory = link.memory
 
     def check(self, groups: Any) -> None:

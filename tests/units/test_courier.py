@@ -17,7 +17,7 @@ from group_offload.base.system import name_of_shared_file, new_shared_file, open
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
-from group_offload.runtime.sharing.links import PeerLink, SharedBytes
+from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 
 from ..support.allocations import SharedFiles
@@ -43,7 +43,7 @@ class Two:
         self.mine, self.its = self.memory.empty(8), self.memory.empty(8)
         self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
-        self.courier = Courier(backend, Board(fd, 0, 2), peers, self.link)
+        self.courier = Courier(backend, Board(fd, 0, 2), peers, self.link, GatherSpeeds(1.0, 1.0))
         self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)

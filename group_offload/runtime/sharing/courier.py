@@ -72,7 +72,7 @@ class Courier:
     """
 
     def __init__(
-        self, backend: Backend, board: Board, peers: Sequence[Peer], link: PeerLink, speeds: GatherSpeeds | None = None
+        self, backend: Backend, board: Board, peers: Sequence[Peer], link: PeerLink, speeds: GatherSpeeds
     ) -> None:
         """
         Args:

@@ -268,6 +268,6 @@ def part_of(num_bytes: int, num_ranks: int) -> int:
     return num_bytes // num_ranks // ALIGNMENT * ALIGNMENT
 
 
-def pays(speeds: GatherSpeeds | None) -> bool:
+def pays(speeds: GatherSpeeds) -> bool:
     """Whether weights arrive faster if each rank sends its share."""
-    return speeds is not None and speeds.shared > _MIN_GAIN * speeds.alone
+    return speeds.shared > _MIN_GAIN * speeds.alone

@@ -55,8 +55,6 @@ _ALIKE = {
 }
 """The options that all ranks have to have in common, by the name in `OffloadConfig`, and what an error calls them. (Budgets are
 not among them: those of the first rank count.)"""
-_ASSUMED_LINK = 5e9
-"""Bytes per second where the link was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +256,7 @@ class Sharing:
             return
         if crew.error is not None:
             raise again(crew.error)
-        link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
-        patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
+        patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / crew.speeds.alone
         crew.begin_pass(self._model, patience)
 
     def recover(self) -> None:
