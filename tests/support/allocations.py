@@ -37,10 +37,6 @@ class SharedFiles:
         self.files[first] = os.fstat(fd).st_ino, fd, max(1, num_bytes)
         return memory[:num_bytes]
 
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        start = self.start_of(memory)
-        return self.number_at(start), memory.data_ptr() - start
-
     def start_of(self, memory: torch.Tensor) -> int:
         at = memory.data_ptr()
         return next(start for start, (_, _, size) in self.files.items() if start <= at < start + size)

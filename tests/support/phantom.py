@@ -52,9 +52,6 @@ class PhantomMemory:
         self.nothing = backend.empty(1, backend.current_stream())
         backend.copy(self.nothing, torch.zeros(1, dtype=torch.uint8), backend.current_stream(), blocking=True)
 
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        return 1, memory.data_ptr()
-
     def start_of(self, memory: torch.Tensor) -> int:
         return 0
 

@@ -50,8 +50,8 @@ class Two:
         self.courier.post("submit", self.job)
         wait_until(lambda: self.board.read().offers)
         with self.board.change() as state:
-            number, _ = self.its_place = self.memory.place_of(self.its)
-            state.memories["1"] = {str(number): self.memory.handle_of(self.its)}
+            its_link = PeerLink(backend, 1, 2, self.memory)
+            self.its_place, state.memories["1"] = its_link.place_of(self.its), its_link.handles
             state.offer(1, "1/a", "digest", self.its_place, 2)
         wait_until(lambda: self.board.sent[0] == 1)
 
