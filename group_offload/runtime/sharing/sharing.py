@@ -361,15 +361,14 @@ class Sharing:
         self, parts: Sequence[Part], memory: torch.Tensor, ready: Event, bring_rest: Callable[[ShareJob], None]
     ) -> ShareJob | None:
         """A job for groups that are about to be sent to a slot's memory. None if none of them is shared."""
-        crew, sent, shared = self.crew, self._backend.new_event(), list[Shared]()
+        crew, cut = self.crew, [part for part in parts if part.part_bytes]
         assert crew is not None
-        for part in parts:
-            if part.part_bytes:
-                gathered = memory[part.at : part.at + part.part_bytes * crew.num_ranks]
-                found = SharedBytes(gathered, part.part_bytes, sent)
-                shared.append(Shared(part.key, part.digest, part.label, found))
-        if not shared:
+        if not cut:
             return None
+        sent, shared = self._backend.new_event(), []
+        for part in cut:
+            gathered = SharedBytes(memory[part.at : part.at + part.part_bytes * crew.num_ranks], part.part_bytes, sent)
+            shared.append(Shared(part.key, part.digest, part.label, gathered))
         job = ShareJob(
             model=self._model,
             shared=shared,
