@@ -65,12 +65,10 @@ class Two:
             number = state.first + len(state.log)
         self.board.has_sent(number)
 
-    def submit(self, name: str, memory: torch.Tensor | None = None, reads: Any = None, begun: Any = None) -> ShareJob:
-        """Offer another group: in `memory`, once `reads` are over; alone without."""
-        event = Backend().new_event()
-        found = None if memory is None else SharedBytes(memory, 4, event)
-        job = self.job_for(Shared(f"1/{name}", "digest", name, found))
-        job.reads, job.begun = reads, begun or event
+    def submit(self, name: str, reads: Any = None) -> ShareJob:
+        """Offer another group, once `reads` are over."""
+        job = self.job_for(Shared(f"1/{name}", "digest", name, SharedBytes(self.mine, 4, Backend().new_event())))
+        job.reads = reads
         job.post("submit", job)
         return job
 
@@ -117,10 +115,9 @@ def test_a_group_has_arrived_once_all_ranks_have_sent(fresh: Two) -> None:
     assert fresh.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     fresh.courier.post("leave", "1")
     wait_until(lambda: fresh.board.read().left)
-    assert not fresh.job.is_settled and fresh.shared.bytes and fresh.memory.opened
+    assert not fresh.job.is_settled and fresh.memory.opened
     fresh.other_has_sent()
     fresh.job.wait()
-    assert not fresh.shared.bytes
     wait_until(lambda: not fresh.memory.opened)
 
 
@@ -160,7 +157,7 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
     """Else the other ranks get what the slot had before, and compute with it. They do not wait for it either."""
     two.its.zero_()
     reads = SlowReads()
-    job = two.submit("b", two.mine, reads)
+    job = two.submit("b", reads)
     wait_until(two.says(reads=True))
     with two.board.change() as state:
         state.offer(1, "1/b", "digest", two.its_place, 2)
@@ -174,16 +171,16 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
 
 def test_an_offer_that_is_given_up_breaks_the_pass_off(two: Two) -> None:
     """The other rank offers that group no more, until the next pass of both. What they agreed on arrives."""
-    jobs = [two.submit(name, two.mine) for name in "bc"]
+    jobs = [two.submit(name) for name in "bc"]
     wait_until(lambda: len(two.board.read().offers) == 2)
     two.offer("1/b")
     jobs[0].wait()
     jobs[1].cancel()
-    late = two.submit("d", two.mine)
+    late = two.submit("d")
     late.wait()
     assert [len(job.alone) for job in (*jobs, late)] == [0, 1, 1] and not two.board.read().offers
     two.courier.begin_pass("1", 60.0)
-    job = two.submit("c", two.mine)
+    job = two.submit("c")
     wait_until(lambda: "1/c" in two.board.read().offers)
     two.offer("1/c")
     job.wait()
@@ -202,7 +199,7 @@ def test_a_rank_that_does_not_send_is_named(fault: str, why: str, monkeypatch: p
     with pytest.raises(StateError, match=why):
         fresh.job.wait()
     fresh.job.cancel()
-    assert fresh.shared.bytes  # a process that was stopped may go on, and write to the slot
+    assert fresh.courier._on_way  # a process that was stopped may go on, and write to the slot
 
 
 def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed(two: Two) -> None:

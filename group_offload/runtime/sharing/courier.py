@@ -299,7 +299,7 @@ class Courier:
                 found += [(job, each) for each in waiting]
         if not found and reading == self._board.state.reading.get(str(self.rank), []):
             return
-        places = [() if each.bytes is None else self.link.place_of(each.bytes.memory) for _, each in found]
+        places = [self.link.place_of(each.bytes.memory) for _, each in found]
         with self._board.change() as state:
             state.memories[str(self.rank)] = self.link.handles
             state.reading[str(self.rank)] = reading
@@ -386,7 +386,6 @@ class Courier:
             self._num_arrived += 1
             if shared.progress is Progress.AGREED:
                 self._model(job.model).read_patience = tuning().share_limit_seconds
-                shared.bytes = None
                 shared.progress = Progress.GATHERED
                 self._settle(job)
         if not self._on_way:

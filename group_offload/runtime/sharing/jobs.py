@@ -44,8 +44,8 @@ class Shared:
     digest: str
     """What the ranks have to have in common."""
     label: str
-    bytes: SharedBytes | None = None
-    """They hold the slot's memory as long as other ranks may write to it. None once that is over."""
+    bytes: SharedBytes
+    """They hold the slot's memory as long as other ranks may write to it."""
     progress: Progress = Progress.SENT
     since: float = 0.0
     """When it came as far as that."""

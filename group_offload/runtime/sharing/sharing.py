@@ -387,7 +387,6 @@ class Sharing:
     def _send(self, crew: Courier, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
         trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
-        assert found is not None
         begun: list[Any] = []
         on_begin = (lambda: None) if trace is None else (lambda: begun.append(trace.now(stream)))
         events = crew.link.send(found, places, on_begin)
