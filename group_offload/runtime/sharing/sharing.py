@@ -107,7 +107,6 @@ class Sharing:
         self._model = ""
         self._here: list[int] = []
         """The ranks of this host, if they can have memory in common."""
-        self._is_checked = False
         self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
         """By group, the state of its blobs and the digest of them then."""
         self.bytes_gathered = 0
@@ -222,7 +221,6 @@ class Sharing:
                 names[at] = digest
         for found_there in filter(None, self._exchange("others", other or [], ranks)):  # hosts compare for themselves
             raise OtherModel(*found_there)
-        self._is_checked = True
         for (group_id, blobs), name in zip(groups.items(), names, strict=True):
             self._digests[group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
 
@@ -232,7 +230,7 @@ class Sharing:
 
     def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
-        if self._roll is not None and not self._is_checked:
+        if self._roll is not None:
             self._roll.fail(self._model, error)
 
     def close(self) -> None:
