@@ -99,13 +99,6 @@ class State:
             del self.left[model], self.breaks[model]
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
 
-    def forget(self, num_arrived: int) -> None:
-        """So many groups, counted from the beginning, have arrived."""
-        num_over = num_arrived - self.first
-        if num_over > 0:
-            del self.log[:num_over]
-            self.first += num_over
-
 
 def model_of(key: str) -> str:
     return key.partition("/")[0]
@@ -162,7 +155,10 @@ class Board:
         """The state, which is written at the end of the block."""
         with self._locked():
             state = self._load()
-            state.forget(min(self.sent))
+            num_arrived = min(self.sent) - state.first
+            assert num_arrived >= 0
+            del state.log[:num_arrived]
+            state.first += num_arrived
             yield state
             turn = self.turn + 1
             content = marshal.dumps([getattr(state, name) for name in State.__slots__])
