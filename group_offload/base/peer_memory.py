@@ -56,18 +56,14 @@ class PeerMemory:
         retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number)  # torch's own one, for good
         self._check("cuDevicePrimaryCtxRetain", retained)
 
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        """The number of the allocation that device memory lies in, which no other one ever has, and the byte of it."""
-        return self.number_at(memory.data_ptr()), memory.data_ptr() - self.start_of(memory)
-
     def start_of(self, memory: torch.Tensor) -> int:
-        """The address of the allocation."""
+        """The address of the allocation that device memory lies in."""
         start, size = _ADDRESS(), _SIZE()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), memory.data_ptr())
         return start.value
 
     def number_at(self, address: int) -> int:
-        """The number of the allocation that is at an address now.
+        """The number of the allocation that is at an address now, which no other one ever has.
 
         Raises:
             RuntimeError: there is none.

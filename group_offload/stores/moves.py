@@ -127,19 +127,7 @@ class Unpack:
         unpack_strip(packed, self.strip, target, self.start)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """Bytes of the slot of which each GPU of the host has brought its part by then, and gets the parts of the others."""
-
-    at: int
-    """The byte of the slot that the first part begins at."""
-    part_bytes: int
-    """The bytes of one part. All parts are equally large, and lie one after another in the order of the ranks."""
-    key: str
-    """The name under which the ranks agree on the group."""
-
-
-Move = Copy | Read | Unpack | Gather
+Move = Copy | Read | Unpack
 
 
 def may_be_cut(moves: Iterable[Move]) -> bool:
@@ -157,7 +145,6 @@ def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
     """The moves of those bytes that go to bytes `start` to `end` of the slot."""
     found: list[Move] = []
     for move in moves:
-        assert isinstance(move, (Copy, Read, Unpack))
         lands = move.unpack if isinstance(move, Read) and move.unpack is not None else move
         first, last = max(start, lands.at), min(end, lands.at + lands.num_bytes)
         if first >= last:
@@ -181,12 +168,7 @@ def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
 
 def sent_bytes(move: Move) -> int:
     """The bytes that leave the host, or files."""
-    match move:
-        case Gather():
-            return 0
-        case Unpack():
-            return move.sent_bytes
-    return move.num_bytes
+    return move.sent_bytes if isinstance(move, Unpack) else move.num_bytes
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
@@ -194,7 +176,7 @@ def joined(moves: Iterable[Move]) -> list[Move]:
     found: list[Move] = []
     for move in moves:
         last = found[-1] if found else None
-        if isinstance(last, (Copy, Read)) and not isinstance(move, Gather) and _continues(last, move):
+        if isinstance(last, (Copy, Read)) and _continues(last, move):
             found[-1] = replace(last, num_bytes=last.num_bytes + move.num_bytes)
         else:
             found.append(move)

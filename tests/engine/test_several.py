@@ -36,7 +36,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.leaves_early,
         several.is_dropped,
         several.meets_again,
-        several.shares_on_one_rank_only,
         (several.is_missing, "is missing"),
     )
 

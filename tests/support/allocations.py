@@ -14,7 +14,7 @@ import torch
 from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
 from group_offload.runtime.sharing import crew
-from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink
 from group_offload.runtime.sharing.roll import Roll
 
 
@@ -36,10 +36,6 @@ class SharedFiles:
                 del self.files[start]
         self.files[first] = os.fstat(fd).st_ino, fd, max(1, num_bytes)
         return memory[:num_bytes]
-
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        start = self.start_of(memory)
-        return self.number_at(start), memory.data_ptr() - start
 
     def start_of(self, memory: torch.Tensor) -> int:
         at = memory.data_ptr()
@@ -75,5 +71,5 @@ def use_peer_links() -> None:
     patch.setattr(crew, "_connect", partial(_connect, files))
 
 
-def _connect(files: Any, backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, None]:
-    return PeerLink(backend, here.index(roll.rank), len(here), files), None
+def _connect(files: Any, backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, GatherSpeeds]:
+    return PeerLink(backend, here.index(roll.rank), len(here), files), GatherSpeeds(alone=1e18, shared=1e18)

@@ -17,13 +17,12 @@ from group_offload.base.layout import as_bytes
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime import engine
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
-from group_offload.runtime.sharing.crew import Crew
+from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import ShareJob
-from group_offload.runtime.sharing.links import PeerLink, Place, SharedBytes
+from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink, Place, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 from group_offload.runtime.sharing.sharing import Part, Sharing
 from group_offload.stores.base import PlacedBlob
-from group_offload.stores.moves import Gather
 
 from .tuning import tune
 
@@ -52,9 +51,6 @@ class PhantomMemory:
         """Whether the model is no longer offloaded: memory of the other rank is given up then, and not before."""
         self.nothing = backend.empty(1, backend.current_stream())
         backend.copy(self.nothing, torch.zeros(1, dtype=torch.uint8), backend.current_stream(), blocking=True)
-
-    def place_of(self, memory: torch.Tensor) -> tuple[int, int]:
-        return 1, memory.data_ptr()
 
     def start_of(self, memory: torch.Tensor) -> int:
         return 0
@@ -154,53 +150,44 @@ class PhantomBoard(Board):
         return super().turn
 
 
-class PhantomCrew(Crew):
-    def __init__(self, backend: Any, rng: random.Random) -> None:
-        me = Peer(0, os.getpid(), started_at(os.getpid()))
-        link = PhantomLink(backend)
-        super().__init__(backend, PhantomBoard(rng, link), [me, me], link)
-        self.memory = link.memory
-
-
 class PhantomSharing(Sharing):
-    def job_for(self, *args: Any) -> ShareJob | None:
-        job = super().job_for(*args)
+    def job_for(self, parts: Sequence[Part], memory: torch.Tensor, *args: Any) -> ShareJob | None:
+        job = super().job_for(parts, memory, *args)
         if job is not None:
             job.begun = Reached(job.begun)
+            for part in parts:
+                if part.part_bytes:
+                    self._expect(part, memory)
         return job
 
     def join(self, owner: object) -> None:
-        self.crew, self._model = PhantomCrew(self._backend, random.Random(0)), "1"
+        me, link = Peer(0, os.getpid(), started_at(os.getpid())), PhantomLink(self._backend)
+        board = PhantomBoard(random.Random(0), link)
+        self.crew, self._model = Courier(self._backend, board, [me, me], link, GatherSpeeds(5e9, 5e9)), "1"
+        self._memory = link.memory
 
     def check(self, groups: Any) -> None:
         pass
 
-    def moves_of(self, parts: Sequence[Part]) -> list[Any]:
-        self._parts = {part.key: part for part in parts}
-        return super().moves_of(parts)
-
-    def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Any) -> None:
-        part, crew = self._parts[move.key], self.crew
-        assert isinstance(crew, PhantomCrew)
+    def _expect(self, part: Part, memory: torch.Tensor) -> None:
         content, has_weights = torch.zeros(part.num_bytes, dtype=torch.uint8), torch.zeros(part.num_bytes).bool()
         for placed in part.blobs:
             assert isinstance(placed, PlacedBlob)
             for spec, tensor in zip(placed.blob.layout.specs, placed.blob.rest, strict=True):
                 at, found = placed.at - part.at + spec.offset, as_bytes(tensor)
                 content[at : at + found.numel()], has_weights[at : at + found.numel()] = found, True
-        for at in (0, move.part_bytes):
-            its_bytes = slice(at, at + move.part_bytes)
-            crew.memory.expected[memory.data_ptr() + move.at + at] = content[its_bytes], has_weights[its_bytes]
-        super().has_landed(job, move, memory, event)
+        for at in (0, part.part_bytes):
+            its_bytes = slice(at, at + part.part_bytes)
+            self._memory.expected[memory.data_ptr() + part.at + at] = content[its_bytes], has_weights[its_bytes]
 
     def close(self) -> None:
         crew = self.crew
-        if isinstance(crew, PhantomCrew):
-            crew.memory.is_over = True
+        if crew is not None:
+            self._memory.is_over = True
         super().close()
-        if isinstance(crew, PhantomCrew):
-            crew.courier.leave_all()
-            self._backend.free(crew.memory.nothing)
+        if crew is not None:
+            crew.leave_all()
+            self._backend.free(self._memory.nothing)
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
+from group_offload.runtime.sharing import crew
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
 
 
@@ -44,7 +47,6 @@ def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
     found = State()
     for rank in (0, 1):
         found.offer(rank, "1/b", str(rank), (), 3)
-        found.note_reading(rank, "1", reads=True)
     found.residents = {"1/device": ["a"], "2/device": ["a"]}
     for rank in (0, 1):
         found.leave(rank, "1", 2)
@@ -62,7 +64,7 @@ def test_what_was_sent_is_said_without_a_turn() -> None:
     for number, board in enumerate(boards):
         board.has_sent(number + (1 << 32))
     assert [board.sent for board in boards] == [[1 << 32, (1 << 32) + 1, (1 << 32) + 2]] * 3 and boards[0].turn == turn
-    assert len(boards[0].read()[0].log) == 1
+    assert len(boards[0].read().log) == 1
     with boards[2].change() as found:
         assert not found.log
     for board in boards:
@@ -84,6 +86,17 @@ def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         break_off()
-    assert boards[0].turn == turn and boards[0].read()[0].offers == {"1/a": {"0": ("", ())}}
+    assert boards[0].turn == turn and boards[0].read().offers == {"1/a": {"0": ("", ())}}
     for board in boards:
         board.close()
+
+
+def test_a_board_that_another_rank_cannot_open_is_closed() -> None:
+    def exchange(topic: str, mine: Any, here: list[int]) -> list[Any]:
+        return [mine, "rank 1 failed" if topic == "1/opened" else ""]
+
+    roll: Any = SimpleNamespace(rank=0, exchange=exchange)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(crew._CannotShare, match="rank 1 failed"):
+        crew._open_board(roll, "1", [0, 1])
+    assert os.listdir("/proc/self/fd") == before

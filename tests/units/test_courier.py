@@ -17,7 +17,7 @@ from group_offload.base.system import name_of_shared_file, new_shared_file, open
 from group_offload.runtime.sharing.board import BOARD_BYTES, Board
 from group_offload.runtime.sharing.courier import Courier
 from group_offload.runtime.sharing.jobs import Progress, Shared, ShareJob
-from group_offload.runtime.sharing.links import PeerLink, SharedBytes
+from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink, SharedBytes
 from group_offload.runtime.sharing.roll import Peer
 
 from ..support.allocations import SharedFiles
@@ -43,15 +43,15 @@ class Two:
         self.mine, self.its = self.memory.empty(8), self.memory.empty(8)
         self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
-        self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
+        self.courier = Courier(backend, Board(fd, 0, 2), peers, self.link, GatherSpeeds(1.0, 1.0))
         self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)
         self.courier.post("submit", self.job)
-        wait_until(lambda: self.board.read()[0].offers)
+        wait_until(lambda: self.board.read().offers)
         with self.board.change() as state:
-            number, _ = self.its_place = self.memory.place_of(self.its)
-            state.memories["1"] = {str(number): self.memory.handle_of(self.its)}
+            its_link = PeerLink(backend, 1, 2, self.memory)
+            self.its_place, state.memories["1"] = its_link.place_of(self.its), its_link.handles
             state.offer(1, "1/a", "digest", self.its_place, 2)
         wait_until(lambda: self.board.sent[0] == 1)
 
@@ -65,17 +65,15 @@ class Two:
             number = state.first + len(state.log)
         self.board.has_sent(number)
 
-    def submit(self, name: str, memory: torch.Tensor | None = None, reads: Any = None, begun: Any = None) -> ShareJob:
-        """Offer another group: in `memory`, once `reads` are over; alone without."""
-        event = Backend().new_event()
-        found = None if memory is None else SharedBytes(memory, 4, event)
-        job = self.job_for(Shared(f"1/{name}", "digest", name, found))
-        job.reads, job.begun = reads, begun or event
+    def submit(self, name: str, reads: Any = None) -> ShareJob:
+        """Offer another group, once `reads` are over."""
+        job = self.job_for(Shared(f"1/{name}", "digest", name, SharedBytes(self.mine, 4, Backend().new_event())))
+        job.reads = reads
         job.post("submit", job)
         return job
 
     def says(self, *, reads: bool) -> Callable[[], bool]:
-        return lambda: self.board.read()[0].reading.get("1") == ["0"] * reads
+        return lambda: self.board.read().reading.get("0", []) == ["1"] * reads
 
     def job_for(self, shared: Shared) -> ShareJob:
         event = Backend().new_event()
@@ -116,11 +114,10 @@ def test_a_group_has_arrived_once_all_ranks_have_sent(fresh: Two) -> None:
     """Also one of a model that is left meanwhile. Else memory that other ranks give back stays taken."""
     assert fresh.its.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     fresh.courier.post("leave", "1")
-    wait_until(lambda: fresh.board.read()[0].left)
-    assert not fresh.job.is_settled and fresh.shared.bytes and fresh.memory.opened
+    wait_until(lambda: fresh.board.read().left)
+    assert not fresh.job.is_settled and fresh.memory.opened
     fresh.other_has_sent()
     fresh.job.wait()
-    assert not fresh.shared.bytes
     wait_until(lambda: not fresh.memory.opened)
 
 
@@ -142,10 +139,10 @@ def test_a_rank_that_reads_for_ever_is_not_waited_for(fault: str, monkeypatch: p
     tune(monkeypatch, share_limit_seconds=limit)
     two.courier.begin_pass("1", 1e-3 if fault == "hangs" else limit)
     with two.board.change() as state:
-        state.note_reading(1, "1", reads=True)
+        state.reading["1"] = ["1"]
     start = time.monotonic()
     jobs = [two.submit(name) for name in "bcd"]
-    wait_until(lambda: len(two.board.read()[0].offers) == 3)
+    wait_until(lambda: len(two.board.read().offers) == 3)
     if fault != "hangs":
         with two.board.change() as state:
             state.leave(1, "1", 2) if fault == "leaves" else state.break_off("1")
@@ -160,7 +157,7 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
     """Else the other ranks get what the slot had before, and compute with it. They do not wait for it either."""
     two.its.zero_()
     reads = SlowReads()
-    job = two.submit("b", two.mine, reads)
+    job = two.submit("b", reads)
     wait_until(two.says(reads=True))
     with two.board.change() as state:
         state.offer(1, "1/b", "digest", two.its_place, 2)
@@ -169,22 +166,22 @@ def test_what_was_not_read_is_never_offered(fault: str, two: Two) -> None:
     reads.is_over = True
     wait_until(two.says(reads=False))
     assert job.shared[0].progress is Progress.ALONE and not two.its.any()
-    assert fault == "given up" or not two.board.read()[0].offers
+    assert fault == "given up" or not two.board.read().offers
 
 
 def test_an_offer_that_is_given_up_breaks_the_pass_off(two: Two) -> None:
     """The other rank offers that group no more, until the next pass of both. What they agreed on arrives."""
-    jobs = [two.submit(name, two.mine) for name in "bc"]
-    wait_until(lambda: len(two.board.read()[0].offers) == 2)
+    jobs = [two.submit(name) for name in "bc"]
+    wait_until(lambda: len(two.board.read().offers) == 2)
     two.offer("1/b")
     jobs[0].wait()
     jobs[1].cancel()
-    late = two.submit("d", two.mine)
+    late = two.submit("d")
     late.wait()
-    assert [len(job.alone) for job in (*jobs, late)] == [0, 1, 1] and not two.board.read()[0].offers
+    assert [len(job.alone) for job in (*jobs, late)] == [0, 1, 1] and not two.board.read().offers
     two.courier.begin_pass("1", 60.0)
-    job = two.submit("c", two.mine)
-    wait_until(lambda: "1/c" in two.board.read()[0].offers)
+    job = two.submit("c")
+    wait_until(lambda: "1/c" in two.board.read().offers)
     two.offer("1/c")
     job.wait()
     assert not job.alone
@@ -202,7 +199,7 @@ def test_a_rank_that_does_not_send_is_named(fault: str, why: str, monkeypatch: p
     with pytest.raises(StateError, match=why):
         fresh.job.wait()
     fresh.job.cancel()
-    assert fresh.shared.bytes  # a process that was stopped may go on, and write to the slot
+    assert fresh.courier._on_way  # a process that was stopped may go on, and write to the slot
 
 
 def test_a_rank_that_leaves_and_ends_while_nobody_looks_is_not_missed(two: Two) -> None:

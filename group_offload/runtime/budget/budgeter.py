@@ -48,8 +48,6 @@ NUM_TIMED = 3
 """The number of first passes of a kind whose compute is measured. The median of as many last ones counts."""
 TIMED_EVERY = 32
 """Later on one pass in this many is measured, and more often at first: the 4th, 8th, 16th, 32nd, 64th, 96th."""
-NUM_TIMED_KINDS = 8
-"""The number of kinds whose times are remembered."""
 _IN_PLACE = 1e18
 """Link speed on the CPU, in bytes per second: as good as infinite, since weights in RAM are used in place."""
 _STEPS = 64
@@ -76,7 +74,7 @@ class Budgeter:
         """RAM for weights that are in no file, and for pinned files."""
         self._num_passes: Recent[Kind, int] = Recent()
         """How many passes each kind had, of the last kinds."""
-        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent(NUM_TIMED_KINDS)
+        self._timed: Recent[Kind, deque[dict[str, float]]] = Recent()
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._passes: deque[tuple[Kind, float]] = deque(maxlen=NUM_TIMED)
         """The last timed forwards since weights rest where they do now, and the seconds that each took."""

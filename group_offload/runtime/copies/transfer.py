@@ -13,7 +13,7 @@ from ...base.device import Event, Stream, plain_empty
 from ...base.torch_internals import is_profiler_enabled
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage
-from ...stores.moves import Copy, Gather, Move, PageableMemory, Read, Tier, Unpack, joined, sent_bytes
+from ...stores.moves import Copy, Move, PageableMemory, Read, Tier, Unpack, joined, sent_bytes
 from ..measure.recorder import Recorder
 from ..measure.trace import COPIES
 from ..sharing.jobs import ShareJob
@@ -109,13 +109,11 @@ class Transfer:
         landing: Landing,
         *,
         job: ReadJob | None = None,
-        alone: bool = False,
     ) -> Job | None:
         """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
             job: The job that `read_ahead` gave for these blobs, if any.
-            alone: Whether other GPUs will not bring their shares.
 
         Returns:
             A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
@@ -123,7 +121,7 @@ class Transfer:
         labels = [*dict.fromkeys(placed.label for placed in blobs)]
         with record_function(f"group_offload.onload {' '.join(labels)}") if is_profiler_enabled() else _UNPROFILED:
             if self.sharing is not None and self.sharing.crew is not None:
-                return self._send_share(self.sharing, blobs, labels, landing, job, alone=alone)
+                return self._send_share(self.sharing, blobs, labels, landing, job)
             return self._send(labels, _moves_of(blobs), landing, job)
 
     def _send_share(
@@ -133,17 +131,17 @@ class Transfer:
         labels: Sequence[str],
         landing: Landing,
         job: ReadJob | None,
-        *,
-        alone: bool,
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
-        parts = sharing.parts_of(blobs, alone=alone)
+        parts = sharing.parts_of(blobs)
         if job is not None and any(not part.part_bytes for part in parts):
             job.cancel()  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
         memory, berths = landing.memory, landing.berths
-        shared = sharing.job_for(parts, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths))
+        shared = sharing.job_for(
+            parts, memory, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths)
+        )
         if shared is None:
             return self._send(labels, moves, landing, job)
         landing.ready = shared.sent
@@ -199,11 +197,6 @@ class Transfer:
         try:
             for move in moves:
                 match move:
-                    case Gather():
-                        assert shared is not None and self.sharing is not None
-                        # Threads enqueue copies of what they read later.
-                        landed = shared.sent if reads else self.sharing.record(stream)
-                        self.sharing.has_landed(shared, move, landing.memory, landed)
                     case Copy():
                         self._wait_for_room(landing)
                         target = landing.memory[move.at : move.at + move.num_bytes]
@@ -224,9 +217,8 @@ class Transfer:
             for each in streams:
                 self.last_copies.record(each)
         for move in moves:
-            if not isinstance(move, Gather):
-                self.bytes_sent[move.tier] += sent_bytes(move)
-                self._bytes_locked += move.num_bytes if isinstance(move, Copy) and move.tier is Tier.FILE else 0
+            self.bytes_sent[move.tier] += sent_bytes(move)
+            self._bytes_locked += move.num_bytes if isinstance(move, Copy) and move.tier is Tier.FILE else 0
         if not reads or is_host:
             return None
         self._reads_memory |= _has_memory(reads)

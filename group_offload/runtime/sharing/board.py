@@ -33,13 +33,10 @@ from dataclasses import dataclass, field
 from ...base.system import lock, unlock
 from ...errors import StateError
 
-_TURN = struct.Struct("<Q")
-_SIZE = struct.Struct("<I")
-_COUNT = struct.Struct("Q")
+_NUMBER = struct.Struct("Q")
 """A number of the machine's own form: it is written at once, and nobody reads half of it."""
-_LINE_BYTES = 64
-"""What a processor writes at once. Each number that one rank writes has a line of its own."""
 _HEAD_BYTES = 1 << 16
+"""For the turn, and how many groups each rank has sent."""
 _HALF_BYTES = 1 << 20
 BOARD_BYTES = _HEAD_BYTES + 2 * _HALF_BYTES
 _LOCK_SECONDS = 20.0
@@ -62,7 +59,7 @@ class State:
     awaited: dict[str, str] = field(default_factory=dict)
     """By rank, the key that its compute waited for last. It waits no more if the rank does not offer that."""
     reading: dict[str, list[str]] = field(default_factory=dict)
-    """By model, the ranks that read the share that they offer next."""
+    """By rank, the models of which it reads the share that it offers next."""
     left: dict[str, list[str]] = field(default_factory=dict)
     """By model, the ranks that do not run it any more."""
     residents: dict[str, list[str]] = field(default_factory=dict)
@@ -92,36 +89,15 @@ class State:
                 self.break_off(model_of(key))
                 return
 
-    def note_reading(self, rank: int, model: str, *, reads: bool) -> None:
-        others = [each for each in self.reading.get(model, ()) if each != str(rank)]
-        self.reading[model] = [*others, str(rank)] if reads else others
-
     def leave(self, rank: int, model: str, num_ranks: int) -> None:
         """This rank does not run the model any more. Once none does, nothing of it is left."""
         self.break_off(model)
-        self.note_reading(rank, model, reads=False)
         left = self.left.setdefault(model, [])
         if str(rank) not in left:
             left.append(str(rank))
         if len(left) == num_ranks:
-            for by_model in (self.left, self.breaks, self.reading):
-                by_model.pop(model)
+            del self.left[model], self.breaks[model]
             self.residents = {key: names for key, names in self.residents.items() if model_of(key) != model}
-
-    def forget(self, num_arrived: int) -> None:
-        """So many groups, counted from the beginning, have arrived."""
-        num_over = num_arrived - self.first
-        if num_over > 0:
-            del self.log[:num_over]
-            self.first += num_over
-
-
-def _line_of(rank: int) -> int:
-    return (1 + rank) * _LINE_BYTES
-
-
-def key_of(model: str, name: str) -> str:
-    return f"{model}/{name}"
 
 
 def model_of(key: str) -> str:
@@ -141,67 +117,77 @@ class Board:
             fd: A descriptor of its own, of a file of `BOARD_BYTES` bytes. The board closes it.
         """
         self.rank, self.num_ranks = rank, num_ranks
-        self._fd: int | None = fd
+        self._fd = fd
         self._memory = mmap.mmap(fd, BOARD_BYTES)
-        self.written = 0
-        """The turn of the last change of this rank."""
-        if (1 + num_ranks) * _LINE_BYTES > _HEAD_BYTES:
-            raise StateError(f"{num_ranks} ranks of one host share a model, which is too many. Pass share=False.")
+        self.state = State()
+        """The state as this rank has read or written it last."""
+        self._seen = 0
+        """Its turn."""
 
     @property
     def turn(self) -> int:
         """A number that goes up with each change."""
-        found: tuple[int] = _TURN.unpack_from(self._memory, 0)
-        return found[0]
+        return self._number_at(0)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether another rank has changed the state since."""
+        return self.turn != self._seen
 
     @property
     def sent(self) -> list[int]:
         """How many groups of the log, counted from the beginning, each rank has sent: its parts are in the others' memory."""
-        return [found for rank in range(self.num_ranks) for found in _COUNT.unpack_from(self._memory, _line_of(rank))]
+        return [self._number_at((1 + rank) * _NUMBER.size) for rank in range(self.num_ranks)]
 
     def has_sent(self, number: int) -> None:
         """This rank's parts of all groups before `number` are where they belong."""
         # No lock, and no turn: this is said for each group, and only this rank writes here.
-        _COUNT.pack_into(self._memory, _line_of(self.rank), number)
+        _NUMBER.pack_into(self._memory, (1 + self.rank) * _NUMBER.size, number)
 
-    def read(self) -> tuple[State, int]:
-        """The state, and its turn."""
+    def read(self) -> State:
+        """The state as it is now."""
         with self._locked():
-            return self._load(), self.turn
+            self.state, self._seen = self._load(), self.turn
+        return self.state
 
     @contextmanager
     def change(self) -> Iterator[State]:
         """The state, which is written at the end of the block."""
         with self._locked():
             state = self._load()
-            state.forget(min(self.sent))
+            num_arrived = min(self.sent) - state.first
+            assert num_arrived >= 0
+            del state.log[:num_arrived]
+            state.first += num_arrived
             yield state
-            turn = self.written = self.turn + 1
+            turn = self.turn + 1
             content = marshal.dumps([getattr(state, name) for name in State.__slots__])
-            if len(content) > _HALF_BYTES - _SIZE.size:
+            if len(content) > _HALF_BYTES - _NUMBER.size:
                 raise StateError("Too many groups are offered at once by GPUs that share a model. Pass share=False.")
             start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
-            self._memory[start + _SIZE.size : start + _SIZE.size + len(content)] = content
-            _SIZE.pack_into(self._memory, start, len(content))
-            _TURN.pack_into(self._memory, 0, turn)
+            self._memory[start + _NUMBER.size : start + _NUMBER.size + len(content)] = content
+            _NUMBER.pack_into(self._memory, start, len(content))
+            _NUMBER.pack_into(self._memory, 0, turn)
+            self.state, self._seen = state, turn
 
     def close(self) -> None:
-        if self._fd is not None:
-            self._memory.close()
-            os.close(self._fd)
-            self._fd = None
+        self._memory.close()
+        os.close(self._fd)
 
     def _load(self) -> State:
         turn = self.turn
         if not turn:
             return State()
         start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
-        (size,) = _SIZE.unpack_from(self._memory, start)
-        return State(*marshal.loads(self._memory[start + _SIZE.size : start + _SIZE.size + size]))
+        size = self._number_at(start)
+        return State(*marshal.loads(self._memory[start + _NUMBER.size : start + _NUMBER.size + size]))
+
+    def _number_at(self, position: int) -> int:
+        found: tuple[int] = _NUMBER.unpack_from(self._memory, position)
+        return found[0]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        assert self._fd is not None
         limit = time.monotonic() + _LOCK_SECONDS
         while True:
             try:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ...base.device import Event
+import torch
+
+from ...base.device import Backend
 from ...base.tuning import tuning
 from ...errors import StateError
 from .board import Board, State
 from .jobs import Progress, Shared, ShareJob
-from .links import PeerLink
+from .links import GatherSpeeds, PeerLink
 from .roll import Peer
-
-logger = logging.getLogger("group_offload")
 
 _WAITED_FOR_SECONDS = 1e-4
 """The time between two looks while compute waits, here or elsewhere. A copy of a group takes longer."""
@@ -53,8 +52,6 @@ class _Model:
     """How many passes in a row have offered groups, and gathered none."""
     num_offered: int = 0
     num_gathered: int = 0
-    is_reading: bool = False
-    """Whether the other ranks were told that the next share is being read."""
     has_left: bool = False
     """Whether this rank does not run it any more."""
     jobs: dict[ShareJob, None] = field(default_factory=dict)
@@ -64,42 +61,40 @@ class _Model:
         for job in self.jobs:
             for each in job.shared if job.wanted_at else ():
                 if each.progress is Progress.OFFERED:
-                    return each, max(job.wanted_at, each.offered_at)
+                    return each, max(job.wanted_at, each.since)
         return None
 
 
-@dataclass(slots=True)
-class _OnWay:
-    """A group of the log that has not arrived."""
-
-    job: ShareJob
-    shared: Shared
-    sent: list[Event]
-    """They are behind this rank's parts."""
-    since: float
-
-
 class Courier:
-    """One thread, for all models that a rank shares with the same other ranks. Only the thread uses the board."""
+    """One thread, for all models that a rank shares with the same other ranks. Only the thread changes the board.
 
-    def __init__(self, board: Board, peers: Sequence[Peer], link: PeerLink, enter: Callable[[], None]) -> None:
+    It lives as long as the process group.
+    """
+
+    def __init__(
+        self, backend: Backend, board: Board, peers: Sequence[Peer], link: PeerLink, speeds: GatherSpeeds
+    ) -> None:
         """
         Args:
             peers: The processes of all ranks, in order.
-            enter: A function that the thread calls first: it makes the device the current one.
+            link: Used by the thread from now on.
         """
+        self._backend = backend
         self._board = board
-        self._rank = board.rank
+        self.rank, self.num_ranks = board.rank, board.num_ranks
+        self.is_first = self.rank == 0
+        """Whether the others follow this rank's plan."""
         self._peers = peers
-        self._link = link
-        self._enter = enter
+        self.link = link
+        self.speeds = speeds
+        self.stream = backend.new_stream()
+        """For the ready events of slots: see [Note: A shared group]."""
         self._requests: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._models: dict[str, _Model] = {}
         self._offered: dict[str, tuple[ShareJob, Shared]] = {}
-        self._state = State()
-        self._turn = 0
-        self._on_way: deque[_OnWay] = deque()
-        """In the order of the log. What is in it when sharing ends by an error stays: others may yet write to its memory."""
+        self._on_way: deque[tuple[ShareJob, Shared]] = deque()
+        """The groups of the log that have not arrived, in its order. They stay if sharing ends by an error: others may yet
+        write to their memory."""
         self._num_sent = self._num_arrived = 0
         self._is_closing = False
         self._looked_at = 0.0
@@ -107,12 +102,15 @@ class Courier:
         """The models whose pass in progress is broken off. The thread adds them."""
         self.error: BaseException | None = None
         """Why nothing is shared any more."""
-        self.residents: dict[str, list[str]] = {}
-        """By model and place, the groups that the first rank puts there."""
         self._thread = threading.Thread(target=self._run, name="group_offload sharing", daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------- other threads
+
+    @property
+    def residents(self) -> dict[str, list[str]]:
+        """By model and place, the groups that the first rank puts there."""
+        return self._board.state.residents
 
     def post(self, request: str, content: Any) -> None:
         """Ask the thread for something. It answers by what it does with jobs."""
@@ -138,8 +136,9 @@ class Courier:
 
     def _run(self) -> None:
         try:
-            self._enter()
-            while not (self._is_closing and not self._on_way and self._board.turn == self._turn):
+            if self._backend.has_streams and self._backend.device.index is not None:
+                torch.accelerator.set_device_index(self._backend.device.index)
+            while not (self._is_closing and not self._on_way and not self._board.has_news):
                 self._serve()
                 self._offer()
                 self._wait()
@@ -153,8 +152,7 @@ class Courier:
             self.error = self.error or StateError("Sharing weights with other processes has ended. Restart all ranks.")
             self._settle_all()
             with suppress(StateError), self._board.change() as state:
-                for name in [name for name, model in self._models.items() if model.is_reading]:
-                    state.note_reading(self._rank, name, reads=False)
+                state.reading.pop(str(self.rank), None)
             self._board.close()
 
     def _settle_all(self) -> None:
@@ -170,14 +168,14 @@ class Courier:
 
     def _blame(self, error: BaseException) -> BaseException:
         """The error for the user: what ended, if that is why something failed."""
+        if isinstance(error, StateError):
+            return error
         limit = time.monotonic() + _END_SECONDS
-        while not isinstance(error, StateError) and time.monotonic() < limit:
+        while time.monotonic() < limit:
             gone = [peer for peer in self._peers if not peer.is_there]
             if gone:
                 return _have_ended(gone)
-            time.sleep(_LOOK_SECONDS)  # the connection breaks a moment before the process has ended
-        if isinstance(error, StateError):
-            return error
+            time.sleep(_LOOK_SECONDS)  # its memory goes a moment before the process has ended
         found = StateError(
             f"Couldn't exchange weights with the other GPUs: {error}. Pass share=False so that each loads its own."
         )
@@ -204,8 +202,8 @@ class Courier:
         """
         on_way = next(islice(self._on_way, self._num_sent - self._num_arrived, None), None)
         return (
-            self._board.turn != self._turn
-            or (on_way is not None and _has_sent(on_way))
+            self._board.has_news
+            or (on_way is not None and _has_sent(on_way[1]))
             or (bool(self._on_way) and self._num_arrived < min(self._board.sent))
             or any(map(_may_be_offered, filter(None, map(_first_waiting, self._models.values()))))
         )
@@ -214,7 +212,8 @@ class Courier:
         jobs = [job for model in self._models.values() for job in model.jobs]
         if not (jobs or self._on_way or self._is_closing):
             return None
-        if any(job.wanted_at for job in jobs) or any(key in self._state.offers for key in self._state.awaited.values()):
+        state = self._board.state
+        if any(job.wanted_at for job in jobs) or any(key in state.offers for key in state.awaited.values()):
             return _WAITED_FOR_SECONDS
         is_busy = self._on_way or self._is_closing or any(map(_waiting, jobs))
         return _BUSY_SECONDS if is_busy else _IDLE_SECONDS
@@ -240,32 +239,31 @@ class Courier:
 
     def _on_break_off(self, name: str) -> None:
         model = self._model(name)
-        with self._changed() as state:
+        with self._board.change() as state:
             if state.breaks.get(name, 0) == model.num_breaks:  # else the others are in their next pass, maybe
                 state.break_off(name)
 
     def _on_begin(self, content: tuple[str, float]) -> None:
         name, patience = content
         model = self._model(name)
-        if model.num_offered:
-            model.misses = 0 if model.num_gathered else model.misses + 1
+        model.misses = 0 if model.num_gathered else model.misses + (model.num_offered > 0)
         model.num_offered = model.num_gathered = 0
         share = 0.5 ** min(model.misses, _MOST_HALVINGS)
         model.patience, model.read_patience = patience * share, tuning().share_limit_seconds * share
-        self._refuse_dead(name)
-        self._link.forget_freed()
-        with self._changed() as state:
-            state.memories[str(self._rank)] = self._link.handles
+        self._refuse_ended(name)
+        self.link.forget_freed()
+        with self._board.change() as state:
+            state.memories[str(self.rank)] = self.link.handles
         self._follow()
         self._part()  # what was offered before
-        model.num_breaks = self._state.breaks.get(name, 0)
+        model.num_breaks = self._board.state.breaks.get(name, 0)
         self.alone.discard(name)
 
     def _on_leave(self, name: str) -> None:
         model = self._model(name)
         model.has_left = True
-        with self._changed() as state:
-            state.leave(self._rank, name, self._board.num_ranks)
+        with self._board.change() as state:
+            state.leave(self.rank, name, self._board.num_ranks)
         self._follow()
         self._part()
         self._forget_left(name)
@@ -276,10 +274,10 @@ class Courier:
         if model is not None and model.has_left and not model.jobs:
             del self._models[name]
             if not self._models:  # else memory that the others give back would stay taken
-                self._link.look({})
+                self.link.look({})
 
     def _on_reside(self, content: tuple[str, list[str]]) -> None:
-        with self._changed() as state:
+        with self._board.change() as state:
             state.residents[content[0]] = content[1]
 
     def _model(self, name: str) -> _Model:
@@ -288,32 +286,29 @@ class Courier:
     def _offer(self) -> None:
         """Offer what has begun, in order, and say whether what comes next is being read."""
         found: list[tuple[ShareJob, Shared]] = []
-        reading: dict[str, bool] = {}
+        reading: list[str] = []
         for name, model in [*self._models.items()]:
-            is_reading = False
             for job in model.jobs:
                 waiting = _waiting(job)
                 if waiting and not _may_be_offered(job):
-                    is_reading = job.reads is not None and not job.reads.is_over
-                    if job.reads is not None and not is_reading and not job.reads.is_whole:
+                    if job.reads is not None and not job.reads.is_over:
+                        reading.append(name)
+                    elif job.reads is not None and not job.reads.is_whole:
                         self._on_break_off(name)  # the others shall not wait for what was not read
                     break
                 found += [(job, each) for each in waiting]
-            if is_reading != model.is_reading:
-                reading[name] = model.is_reading = is_reading
-        if not (found or reading):
+        if not found and reading == self._board.state.reading.get(str(self.rank), []):
             return
-        places = [() if each.bytes is None else self._link.place_of(each.bytes.memory) for _, each in found]
-        with self._changed() as state:
-            state.memories[str(self._rank)] = self._link.handles
-            for name, reads in reading.items():
-                state.note_reading(self._rank, name, reads=reads)
+        places = [self.link.place_of(each.bytes.memory) for _, each in found]
+        with self._board.change() as state:
+            state.memories[str(self.rank)] = self.link.handles
+            state.reading[str(self.rank)] = reading
             for (job, each), place in zip(found, places, strict=True):
                 model = self._models[job.model]
                 if self._is_broken(state, job.model):
                     continue
-                state.offer(self._rank, each.key, each.digest, place, self._board.num_ranks)
-                each.progress, each.offered_at = Progress.OFFERED, time.monotonic()
+                state.offer(self.rank, each.key, each.digest, place, self._board.num_ranks)
+                each.progress, each.since = Progress.OFFERED, time.monotonic()
                 self._offered[each.key] = job, each
                 model.num_offered += 1
 
@@ -326,38 +321,41 @@ class Courier:
                 continue
             each, since = found
             waited, model.counted_until = now - max(since, model.counted_until), now
-            if model.read_patience > 0 and set(self._state.reading.get(name, ())) - {str(self._rank)}:
+            others = [names for rank, names in self._board.state.reading.items() if rank != str(self.rank)]
+            if model.read_patience > 0 and any(name in names for names in others):
                 model.read_patience -= waited
             else:
                 model.patience -= waited
             if model.patience < 0:
                 self._on_break_off(name)
-            elif self._state.awaited.get(str(self._rank)) != each.key and now - since > _IDLE_SECONDS:
-                with self._changed() as state:
-                    if str(self._rank) in state.offers.get(each.key, ()):
-                        state.wait_for(self._rank, each.key)
+            elif self._board.state.awaited.get(str(self.rank)) != each.key and now - since > _IDLE_SECONDS:
+                with self._board.change() as state:
+                    if str(self.rank) in state.offers.get(each.key, ()):
+                        state.wait_for(self.rank, each.key)
             if now - self._looked_at > _LOOK_SECONDS:
-                self._refuse_dead(name)
+                self._refuse_ended(name)
 
     def _follow(self) -> None:
         """Send this rank's parts of what is in the log."""
-        if self._board.turn != self._turn:
-            self._take(*self._board.read())
-        for key, places in self._state.log[self._num_arrived + len(self._on_way) - self._state.first :]:
+        if self._board.has_news:
+            self._board.read()
+        state = self._board.state
+        self.link.look(state.memories)
+        for key, places in state.log[self._num_arrived + len(self._on_way) - state.first :]:
             job, shared = self._offered.pop(key)
-            on_way = _OnWay(job, shared, [], time.monotonic())
-            self._on_way.append(on_way)
+            shared.since = time.monotonic()
+            self._on_way.append((job, shared))
             if places:
                 shared.progress = Progress.AGREED
                 self._model(job.model).num_gathered += 1
-                on_way.sent = job.send(shared, places)
+                shared.sent = job.send(shared, places)
             else:
                 self._bring_alone(job, [shared])
 
     def _part(self) -> None:
         """Let jobs go on whose pass is broken off. The log has none of their groups."""
         for name, model in [*self._models.items()]:
-            if self._is_broken(self._state, name):
+            if self._is_broken(self._board.state, name):
                 self.alone.add(name)
                 for job in [*model.jobs]:
                     open_ = (Progress.SENT, Progress.OFFERED)
@@ -370,8 +368,8 @@ class Courier:
     def _tell(self) -> None:
         """Tell the others how far this rank's parts have come."""
         number = self._num_sent
-        for each in islice(self._on_way, number - self._num_arrived, None):
-            if not _has_sent(each):
+        for _, shared in islice(self._on_way, number - self._num_arrived, None):
+            if not _has_sent(shared):
                 break
             number += 1
         if number != self._num_sent:
@@ -384,39 +382,24 @@ class Courier:
             StateError: a rank that has to send its parts has ended, or takes too long.
         """
         while self._on_way and self._num_arrived < min(self._board.sent):
-            each = self._on_way.popleft()
+            job, shared = self._on_way.popleft()
             self._num_arrived += 1
-            if each.shared.progress is Progress.AGREED:
-                self._model(each.job.model).read_patience = tuning().share_limit_seconds
-                each.shared.bytes = None
-                each.shared.progress = Progress.GATHERED
-                self._settle(each.job)
-        if self._on_way and time.monotonic() - max(self._looked_at, self._on_way[0].since) > _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            there = [peer.is_there for peer in self._peers]
-            sent = self._board.sent  # after: what a rank has done is told before it ends
-            late = [rank for rank, number in enumerate(sent) if number <= self._num_arrived]
-            gone = [self._peers[rank] for rank in late if not there[rank]]
-            if gone:
-                raise _have_ended(gone)
-            if late and time.monotonic() - self._on_way[0].since > tuning().share_limit_seconds:
-                names = " and ".join(str(self._peers[rank].rank) for rank in late)
+            if shared.progress is Progress.AGREED:
+                self._model(job.model).read_patience = tuning().share_limit_seconds
+                shared.progress = Progress.GATHERED
+                self._settle(job)
+        if not self._on_way:
+            return
+        waited, limit = time.monotonic() - self._on_way[0][1].since, tuning().share_limit_seconds
+        if min(waited, time.monotonic() - self._looked_at) > _LOOK_SECONDS:
+            self._refuse_ended()
+        if waited > limit:
+            sent = enumerate(self._board.sent)
+            late = " and ".join(str(self._peers[rank].rank) for rank, number in sent if number <= self._num_arrived)
+            if late:
                 raise StateError(
-                    f"Timed out after {tuning().share_limit_seconds:g} s waiting for weights from rank {names} (stopped or "
-                    f"hung?). Restart all ranks."
+                    f"Timed out after {limit:g} s waiting for weights from rank {late} (stopped or hung?). Restart all ranks."
                 )
-
-    @contextmanager
-    def _changed(self) -> Iterator[State]:
-        """The board's state, which is written at the end of the block."""
-        with self._board.change() as state:
-            yield state
-        self._take(state, self._board.written)
-
-    def _take(self, state: State, turn: int) -> None:
-        self._state, self._turn = state, turn
-        self._link.look(state.memories)
-        self.residents = state.residents
 
     def _bring_alone(self, job: ShareJob, shared: Sequence[Shared]) -> None:
         for each in shared:
@@ -431,17 +414,21 @@ class Courier:
                 self._forget_left(job.model)
             job.settle()
 
-    def _refuse_dead(self, name: str) -> None:
+    def _refuse_ended(self, *models: str) -> None:
         """
         Raises:
-            StateError: a rank that still runs the model has ended.
+            StateError: a rank has ended that still runs one of these models, or has yet to send its parts.
         """
         self._looked_at = time.monotonic()
-        gone = {str(rank): peer for rank, peer in enumerate(self._peers) if not peer.is_there}
+        gone = [rank for rank, peer in enumerate(self._peers) if not peer.is_there]
         if gone:
-            self._take(*self._board.read())  # after: a rank that ends as it should has left before
-            left = self._state.left.get(name, ())
-            unexpected = [peer for rank, peer in gone.items() if rank not in left]
+            sent, left = self._board.sent, self._board.read().left  # after: what a rank has done is told before it ends
+            unexpected = [
+                self._peers[rank]
+                for rank in gone
+                if any(str(rank) not in left.get(name, ()) for name in models)
+                or (self._on_way and sent[rank] <= self._num_arrived)
+            ]
             if unexpected:
                 raise _have_ended(unexpected)
 
@@ -459,9 +446,9 @@ def _may_be_offered(job: ShareJob) -> bool:
     return (job.reads is None or job.reads.is_whole) and job.begun.query()
 
 
-def _has_sent(each: _OnWay) -> bool:
+def _has_sent(shared: Shared) -> bool:
     """Whether the parts of this rank are where they belong: it may change its slot."""
-    return all(event.query() for event in each.sent)
+    return all(event.query() for event in shared.sent)
 
 
 def _have_ended(gone: Sequence[Peer]) -> StateError:

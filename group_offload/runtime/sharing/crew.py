@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -31,10 +28,8 @@ from ...base.tuning import tuning
 from ...errors import ConfigError
 from .board import BOARD_BYTES, Board
 from .courier import Courier
-from .links import PeerLink, Place, SharedBytes
+from .links import GatherSpeeds, PeerLink, Place, SharedBytes
 from .roll import Peer, Roll
-
-logger = logging.getLogger("group_offload")
 
 _LEAD_SECONDS = 0.03
 _NUM_TRIES = 3
@@ -44,49 +39,13 @@ _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherSpeeds:
-    """Bytes per second, as the slowest rank measured them while all were at it."""
-
-    alone: float
-    """Weights that reach each GPU if each sends all of them over its own link."""
-    shared: float
-    """Weights that reach each GPU if each sends its share."""
-
-
-class Crew:
-    """The ranks of this host that share models, as one of them sees it. It lives as long as the process group."""
-
-    def __init__(
-        self, backend: Backend, board: Board, peers: list[Peer], link: PeerLink, speeds: GatherSpeeds | None = None
-    ) -> None:
-        self.backend = backend
-        self.rank, self.num_ranks = board.rank, board.num_ranks
-        self.is_first = self.rank == 0
-        """Whether the others follow this rank's plan."""
-        self.stream = backend.new_stream()
-        """For the ready events of slots: see [Note: A shared group]."""
-        self.link = link
-        """Used by the courier's thread once this is there."""
-        self.speeds = speeds
-        self.courier = Courier(board, peers, link, self._enter)
-        Finalize(
-            None, _leave, (weakref.ref(self.courier),), exitpriority=100
-        )  # `atexit` is not called in children of Python
-
-    def _enter(self) -> None:
-        if self.backend.has_streams and self.backend.device.index is not None:
-            torch.accelerator.set_device_index(self.backend.device.index)
-
-
-def _leave(courier: weakref.ref[Courier]) -> None:
+def _leave(crew: Courier) -> None:
     """The process ends. If that is because of an error, the others shall know."""
-    found = courier()
-    if found is not None and getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
-        found.leave_all()
+    if getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
+        crew.leave_all()
 
 
-_crews: dict[tuple[object, ...], tuple[Any, Roll, Crew | None]] = {}
+_crews: dict[tuple[object, ...], tuple[Any, Roll, Courier | None]] = {}
 
 
 def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
@@ -100,8 +59,8 @@ def roll_of(process_group: Any, backend: Backend) -> tuple[Roll, str]:
     return known[1], known[1].next_model()
 
 
-def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tuple[Crew | None, str]:
-    """The ranks of this host that share models, for all models of this group and device. All ranks of the group call it.
+def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Courier | None, str]:
+    """The ranks of this host that share models, for all models of a process group and device. All ranks of it call this.
 
     Returns:
         The crew; None if nothing can be shared here, and why.
@@ -148,7 +107,9 @@ def crew_of(process_group: Any, backend: Backend, roll: Roll, model: str) -> tup
             raise
     except _CannotShare as error:
         return None, str(error)
-    crew = Crew(backend, board, [*roll.peers.values()], link, speeds)
+    crew = Courier(backend, board, [*roll.peers.values()], link, speeds)
+    # `atexit` is not called in children of Python.
+    Finalize(None, _leave, (crew,), exitpriority=100)
     _crews[key] = world, roll, crew
     return crew, ""
 
@@ -190,18 +151,13 @@ def _open_board(roll: Roll, model: str, here: list[int]) -> Board:
             fd = new_shared_file(BOARD_BYTES) if index == 0 else -1
             name = name_of_shared_file(fd) if index == 0 else ""
         name = roll.exchange(f"{model}/name", name, here)[0]
-        own = -1
-        try:
-            with _on_all(roll, f"{model}/opened", here, why):
-                own = open_shared_file(name)
-        except _CannotShare:
-            if own >= 0:
-                os.close(own)
-            raise
-    finally:
+        with _on_all(roll, f"{model}/opened", here, why):
+            fd = fd if index == 0 else open_shared_file(name)
+        return Board(fd, index, len(here))
+    except BaseException:
         if fd >= 0:
             os.close(fd)
-    return Board(own, index, len(here))
+        raise
 
 
 def _connect(backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, GatherSpeeds]:
@@ -312,6 +268,6 @@ def part_of(num_bytes: int, num_ranks: int) -> int:
     return num_bytes // num_ranks // ALIGNMENT * ALIGNMENT
 
 
-def pays(speeds: GatherSpeeds | None) -> bool:
+def pays(speeds: GatherSpeeds) -> bool:
     """Whether weights arrive faster if each rank sends its share."""
-    return speeds is not None and speeds.shared > _MIN_GAIN * speeds.alone
+    return speeds.shared > _MIN_GAIN * speeds.alone

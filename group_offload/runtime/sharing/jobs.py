@@ -44,10 +44,13 @@ class Shared:
     digest: str
     """What the ranks have to have in common."""
     label: str
-    bytes: SharedBytes | None = None
-    """They hold the slot's memory as long as other ranks may write to it. None once that is over, and before."""
+    bytes: SharedBytes
+    """They hold the slot's memory as long as other ranks may write to it."""
     progress: Progress = Progress.SENT
-    offered_at: float = 0.0
+    since: float = 0.0
+    """When it came as far as that."""
+    sent: list[Event] = field(default_factory=list)
+    """The events behind this rank's parts on their way to the others."""
 
 
 @dataclass(eq=False)
@@ -119,11 +122,10 @@ class ShareJob:
         self.finish()
 
     def finish(self) -> None:
-        if not self.is_over:
-            self.stream.wait_event(self.sent)
-            self.stream.wait_event(self.rest)
-            self.ready.record(self.stream)
-            self.is_over = True
+        self.stream.wait_event(self.sent)
+        self.stream.wait_event(self.rest)
+        self.ready.record(self.stream)
+        self.is_over = True
 
     def cancel(self) -> None:
         """Gather nothing more, and return once nothing is on its way. What is enqueued is behind `ready`."""

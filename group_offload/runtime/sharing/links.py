@@ -32,6 +32,16 @@ class SharedBytes:
         return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class GatherSpeeds:
+    """Bytes per second, as the slowest rank measured them while all were at it."""
+
+    alone: float
+    """Weights that reach each GPU if each sends all of them over its own link."""
+    shared: float
+    """Weights that reach each GPU if each sends its share."""
+
+
 class PeerLink:
     """GPUs that reach each other's memory: copies, which take nothing from compute, and wait for no other rank.
 
@@ -52,11 +62,12 @@ class PeerLink:
 
     def place_of(self, memory: torch.Tensor) -> Place:
         """Where the others write to when they write to this memory. `handles` has its number from then on."""
-        number, at = self._memory.place_of(memory)
+        start = self._memory.start_of(memory)
+        number = self._memory.number_at(start)
         if str(number) not in self.handles:
-            self._starts[str(number)] = self._memory.start_of(memory)
+            self._starts[str(number)] = start
             self.handles[str(number)] = self._memory.handle_of(memory)
-        return number, at
+        return number, memory.data_ptr() - start
 
     def forget_freed(self) -> None:
         """Take allocations off `handles` that are there no more."""

@@ -67,29 +67,21 @@ class Roll:
         Raises:
             StateError: a rank does not come.
         """
-        mine, limit = uuid.uuid4().hex, time.monotonic() + tuning().share_setup_seconds
-        first, *others = self.ranks
-        waiting = {*others} if self.rank == first else {first}
+        mine, (first, *others) = uuid.uuid4().hex, self.ranks
         if self.rank != first:
             self.tell("asks", mine)
-        answered: dict[int, str] = {}
-        while waiting:
-            for rank in [*waiting]:
-                if self.rank != first:
-                    asked, name = self._said(rank, f"answers {self.rank}") or ("", "")
-                    if asked == mine:
-                        self.tell("has heard", name)
-                        return str(name)
-                    continue
+            name = self.hear(first, f"answers {mine}")
+            self.tell(f"has heard {name}", mine)
+            return str(name)
+        limit = time.monotonic() + tuning().share_setup_seconds
+        for rank in others:
+            while self._said(rank, f"has heard {mine}") is None:  # it may have asked long ago, and asks again
                 asked = self._said(rank, "asks")
-                if asked is not None and answered.get(rank) != asked:  # which may be what it asked long ago
-                    answered[rank] = asked
-                    self.tell(f"answers {rank}", [asked, mine])
-                if self._said(rank, "has heard") == mine:
-                    waiting.discard(rank)
-            if waiting and time.monotonic() > limit:
-                raise _did_not_come(min(waiting))
-            time.sleep(_POLL_SECONDS if waiting else 0)
+                if asked is not None:
+                    self.tell(f"answers {asked}", mine)
+                if time.monotonic() > limit:
+                    raise _did_not_come(rank)
+                time.sleep(_POLL_SECONDS)
         return mine
 
     def next_model(self) -> str:

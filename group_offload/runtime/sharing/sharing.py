@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ...base.device import Event, Stream
+from ...base.device import Event
 from ...base.layout import as_bytes, memory_of
 from ...base.pool import run_all
 from ...base.system import place_of_process
@@ -32,13 +32,13 @@ from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
-from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
+from ...stores.moves import Move, joined, may_be_cut, moves_within
 from ..measure.recorder import Recorder
 from ..measure.trace import GATHERS
-from .board import key_of
-from .crew import Crew, GatherSpeeds, crew_of, part_of, pays, roll_of
+from .courier import Courier
+from .crew import crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
-from .links import Place, SharedBytes
+from .links import GatherSpeeds, Place, SharedBytes
 from .one_copy import OneCopy
 from .roll import OtherModel, Roll
 
@@ -51,11 +51,10 @@ _ALIKE = {
     "low_cpu_mem_usage": "low_cpu_mem_usage",
     "embeddings_on_cpu": "embeddings_on_cpu",
     "verify_files": "verify_files",  # before share, which is False with it
+    "share": "share",
 }
 """The options that all ranks have to have in common, by the name in `OffloadConfig`, and what an error calls them. (Budgets are
 not among them: those of the first rank count.)"""
-_ASSUMED_LINK = 5e9
-"""Bytes per second where the link was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Sharing:
         self._title = title
         self._recorder = recorder
         self._roll: Roll | None = None
-        self.crew: Crew | None = None
+        self.crew: Courier | None = None
         """The ranks of this host, if they share the model; None if each goes alone."""
         self.why_not = ""
         """Why each rank goes alone."""
@@ -108,7 +107,6 @@ class Sharing:
         self._model = ""
         self._here: list[int] = []
         """The ranks of this host, if they can have memory in common."""
-        self._is_checked = False
         self._digests: dict[str, tuple[tuple[Any, ...], str]] = {}
         """By group, the state of its blobs and the digest of them then."""
         self.bytes_gathered = 0
@@ -133,12 +131,12 @@ class Sharing:
             ConfigError: sharing was asked for, and is not possible; or ranks have other options than others.
         """
         self._roll, self._model = roll_of(self._config.process_group, self._backend)
-        self._compare_options(self._roll.ranks)
+        self._compare_options()
         share = self._config.share
         if share is False:
             self.why_not = "share=False"
             return
-        crew, self.why_not = crew_of(self._config.process_group, self._backend, self._roll, self._model)
+        crew, self.why_not = crew_of(self._backend, self._roll, self._model)
         self._here = [*self._roll.peers] if self._roll.shares_ram else []
         cannot = self.why_not if crew is None and share is True else ""
         for rank, problem in zip(self._roll.ranks, self._exchange("cannot", cannot, self._roll.ranks), strict=True):
@@ -149,29 +147,29 @@ class Sharing:
                 )
         if crew is not None:
             self.speeds = crew.speeds
-        if crew is not None and (share is True or pays(crew.speeds)):
-            self.crew = crew
-            crew.courier.post("join", self._model)
-            self._leave = weakref.finalize(owner, crew.courier.post, "leave", self._model)
-            self._leave.atexit = False
-        elif crew is not None:
-            crew.courier.post("leave", self._model)  # with share=True other ranks share it all the same
-            self.why_not = "sharing would not make weights arrive faster here"
+            if share is True or pays(crew.speeds):  # all ranks of the host have measured the same
+                self.crew = crew
+                crew.post("join", self._model)
+                self._leave = weakref.finalize(owner, crew.post, "leave", self._model)
+                self._leave.atexit = False
+            else:
+                self.why_not = "sharing would not make weights arrive faster here"
         if self._here and not self._config.low_cpu_mem_usage:
             self.one_copy = OneCopy(self._roll, self._model, self._here)
         if self.crew is None:
             logger.info("Not sharing transfers of %s among GPUs: %s.", self._title, self.why_not)
 
-    def _compare_options(self, ranks: list[int]) -> None:
+    def _compare_options(self) -> None:
         """Make sure that ranks which cannot meet say so at once, and why.
 
         Raises:
             ConfigError: two ranks have different options of which all have to have the same.
         """
-        mine = [str(getattr(self._config, name)) for name in _ALIKE] + [str(self._config.share is False)]
+        assert self._roll is not None
+        mine, ranks = [str(getattr(self._config, name)) for name in _ALIKE], self._roll.ranks
         found = self._exchange("options", mine, ranks)
         for rank, values in zip(ranks, found, strict=True):
-            for what, value, first in zip([*_ALIKE.values(), "share=False"], values, found[0], strict=True):
+            for what, value, first in zip(_ALIKE.values(), values, found[0], strict=True):
                 if value != first:
                     raise ConfigError(
                         f"All ranks of process_group need the same options, but {what} is {value} in rank {rank}, and "
@@ -197,35 +195,32 @@ class Sharing:
         sizes = [sum(placed.blob.layout.num_bytes for placed in blobs) for blobs in all_blobs]
         mine = [[*each] for each in zip(groups, sizes, names, strict=True)]
         ranks = self._roll.ranks
-        found = self._exchange("groups", [self.crew is not None, self._title, mine], ranks)
-        _, first_title, firsts = found[0]
-        for rank, (_, title, theirs) in zip(ranks, found, strict=True):
+        found = self._exchange("groups", [self._title, mine], ranks)
+        first_title, firsts = found[0]
+        for rank, (title, theirs) in zip(ranks, found, strict=True):
             problem = _difference(first_title, firsts, title, theirs)
             if problem:
                 raise OtherModel(rank, ranks[0], problem)
         # Nothing is read of what the ranks have in common: files, and memory that was compared as it was set up.
-        sharing = {
-            rank: [name for *_, name in theirs]
-            for rank, (shares, _, theirs) in zip(ranks, found, strict=True)
-            if shares and rank in self._here
-        }
-        unsure = [] if self.crew is None or len(sharing) < 2 else _unsure([*sharing.values()])
+        here = [] if self.crew is None else self._here
+        unsure = _unsure(
+            [[name for *_, name in theirs] for rank, (_, theirs) in zip(ranks, found, strict=True) if rank in here]
+        )
         other = None
         if unsure:
             logger.info(
                 "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
             )
             hashes = run_all(partial(_hash_of, all_blobs[at]) for at in unsure)
-            of_all = self._exchange("hashes", hashes, [*sharing])
-            for rank, theirs in zip(sharing, of_all, strict=True):
+            of_all = self._exchange("hashes", hashes, here)
+            for rank, theirs in zip(here, of_all, strict=True):
                 differ = [at for at, its, first in zip(unsure, theirs, of_all[0], strict=True) if its != first]
                 if differ and other is None:
-                    other = rank, min(sharing), f"group {[*groups][differ[0]]!r} has other weights"
+                    other = rank, here[0], f"group {[*groups][differ[0]]!r} has other weights"
             for at, digest in zip(unsure, hashes, strict=True):
                 names[at] = digest
         for found_there in filter(None, self._exchange("others", other or [], ranks)):  # hosts compare for themselves
             raise OtherModel(*found_there)
-        self._is_checked = True
         for (group_id, blobs), name in zip(groups.items(), names, strict=True):
             self._digests[group_id] = _state_of(blobs), f"{_layout_of(blobs, 0)} {name}"
 
@@ -235,7 +230,7 @@ class Sharing:
 
     def fail(self, error: BaseException) -> None:
         """Offloading has failed here: let the other ranks know, if they are still at it."""
-        if self._roll is not None and not self._is_checked:
+        if self._roll is not None:
             self._roll.fail(self._model, error)
 
     def close(self) -> None:
@@ -257,11 +252,10 @@ class Sharing:
         crew = self.crew
         if crew is None:
             return
-        if crew.courier.error is not None:
-            raise again(crew.courier.error)
-        link = _ASSUMED_LINK if crew.speeds is None else crew.speeds.alone
-        patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / link
-        crew.courier.begin_pass(self._model, patience)
+        if crew.error is not None:
+            raise again(crew.error)
+        patience = tuning().share_patience_seconds + missing_bytes * (1 - 1 / crew.num_ranks) / crew.speeds.alone
+        crew.begin_pass(self._model, patience)
 
     def recover(self) -> None:
         """A pass failed: gather no more, and return once nothing is on its way."""
@@ -269,7 +263,7 @@ class Sharing:
             job.cancel()
         self._jobs.clear()
         if self.crew is not None:
-            self.crew.courier.post("break_off", self._model)
+            self.crew.post("break_off", self._model)
             done = self._backend.new_event()
             done.record(self.crew.stream)
             done.synchronize()
@@ -282,10 +276,10 @@ class Sharing:
             names: Those of this rank's plan.
         """
         assert self.crew is not None
-        courier, key = self.crew.courier, f"{self._model}/{what}"
-        found = [*names] if self.crew.is_first else courier.residents.get(key)
-        if self.crew.is_first and self._agreed.get(what) != found:
-            courier.post("reside", (key, found))
+        crew, key = self.crew, f"{self._model}/{what}"
+        found = [*names] if crew.is_first else crew.residents.get(key)
+        if crew.is_first and self._agreed.get(what) != found:
+            crew.post("reside", (key, found))
         self._agreed[what] = found
         return names if found is None else found
 
@@ -294,7 +288,7 @@ class Sharing:
         """Whether the first rank's plan puts other groups somewhere than `agree` has said."""
         if self.crew is None or self.crew.is_first:
             return False
-        residents = self.crew.courier.residents
+        residents = self.crew.residents
         return any(residents.get(f"{self._model}/{what}") != names for what, names in self._agreed.items())
 
     def describe(self) -> str:
@@ -312,22 +306,18 @@ class Sharing:
 
     # ---------------------------------------------------------------- what is sent
 
-    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage], *, alone: bool = False) -> list[Part]:
-        """What this rank sends of each group.
-
-        Args:
-            alone: Whether the other ranks will not need these groups now.
-        """
+    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage]) -> list[Part]:
+        """What this rank sends of each group."""
         crew = self.crew
         assert crew is not None
-        if crew.courier.error is not None:
-            raise again(crew.courier.error)  # the slot may be one that another rank still writes to
-        alone = alone or self._model in crew.courier.alone
+        if crew.error is not None:
+            raise again(crew.error)  # the slot may be one that another rank still writes to
+        alone = self._model in crew.alone
         found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
             moves = joined(move for placed in mine for move in placed.moves())
-            at, key = mine[0].at, key_of(self._model, label)
+            at, key = mine[0].at, f"{self._model}/{label}"
             last = mine[-1]
             part_bytes, digest, num_bytes = 0, "", 0
             if not isinstance(last, PlacedImage):  # that stays on the device packed, so it is sent once
@@ -341,7 +331,7 @@ class Sharing:
         return found
 
     def moves_of(self, parts: Sequence[Part]) -> list[Move]:
-        """What this rank sends of these groups, with the gathers in between."""
+        """What this rank sends of these groups."""
         assert self.crew is not None
         found: list[Move] = []
         for part in parts:
@@ -350,7 +340,6 @@ class Sharing:
                 continue
             for first, last in part.own(self.crew.rank, self.crew.num_ranks):
                 found += moves_within(part.moves, first, last)
-            found.append(Gather(part.at, part.part_bytes, part.key))
         return joined(found)
 
     def rest_of(self, parts: Sequence[Part], job: ShareJob) -> list[Move]:
@@ -366,44 +355,36 @@ class Sharing:
             for move in moves_within(part.moves, start, end)
         ]
 
-    def job_for(self, parts: Sequence[Part], ready: Event, bring_rest: Callable[[ShareJob], None]) -> ShareJob | None:
-        """A job for groups that are about to be sent. None if none of them is shared."""
-        crew = self.crew
-        shared = [Shared(part.key, part.digest, part.label) for part in parts if part.part_bytes]
-        if not shared or crew is None:
+    def job_for(
+        self, parts: Sequence[Part], memory: torch.Tensor, ready: Event, bring_rest: Callable[[ShareJob], None]
+    ) -> ShareJob | None:
+        """A job for groups that are about to be sent to a slot's memory. None if none of them is shared."""
+        crew, cut = self.crew, [part for part in parts if part.part_bytes]
+        assert crew is not None
+        if not cut:
             return None
+        sent, shared = self._backend.new_event(), []
+        for part in cut:
+            gathered = SharedBytes(memory[part.at : part.at + part.part_bytes * crew.num_ranks], part.part_bytes, sent)
+            shared.append(Shared(part.key, part.digest, part.label, gathered))
         job = ShareJob(
             model=self._model,
             shared=shared,
             begun=self._backend.new_event(),
-            sent=self._backend.new_event(),
+            sent=sent,
             rest=self._backend.new_event(),
             ready=ready,
             stream=crew.stream,
-            post=crew.courier.post,
+            post=crew.post,
             bring_rest=bring_rest,
             send=partial(self._send, crew),
         )
         self._jobs.add(job)
         return job
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind what is enqueued on `stream`."""
-        landed = self._backend.new_event()
-        landed.record(stream)
-        return landed
-
-    def has_landed(self, job: ShareJob, move: Gather, memory: torch.Tensor, event: Event) -> None:
-        """This rank's part of a group is behind `event`."""
-        assert self.crew is not None
-        parts = memory[move.at : move.at + move.part_bytes * self.crew.num_ranks]
-        shared = next(each for each in job.shared if each.key == move.key)
-        shared.bytes = SharedBytes(parts, move.part_bytes, event)
-
-    def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
+    def _send(self, crew: Courier, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
         trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
-        assert found is not None
         begun: list[Any] = []
         on_begin = (lambda: None) if trace is None else (lambda: begun.append(trace.now(stream)))
         events = crew.link.send(found, places, on_begin)
