@@ -21,7 +21,7 @@ from ..stores.base import Blob
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.moves import Copy, Read
-from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
+from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image
 from ..stores.packed_files import Wanted, find_or_pack, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
@@ -281,12 +281,16 @@ class Packer:
         if found is None:
             return None
         if part in self._to_read:
-            return open_image(found, blob.generation, is_verified=self._is_verified)
+            found.source.avoid_readahead()
+            return PackedImage(found.packed, blob.generation, None, file=found, is_verified=self._is_verified)
         locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
         self._may_lock = locked is not None  # the device is asked no more
         if locked is not None:
             return locked
-        return self._noted(read_image(found, blob.generation, memory), part, limit)
+        there = memory.begin(found.packed.packed_bytes)
+        there.wait()
+        found.read(there.result())
+        return self._noted(memory.image(found.packed, blob.generation), part, limit)
 
     def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
         """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.

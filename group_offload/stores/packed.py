@@ -226,28 +226,3 @@ def _prove(file: PackedFile) -> str:
     except GroupFileError as error:  # whoever kept it would keep the memory
         return str(file.unusable(str(error.__cause__ or "its data is not what was written")))
     return ""
-
-
-def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> PackedImage | None:
-    """Read what was packed before.
-
-    Returns:
-        None if no more memory can be pinned.
-
-    Raises:
-        GroupFileError: the file cannot be read, or is damaged.
-    """
-    made = memory.begin(file.packed.packed_bytes)
-    made.wait()
-    file.read(made.result())
-    return memory.image(file.packed, generation)
-
-
-def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> PackedImage:
-    """What was packed before, to be read from its file each time. Nothing is read now.
-
-    Args:
-        is_verified: Whether each read is compared with what was packed.
-    """
-    file.source.avoid_readahead()
-    return PackedImage(file.packed, generation, None, file=file, is_verified=is_verified)

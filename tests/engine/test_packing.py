@@ -256,7 +256,7 @@ def test_packed_files_take_no_ram_of_the_process(
     options: dict[str, Any], source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are packed, and as they are found the next time: nothing is read into memory, and nothing else is locked."""
-    monkeypatch.setattr("group_offload.stores.packed.read_image", None)
+    monkeypatch.setattr(LockedMemory, "begin", None)
     resident = routed([2400] * 4)
     for _ in range(2):
         gc.collect()  # of other tests
