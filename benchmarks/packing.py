@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from group_offload.base.layout import lay_out
+from group_offload.base.pool import on_pool
 from group_offload.packing.codec import can_unpack, pack, unpack
 
 from . import report as reports
@@ -97,7 +98,7 @@ def measure_speed(num_bytes: int, device: torch.device, repeats: int) -> Iterato
         took = typical(lambda: unpack(data, packed.layout, out), where, repeats, many)  # noqa: B023
         facts = {"num_bytes": num_moved}
         yield f"{title}: unpack", {"s": took, **facts, "is_equal": torch.equal(out, there)}
-        how = () if is_here else (where, lambda size: memory[:size])
+        how = () if is_here else (where, lambda size: on_pool(lambda: memory[:size]))
         took = typical(lambda: pack(locked, layout, *how), where, repeats)  # noqa: B023
         yield f"{title}: pack, unpack, and compare", {"s": took, **facts}
 

@@ -48,7 +48,7 @@ def pack(
     Args:
         image: uint8 [layout.num_bytes], on the CPU or on a device.
         layout: says where weights in bf16 and fp8 are.
-        device: packs, or the CPU where its memory is full. None: the device of the image.
+        device: one that `can_unpack` packs, or the CPU where its memory is full. None: the device of the image.
         memory: begins to make memory of the CPU for the packed bytes, such as page-locked memory. It is asked for a little
             more than is used.
         plain: The hash of the image, if it is known.
@@ -115,10 +115,7 @@ def _pack_strip(image: torch.Tensor, spans: tuple[Span, ...], most_bytes: int) -
         end += each.numel()
     data = data[: strip.packed_bytes]
     again = torch.empty_like(image)
-    if can_unpack(image.device):
-        unpack_strip(data, strip, again)
-    else:
-        operators.decode(data, strip, again)
+    unpack_strip(data, strip, again)
     if not torch.equal(again, image):
         raise GroupFileError(
             f"Weights packed on {image.device} do not unpack to what they were: it is broken, or its compiler is."

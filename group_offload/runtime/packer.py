@@ -21,7 +21,7 @@ from ..stores.base import Blob
 from ..stores.files import FileBlob
 from ..stores.folder import Folder
 from ..stores.moves import Copy, Read
-from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image, open_image, read_image
+from ..stores.packed import LockedMemory, PackedImage, is_packable, lock_image
 from ..stores.packed_files import Wanted, find_or_pack, packed_from
 from ..stores.pinned import RamBlob
 from .copies.transfer import Transfer
@@ -144,34 +144,17 @@ class Packer:
         """Look at the packed files that are pinned, before anything is sent from them.
 
         Raises:
-            GroupFileError: another program changed one since the last pass began: what was sent since may be wrong. From now on
-                the weights are sent as they rest.
+            GroupFileError: another program changed one since the last pass began: what was sent since may be wrong.
         """
-        errors: list[GroupFileError] = []
         for part in _parts_of(self._groups):
-            if part.blob.packed is not None and not part.blob.packed.is_lost:
-                try:
-                    part.blob.packed.check()
-                except GroupFileError as error:
-                    errors.append(error)
-                    self._lose(part)
-        if errors:
-            raise errors[0]
+            if part.blob.packed is not None:
+                part.blob.packed.check()
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
-        for part in parts:
-            if part.blob.packed is not None and part.blob.packed.is_lost:  # the same file would be found again
-                self._lose(part)
-        sent = ((part, part.blob.good_image) for part in parts if part.may_pack)
+        sent = ((part, part.blob.good_image) for part in parts)
         return [part for part, packed in sent if packed is None or packed.is_read != (part in self._to_read)]
-
-    def _lose(self, part: Part) -> None:
-        logger.warning("The packed weights of group %r are lost; the original ones are used.", self._ids[part])
-        part.blob.drop_packed()
-        part.may_pack = False
-        part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
 
     def _could_pack(self, part: Part) -> bool:
         return part.may_pack and not part.blob.is_outdated and part.blob.detects_edits
@@ -298,12 +281,16 @@ class Packer:
         if found is None:
             return None
         if part in self._to_read:
-            return open_image(found, blob.generation, is_verified=self._is_verified)
+            found.source.avoid_readahead()
+            return PackedImage(found.packed, blob.generation, None, file=found, is_verified=self._is_verified)
         locked = lock_image(found, blob.generation, self._backend, wait) if self._may_lock else None
         self._may_lock = locked is not None  # the device is asked no more
         if locked is not None:
             return locked
-        return self._noted(read_image(found, blob.generation, memory), part, limit)
+        there = memory.begin(found.packed.packed_bytes)
+        there.wait()
+        found.read(there.result())
+        return self._noted(memory.image(found.packed, blob.generation), part, limit)
 
     def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
         """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.

@@ -27,6 +27,7 @@ from ..errors import GroupFileError
 from .base import Blob
 from .folder import Folder
 from .moves import Copy, Move, Read, Tier
+from .safetensors_file import content_of, data_pieces, encode_header
 from .source import Contents, Piece, Proof, SourceFile, state_of
 
 _KEPT_ALIGNMENT = 64
@@ -324,7 +325,9 @@ def write_blob(
     Raises:
         GroupFileError: the file cannot be written, or mapped.
     """
-    found = folder.find_or_write(group_id, layout, tensors, on_written)
+    content = content_of(data_pieces(layout, tensors))
+    header = encode_header(layout, group_id, folder.model_class, content)
+    found = folder.find_or_write(group_id, header, content, lambda: data_pieces(layout, tensors), on_written)
     size = found.stamp.st_size
     start = size - layout.num_bytes
     try:
@@ -338,7 +341,7 @@ def write_blob(
     source.is_ours = True
     pieces = [Piece(0, start, layout.num_bytes)] if layout.num_bytes else []
     blob = FileBlob(layout, pieces, rest, [start + spec.offset for spec in layout.specs], source)
-    blob.content = found.content
+    blob.content = content
     return blob
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.layout import BlobLayout, memory_of
+from ..base.layout import memory_of
 from ..base.ownership import ForeignFileError, Owners
 from ..base.publish import folder_lock, publish, temporary_name
 from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
 from ..errors import GroupFileError
-from .safetensors_file import content_of, data_pieces, encode_header, file_holds
+from .safetensors_file import file_holds
 from .source import state_of
 
 _MOST_NAMES = 1000
@@ -56,8 +56,6 @@ class ProvenFile:
     """What `open_to_read` returned."""
     stamp: os.stat_result
     """What `fstat` said about the file before it was compared, or once it was written."""
-    content: str
-    """xxh3_128 of the data section, in hex."""
 
 
 class Folder:
@@ -163,32 +161,16 @@ class Folder:
     def find_or_write(
         self,
         group_id: str,
-        layout: BlobLayout,
-        tensors: Sequence[torch.Tensor],
-        on_written: Callable[[int], None],
-    ) -> ProvenFile:
-        """A file that is proven to hold `tensors`.
-
-        A header has the hash of the data, so a file of other weights is recognized without reading its data. Where the header
-        is right the data is hashed all the same: a byte of it may not be.
-
-        Raises:
-            GroupFileError: the file cannot be written.
-        """
-        content = content_of(data_pieces(layout, tensors))
-        header = encode_header(layout, group_id, self.model_class, content)
-        return self.obtain(group_id, header, content, lambda: data_pieces(layout, tensors), on_written)
-
-    def obtain(
-        self,
-        group_id: str,
         header: bytes,
         content: str,
         data: Callable[[], Iterable[torch.Tensor]],
         on_written: Callable[[int], None],
         replaced: Path | None = None,
     ) -> ProvenFile:
-        """A file that has this header, and `data`, whose hash is `content`. See `find_or_write`.
+        """A file that is proven to have this header, and `data`, whose hash is `content`.
+
+        A header has that hash, so a file of other weights is recognized without reading its data. Where the header is right the
+        data is hashed all the same: a byte of it may not be.
 
         Args:
             replaced: The file that it takes the place of, if it shall.
@@ -209,9 +191,9 @@ class Folder:
         while True:
             path, found = (replaced, None) if replaced is not None else self.search(group_id, is_right)
             if found is not None:
-                file, stamp, _ = found
-                on_written(stamp.st_size - len(header))
-                return ProvenFile(path, file, stamp, content)
+                file, _ = found
+                on_written(file.stamp.st_size - len(header))
+                return file
             try:
                 self._make()  # it may have been deleted: files in use stay open
                 written = publish(path, pieces(), replaces=replaced is not None)
@@ -223,20 +205,18 @@ class Folder:
                 ) from error
             opened = None if written is None else _opened_as_written(path, written)
             if opened is not None:
-                return ProvenFile(path, *opened, content)
+                return opened
             replaced = None  # another file took the name, or another program changed this one as soon as it had it
 
-    def search(
-        self, group_id: str, is_right: Callable[[int], T | None]
-    ) -> tuple[Path, tuple[Any, os.stat_result, T] | None]:
+    def search(self, group_id: str, is_right: Callable[[int], T | None]) -> tuple[Path, tuple[ProvenFile, T] | None]:
         """Look for the file of a group.
 
         Args:
             is_right: A function that looks at the file behind a descriptor. Its result is false if it is another one.
 
         Returns:
-            The path of the file that is right, the open file, what `fstat` said before it was looked at, and what `is_right`
-            returned. Or the first of the group's names that no file has, and None.
+            The path of the file that is right, the file, and what `is_right` returned. Or the first of the group's names that
+            no file has, and None.
 
         Raises:
             GroupFileError: other files have all names, or the folder cannot be searched.
@@ -259,7 +239,7 @@ class Folder:
             try:
                 stamp = os.fstat(file.fileno())
                 if found := is_right(file.fileno()):
-                    return path, (file, stamp, found)
+                    return path, (ProvenFile(path, file, stamp), found)
             except OSError as error:  # a disk that fails: the file is not one to rely on
                 logger.info("%s cannot be read: %s.", path, error)
             logger.info("Didn't use %s for group %r: it holds other weights.", path, group_id)
@@ -280,15 +260,15 @@ class Folder:
                     path.unlink()
 
 
-def _opened_as_written(path: Path, written: os.stat_result) -> tuple[Any, os.stat_result] | None:
-    """The open file, and what `fstat` says now; None if it is not what was written."""
+def _opened_as_written(path: Path, written: os.stat_result) -> ProvenFile | None:
+    """The file, opened; None if it is not what was written."""
     with suppress(OSError):  # a disk that fails, or a file that went again
         file = open_to_read(path)
         # The stamp has to be the last one: the name changed `st_ctime_ns`. But everybody could open the file before that. A
         # stamp of another content would make a change by another program count as what was written here.
         stamp = os.fstat(file.fileno())
         if state_of(stamp) == state_of(written):
-            return file, stamp
+            return ProvenFile(path, file, stamp)
     return None
 
 

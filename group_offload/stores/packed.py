@@ -14,8 +14,8 @@ read from there each time.
 
 What is read or locked the first time is compared with its hash, as the file may have been packed long ago. From then on the
 file is watched as every file is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each
-read is compared. If it is damaged, or was changed, the forward or backward that needs it raises, and later ones use the weights
-as they rest.
+read is compared. If it is damaged, or was changed, each forward or backward that needs it raises. The weights at rest are what
+they were.
 """
 
 from __future__ import annotations
@@ -77,11 +77,6 @@ class PackedImage:
     @property
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the packed bytes cannot be had any more, so that the blob is sent as it is."""
-        return self.file is not None and self.file.source.is_lost
 
     def check(self) -> None:
         """
@@ -231,28 +226,3 @@ def _prove(file: PackedFile) -> str:
     except GroupFileError as error:  # whoever kept it would keep the memory
         return str(file.unusable(str(error.__cause__ or "its data is not what was written")))
     return ""
-
-
-def read_image(file: PackedFile, generation: int, memory: LockedMemory) -> PackedImage | None:
-    """Read what was packed before.
-
-    Returns:
-        None if no more memory can be pinned.
-
-    Raises:
-        GroupFileError: the file cannot be read, or is damaged.
-    """
-    made = memory.begin(file.packed.packed_bytes)
-    made.wait()
-    file.read(made.result())
-    return memory.image(file.packed, generation)
-
-
-def open_image(file: PackedFile, generation: int, *, is_verified: bool) -> PackedImage:
-    """What was packed before, to be read from its file each time. Nothing is read now.
-
-    Args:
-        is_verified: Whether each read is compared with what was packed.
-    """
-    file.source.avoid_readahead()
-    return PackedImage(file.packed, generation, None, file=file, is_verified=is_verified)

@@ -31,7 +31,6 @@ from ..base.layout import BlobLayout, memory_of
 from ..base.reading import read_into
 from ..errors import GroupFileError
 from ..packing.codec import Packed, hash_of, pack
-from ..packing.layout import PackedLayout
 from .folder import Folder, ProvenFile
 from .safetensors_file import (
     PackedFrom,
@@ -76,13 +75,10 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
 class _PackedSource(SourceFile):
     """A packed group file. It is not the only place of its weights."""
 
-    is_lost = False
-
     def lost(self, position: int, what: str) -> GroupFileError:
-        self.is_lost = True
         return GroupFileError(
-            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: call the model "
-            f"again, and it uses the original ones. Delete the file to have it packed again when you offload next."
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost. If it fails "
+            f"again, delete the file and offload the model again: it is packed anew."
         )
 
 
@@ -91,24 +87,20 @@ class PackedFile(Contents):
 
     source: _PackedSource
 
-    def __init__(self, file: ProvenFile, group_id: str, packed: PackedLayout, origin: PackedFrom | None) -> None:
+    def __init__(self, file: ProvenFile, group_id: str, header: PackedHeader) -> None:
         """
-        Args:
-            origin: What it was packed from, if that was in a file.
-
         Raises:
             GroupFileError: the file cannot be mapped.
         """
-        self.packed, self.origin = packed, origin
+        self.content, self.packed, self.origin = header
         end = file.stamp.st_size
-        self.position = end - packed.packed_bytes
+        self.position = end - self.packed.packed_bytes
         """Where the packed image begins in the file. It ends where the file does."""
         try:
             source = _PackedSource(file.path, file.file, self.position, end, file.stamp)
         except OSError as error:
             raise GroupFileError(f"Cannot map {file.path}, which has packed weights: {error}") from error
-        super().__init__(group_id, [Piece(0, self.position, packed.packed_bytes)], source)
-        self.content = file.content
+        super().__init__(group_id, [Piece(0, self.position, self.packed.packed_bytes)], source)
         source.add(self)
 
     def read(self, memory: torch.Tensor) -> None:
@@ -190,8 +182,10 @@ def _write(folder: Folder, wanted: Wanted, packed: Packed, replaced: Path | None
     group_id, layout, _, origin = wanted
     content = content_of([packed.data])
     header = encode_header(layout, group_id, folder.model_class, content, packed.layout, origin)
-    written = folder.obtain(_id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced)
-    return PackedFile(written, group_id, packed.layout, origin)
+    written = folder.find_or_write(
+        _id_of(group_id), header, content, lambda: [packed.data], lambda num_bytes: None, replaced
+    )
+    return PackedFile(written, group_id, PackedHeader(content, packed.layout, origin))
 
 
 def _search(folder: Folder, wanted: Wanted, is_right: Callable[[PackedHeader, int], bool]) -> PackedFile | None:
@@ -201,11 +195,8 @@ def _search(folder: Folder, wanted: Wanted, is_right: Callable[[PackedHeader, in
         header = read_packed_header(fd, wanted.layout, wanted.group_id, folder.model_class)
         return header if header is not None and is_right(header, fd) else None
 
-    path, found = folder.search(_id_of(wanted.group_id), header_of)
-    if found is None:
-        return None
-    file, stamp, (content, packed, origin) = found
-    return PackedFile(ProvenFile(path, file, stamp, content), wanted.group_id, packed, origin)
+    _, found = folder.search(_id_of(wanted.group_id), header_of)
+    return None if found is None else PackedFile(found[0], wanted.group_id, found[1])
 
 
 def _id_of(group_id: str) -> str:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -49,7 +48,7 @@ from ..base.pagemap import PAGE, merged
 from ..base.ram import locked
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, expect_open, forked_free
-from ..base.text import describe_bytes, describe_seconds
+from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from ..errors import GroupFileError
 
@@ -151,13 +150,12 @@ class SourceFile:
             in_one: Whether each of the pieces is locked at once, so that one copy can have all of it.
 
         Returns:
-            False if the device refuses, or takes longer than `Tuning.lock_patience_seconds`: then no page is locked.
+            False if the device refuses: then no page is locked.
         """
         wanted = self._pages_of([Piece(0, self.start, self.end - self.start)] if pieces is None else pieces)
         self.unlock(wanted)
         if self.bytes.is_meta:
             return False
-        seconds = 0.0
         for start, end in wanted:
             if (start, end) in self._locked or start == end:
                 continue
@@ -168,15 +166,10 @@ class SourceFile:
                 memory = self.bytes[first : min(first + step, end)]
                 # Else the driver waits for the disk, and all others for the driver.
                 populate(memory)
-                begun = time.perf_counter()
                 lock = PageLock.take(backend, memory, wait, read_only=True)
-                seconds += time.perf_counter() - begun
-                if lock is None or seconds > tuning().lock_patience_seconds:
-                    why = "the device refused" if lock is None else f"it took {describe_seconds(seconds)} already"
-                    told = describe_bytes(first), describe_bytes(end), self.path, why
-                    logger.info("Pinned only %s of %s of %s in the page cache: %s.", *told)
-                    if lock is not None:
-                        lock.release()
+                if lock is None:
+                    told = describe_bytes(first), describe_bytes(end), self.path
+                    logger.info("Pinned only %s of %s of %s in the page cache: the device refused.", *told)
                     for _, other in parts:
                         other.release()
                     self.unlock()
@@ -224,11 +217,6 @@ class SourceFile:
             for _, lock in self._locked[found]:
                 lock.release()
             del self._locked[found]
-
-    def forget_cached(self, pieces: Sequence[Piece]) -> None:
-        """Let the page cache drop the pages of `pieces` now."""
-        for piece in pieces:
-            self._advise(piece.position, piece.num_bytes, "DONTNEED")
 
     def avoid_readahead(self) -> None:
         """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""

@@ -123,7 +123,7 @@ TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
     ("cpu ram", "forward", CALLS),
     ("cpu ram leaf", "changed", (Gates.install, Gates._opened, Gate.uninstall)),
-    ("simulated files", "forward", (*CALLS, Reader._hire, Reader._start)),
+    ("simulated files", "forward", (*CALLS, Reader._hire)),
     ("simulated pipeline", "forward", TAKEN),
     ("simulated pipeline, budget", "forward", (Arena.displace, Slot.evict)),
     ("simulated budget", "free", (DeviceMemory.free,)),

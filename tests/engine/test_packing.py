@@ -256,7 +256,7 @@ def test_packed_files_take_no_ram_of_the_process(
     options: dict[str, Any], source: str, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are packed, and as they are found the next time: nothing is read into memory, and nothing else is locked."""
-    monkeypatch.setattr("group_offload.stores.packed.read_image", None)
+    monkeypatch.setattr(LockedMemory, "begin", None)
     resident = routed([2400] * 4)
     for _ in range(2):
         gc.collect()  # of other tests
@@ -302,11 +302,11 @@ def test_packed_files_are_read_where_they_cannot_be_locked(
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_locked_file_that_another_program_changes(
-    damage: str, source: str, device: SimulatedDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, source: str, device: SimulatedDevice, tmp_path: Path
 ) -> None:
-    """The next forward raises: the one before may have used the new bytes, and what was sent ahead may have them.
+    """The next forwards raise: the one before may have used the new bytes, and what was sent ahead may have them.
 
-    Later ones send the weights as they are. Nothing is lost, and what is changed is packed again the next time.
+    Nothing is lost, and what is changed is packed again the next time.
     """
     resident = routed([2400] * 4)
     with packed_twins(device, source, resident, tmp_path) as twins:
@@ -315,12 +315,9 @@ def test_a_locked_file_that_another_program_changes(
         device.synchronize()
         for path in paths:
             DAMAGES[damage][0](path)
-        with caplog.at_level(logging.WARNING, "group_offload"):
+        for _ in range(2):
             with pytest.raises(GroupFileError, match=f"{paths[0].name}.*{DAMAGES[damage][1]}.*No weight is lost"):
                 twins.run(2)
-            twins.run(3)
-        assert any("are lost; the original ones are used" in record.message for record in caplog.records)
-        assert len(images_of(twins.handle)) == 2
     for path in paths:
         path.unlink()
     with packed_twins(device, source, resident, tmp_path) as twins:
@@ -334,27 +331,20 @@ def test_a_backward_looks_at_locked_files_too(kind: str, device: SimulatedDevice
     resident = routed([2400] * 4).requires_grad_(requires_grad=False)
     models: list[Any] = [from_file(resident, tmp_path / "model.safetensors").requires_grad_(requires_grad=False)]
     folder = {"pack": True, "offload_to_disk_path": tmp_path / "groups"} if kind == "packed" else {}
-    handle = offload(models[0], **folder)
+    offload(models[0], **folder)
 
-    def gradient(do: Callable[[], object]) -> torch.Tensor:
+    def step(do: Callable[[], object]) -> None:
         with device.running():
-            x = device.put(torch.ones(2, DIM).bfloat16()).requires_grad_()
-            y = models[0](x)
+            y = models[0](device.put(torch.ones(2, DIM).bfloat16()).requires_grad_())
             device.synchronize()
             do()
             y.float().sum().backward()
-        assert x.grad is not None
-        return device.get(x.grad)
 
-    expected = gradient(lambda: None)
+    step(lambda: None)
     damaged = packed_names(tmp_path)[1] if kind == "packed" else tmp_path / "model.safetensors"
     with pytest.raises(GroupFileError, match=f"{damaged.name}.*another program changed it"):
-        gradient(lambda: DAMAGES["written to"][0](damaged))
-    if kind == "packed":
-        assert torch.equal(gradient(lambda: None), expected)
-        models[0].alive.clear()
-        handle.remove()
-    models.clear()  # a plain model has lost its weights
+        step(lambda: DAMAGES["written to"][0](damaged))
+    models.clear()
 
 
 def test_damage_from_before_is_named_by_the_set_up(device: SimulatedDevice, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from group_offload.base.layout import BlobLayout, TensorSpec, lay_out
 from group_offload.packing.layout import PackedLayout
-from group_offload.stores.folder import Folder, ProvenFile
+from group_offload.stores.files import write_blob
+from group_offload.stores.folder import Folder
 from group_offload.stores.safetensors_file import content_of_file
+from group_offload.stores.source import SourceFile
 
 GROUPS = ("blocks_0", "blocks_1")
 
@@ -28,19 +30,19 @@ def layout_of(named: dict[str, torch.Tensor]) -> BlobLayout:
     return lay_out(list(named), list(named.values()))
 
 
-def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0") -> ProvenFile:
+def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0") -> SourceFile:
     """Find or write the file of a group."""
-    return folder.find_or_write(group, layout_of(named), list(named.values()), lambda num_bytes: None)
+    return write_blob(layout_of(named), list(named.values()), folder, group, lambda num_bytes: None).source
 
 
-def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[ProvenFile]:
+def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[SourceFile]:
     """What the engine does for a model of two groups."""
     folder = Folder(path, model_class)
     with folder.locked(1000):
         return [put(folder, weights(seed, group), group) for group in GROUPS]
 
 
-def assert_holds(files: Sequence[ProvenFile], seed: int = 0) -> None:
+def assert_holds(files: Sequence[SourceFile], seed: int = 0) -> None:
     for file, group in zip(files, GROUPS, strict=True):
         loaded = load_file(file.path)
         for name, value in weights(seed, group).items():

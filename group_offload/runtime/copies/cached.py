@@ -44,13 +44,11 @@ class CachedFiles:
         """Whether some of the blobs are not locked, so that passes read them."""
         self._to_lock: dict[SourceFile, list[FileBlob]] = {}
         self._looked_at = 0.0
-        self._has_run = False
 
     def begin(self, blobs: Sequence[FileBlob]) -> None:
         """The module was partitioned."""
         self.blobs = [blob for blob in blobs if blob.layout.num_bytes]
         self._to_lock = {}
-        self._has_run = False
 
     def choose_ways(self) -> None:
         """Decide by the available RAM how each blob is read: see [Note: Ways to read a file].
@@ -91,9 +89,6 @@ class CachedFiles:
             if any(blob.is_locked and blob not in chosen for blob in blobs):
                 self._lock(source, there)
         for blob in self.blobs:
-            # This module brought the blob into the page cache. That RAM is for the blobs that are to be locked now.
-            if blob not in chosen and not blob.is_direct and self._has_run:
-                blob.source.forget_cached(blob.pieces)
             blob.is_direct = blob not in chosen
         self.look()
 
@@ -125,7 +120,6 @@ class CachedFiles:
 
     def before_pass(self, name: str) -> None:
         """Give up RAM if the system runs short of it, and lock the files that were read."""
-        self._has_run = True
         self._relieve(name)
         if self._to_lock:
             self.lock_what_is_there(was_read=True)

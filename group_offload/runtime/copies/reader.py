@@ -97,8 +97,7 @@ class Reader:
         job = ReadJob(reads, self._staging.frame_bytes, self.cancel)
         with self._lock:
             self._jobs.append(job)
-            num_more = self._hire()
-        self._start(num_more)
+            self._hire()
         return job
 
     def submit(self, reads: Sequence[Read], landing: Landing, job: ReadJob | None = None) -> ReadJob:
@@ -114,8 +113,7 @@ class Reader:
             job.landing = landing
             self._jobs.insert(sum(each.landing is not None for each in self._jobs), job)
             self._send_what_is_read()
-            num_more = self._hire()
-        self._start(num_more)
+            self._hire()
         return job
 
     def order_behind_jobs(self) -> None:
@@ -135,8 +133,7 @@ class Reader:
             if job.is_over:
                 return
             self._end(job, None)
-            num_more = self._hire()
-        self._start(num_more)
+            self._hire()
 
     def wait_until_enqueued(self) -> None:
         """Return once the copies of all submitted jobs are enqueued, and nothing is read."""
@@ -181,11 +178,8 @@ class Reader:
 
     # ---------------------------------------------------------------- workers
 
-    def _hire(self) -> int:
-        """Count the workers that are started now, because there is something for them to do.
-
-        Call `_start` with the result, without the lock.
-        """
+    def _hire(self) -> None:
+        """Start the workers that find something to do. Call this with the lock."""
         unread = [job for job in self._jobs if job.chunks]
         num = self._staging.num_free
         if not num and not self._is_waiting and (self._staging.oldest_sent is not None or not self._num_workers):
@@ -193,12 +187,8 @@ class Reader:
         num, limit = min(sum(len(job.chunks) for job in unread), num), num_threads()
         if all(job.is_in_ram for job in unread):  # half of the frames are filled while the others are sent
             limit = min(num_copy_threads(), self._staging.num_frames // 2 + 1)
-        num = max(0, min(num, limit - self._num_workers))
-        self._num_workers += num
-        return num
-
-    def _start(self, num_workers: int) -> None:
-        for _ in range(num_workers):
+        for _ in range(min(num, limit - self._num_workers)):
+            self._num_workers += 1
             on_pool(self._work)
 
     def _work(self) -> None:
@@ -220,8 +210,7 @@ class Reader:
                     return None
                 if found is None:
                     self._is_waiting = True
-                num_more = self._hire()
-            self._start(num_more)
+                self._hire()
             if found is not None:
                 return found
             assert oldest is not None
