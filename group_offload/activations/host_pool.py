@@ -110,7 +110,6 @@ class HostPool:
                     return False
                 memory = by_driver
                 weakref.finalize(self, _keep_until, self._wait, memory).atexit = False
-            self._stats.pinned_bytes += size
         # else every copy is done when it returns: pinning would gain nothing
         self._stats.host_bytes += size
         self.segments.append(_Segment(memory, lock))

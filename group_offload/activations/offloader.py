@@ -100,8 +100,7 @@ class DeviceOffloader:
         self._streams.drain()
         self.remains.clear()
         self._pool.segments.clear()
-        stats = self._stats
-        stats.host_bytes = stats.pinned_bytes = stats.used_host_bytes = 0
+        self._stats.host_bytes = self._stats.used_host_bytes = 0
 
     # To host memory
 

@@ -152,7 +152,7 @@ def test_nothing_is_fetched_late_and_the_host_never_waits() -> None:
         # The tensor for all blocks is there, as the last one needs it, and so is what left last.
         assert 0 < stats.reloads < stats.offloads - stats.passes
         assert device.num_host_waits == 0
-        assert stats.pinned_bytes == device.pinned_bytes > 0
+        assert stats.host_bytes == device.pinned_bytes > 0
         handle.remove()
         assert device.pinned_bytes == 0
 
@@ -170,7 +170,7 @@ def test_host_memory_is_bounded_for_any_shapes(device: str, num_shapes: int, mon
             graphs.append(model(put(torch.randn(num_samples, 2, DIM))).square().mean())
         stats = handle.stats()
         assert stats.host_bytes <= 2 * stats.peak_used_host_bytes
-        assert device == "cpu" or stats.pinned_bytes == put.__self__.pinned_bytes  # type: ignore[attr-defined]
+        assert device == "cpu" or stats.host_bytes == put.__self__.pinned_bytes  # type: ignore[attr-defined]
         graphs.clear()
         handle.remove()
 

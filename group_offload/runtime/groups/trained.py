@@ -32,9 +32,9 @@ MAX_SHARE = 0.5
 class Trained:
     """The parameters of a module that are trained. Owned by an engine.
 
-    They require gradients, and most parameters of the module do not: see `MAX_SHARE`. One that is frozen later stays too. It may
-    be frozen for only one forward (an adapter that is switched off for a reference, a critic while its generator is trained),
-    and an earlier graph may still have to run.
+    They require gradients, and most parameters of the module do not: see `MAX_SHARE`. One that is frozen later stays too. It
+    may be frozen for only one forward (an adapter that is switched off for a reference, a critic while its generator is
+    trained), and an earlier graph may still have to run.
     """
 
     def __init__(self, backend: Backend) -> None:
