@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
@@ -16,6 +15,9 @@ from ..base.device import Backend, Event, Stream
 from .host_pool import HostPool
 from .stats import ActivationStats
 from .streams import CopyStreams
+
+Remains = tuple[torch.Tensor | None, Event | None, list[Stream], torch.Tensor | None]
+"""What a dead stash leaves behind: device memory that a copy still uses, its `guard` and `streams`, and host memory."""
 
 
 class StashState(Enum):
@@ -60,17 +62,7 @@ class Stash:
         # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
         if self.state is not StashState.ON_DEVICE:
             memory = None if self.guard is None else self.memory
-            self.offloader.remains.append(Remains(memory, self.guard, self.streams, self.host))
-
-
-class Remains(NamedTuple):
-    """What a dead stash leaves behind until its offloader cleans up."""
-
-    memory: torch.Tensor | None
-    """Device memory that a copy still uses."""
-    guard: Event | None
-    streams: list[Stream]
-    host: torch.Tensor | None
+            self.offloader.remains.append((memory, self.guard, self.streams, self.host))
 
 
 class DeviceOffloader:
@@ -128,8 +120,6 @@ class DeviceOffloader:
             copies = [(stash.host, stash.memory) for stash in mine]
             for stash, left in zip(mine, self._streams.copy_out(copies, stream), strict=True):  # type: ignore[arg-type]
                 stash.left = stash.guard = left
-        if not self.backend.has_streams:
-            self.free_offloaded()
 
     def keep(self, stash: Stash, memory: torch.Tensor) -> None:
         """A later group saved a stash too, and `memory` has its bytes: they stay on the device as long as that group's."""
