@@ -532,17 +532,6 @@ def test_an_interrupt_while_it_is_applied_leaves_nothing(monkeypatch: pytest.Mon
     assert offload(model).is_active
 
 
-def test_the_with_form() -> None:
-    def inside(model: nn.Module, put: Put) -> torch.Tensor:
-        with apply_activation_offloading(model, device="cpu", min_bytes=0) as handle:
-            loss = model(data(0, put)).square().mean()
-        assert handle.stats().offloads > 0 and not handle.is_active
-        loss.backward()
-        return loss.detach()
-
-    assert_same_bits(train(make(), inside), train(make(), plain))
-
-
 def test_groups() -> None:
     assert offload(make()).groups == tuple(f"blocks.{index}" for index in range(4))
     assert offload(make(), groups=["head", "blocks"]).groups == (*(f"blocks.{index}" for index in range(4)), "head")
@@ -579,10 +568,12 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_removed_between_forward_and_backward() -> None:
+    """By the end of a `with` block."""
+
     def step(model: nn.Module, put: Put) -> torch.Tensor:
-        handle = offload(model)
-        loss = model(data(0, put)).square().mean()
-        handle.remove()
+        with offload(model) as handle:
+            loss = model(data(0, put)).square().mean()
+        assert handle.stats().offloads > 0 and not handle.is_active
         loss.backward()
         return loss.detach()
 
