@@ -120,6 +120,8 @@ class DeviceOffloader:
             copies = [(stash.host, stash.memory) for stash in mine]
             for stash, left in zip(mine, self._streams.copy_out(copies, stream), strict=True):  # type: ignore[arg-type]
                 stash.left = stash.guard = left
+        if not self.backend.has_streams:
+            self.free_offloaded()
 
     def keep(self, stash: Stash, memory: torch.Tensor) -> None:
         """A later group saved a stash too, and `memory` has its bytes: they stay on the device as long as that group's."""
