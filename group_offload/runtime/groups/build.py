@@ -205,7 +205,9 @@ class Builder:
                     del tensors
                     plan.parts.append(self._bind(blob, plan.fresh))
                     plan.fresh = ()
-                    trim_heap()  # what was cast is freed by now
+                    if self.casts:
+                        trim_heap()  # else what was cast would add up in it
+        trim_heap()
 
     def _rest_in_ram(self, plans: Sequence[_Plan]) -> None:
         wait_for_releases()
