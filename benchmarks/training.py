@@ -250,7 +250,7 @@ class Run:
                 "out_bytes": (activations_then.offloaded_bytes - activations.offloaded_bytes) // num_steps,
                 "back_bytes": (activations_then.reloaded_bytes - activations.reloaded_bytes) // num_steps,
                 "stalls": (activations_then.stalls - activations.stalls) / num_steps,
-                "pinned_bytes": activations_then.pinned_bytes,
+                "pinned_bytes": activations_then.host_bytes,
             }
         return report
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
@@ -16,6 +15,9 @@ from ..base.device import Backend, Event, Stream
 from .host_pool import HostPool
 from .stats import ActivationStats
 from .streams import CopyStreams
+
+Remains = tuple[torch.Tensor | None, Event | None, list[Stream], torch.Tensor | None]
+"""What a dead stash leaves behind: device memory that a copy still uses, its `guard` and `streams`, and host memory."""
 
 
 class StashState(Enum):
@@ -29,8 +31,6 @@ class StashState(Enum):
     """In host memory only."""
     RELOADED = auto()
     """In host memory; and on the device, or on its way there."""
-    LOST = auto()
-    """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
 
 
 @dataclass(eq=False, repr=False)
@@ -40,12 +40,11 @@ class Stash:
     Only its offloader changes it, under the session's lock.
     """
 
+    offloader: DeviceOffloader
     memory: torch.Tensor | None
     """The bytes on the device, as uint8: an alias of the saved storage, or memory that was allocated for a copy back."""
     streams: list[Stream]
     """The streams that wait for `guard` before `memory` is freed. The first one owns the memory."""
-    remains: deque[Remains]
-    """Where it leaves what its offloader has to clean up once it is dead."""
     num_bytes: int
     state: StashState = StashState.ON_DEVICE
     position: int = -1
@@ -59,26 +58,11 @@ class Stash:
     guard: Event | None = None
     """The copy that still uses `memory`; None once `streams` have waited for it."""
 
-    def lose(self) -> None:
-        """Free all bytes. Call it only when no copy is under way."""
-        self.state = StashState.LOST
-        self.memory = self.host = self.guard = self.left = self.arrived = None
-
     def __del__(self) -> None:
         # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
-        if self.state is not StashState.ON_DEVICE and self.state is not StashState.LOST:
+        if self.state is not StashState.ON_DEVICE:
             memory = None if self.guard is None else self.memory
-            self.remains.append(Remains(memory, self.guard, self.streams, self.host))
-
-
-class Remains(NamedTuple):
-    """What a dead stash leaves behind until its offloader cleans up."""
-
-    memory: torch.Tensor | None
-    """Device memory that a copy still uses."""
-    guard: Event | None
-    streams: list[Stream]
-    host: torch.Tensor | None
+            self.offloader.remains.append((memory, self.guard, self.streams, self.host))
 
 
 class DeviceOffloader:
@@ -99,13 +83,16 @@ class DeviceOffloader:
         """Copies of a batch share an event: a stream that waited for one need not wait for the next."""
         self.remains: deque[Remains] = deque()
         """What dead stashes left behind, in whichever thread they died."""
+        self.is_broken = False
+        """Whether an interrupt broke off work here: nobody knows where the bytes of its stashes are."""
 
     def abandon(self) -> None:
-        """Return once no copy is under way that was started here. Call no other method afterwards."""
+        """Return once no copy is under way that was started here, and no memory is pinned. Call no other method afterwards."""
+        self.is_broken = True
         self._streams.drain()
         self.remains.clear()
-        stats = self._stats
-        stats.host_bytes = stats.pinned_bytes = stats.used_host_bytes = 0
+        self._pool.segments.clear()
+        self._stats.host_bytes = self._stats.used_host_bytes = 0
 
     # To host memory
 

@@ -28,9 +28,7 @@ class ActivationStats:
     stalls: int = 0
     """Tensors whose copy back started only when backward reached their group, not ahead of it."""
     host_bytes: int = 0
-    """Host memory in the pool."""
-    pinned_bytes: int = 0
-    """The pinned part of `host_bytes`."""
+    """Host memory in the pool. It is pinned, except with device='cpu'."""
     used_host_bytes: int = 0
     """The part of `host_bytes` that holds activations now."""
     peak_used_host_bytes: int = 0

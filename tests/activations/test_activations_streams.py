@@ -18,10 +18,10 @@ from torch import nn
 from group_offload import StateError
 from group_offload.activations import host_pool, offloader, streams
 
-from ..support.activations import Calls, check, offload, random_training
+from ..support.activations import Calls, check, offload, on, random_training
 from ..support.asserts import same_bits
 from ..support.models import Stop
-from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.simulated import SimulatedDevice
 from ..support.training import DIM, plain, retained, stopped_backward, two_by_two
 from ..support.tuning import tune
 from ..support.waits import waits_of
@@ -33,21 +33,18 @@ def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def simulated(
-    num_blocks: int = 5, laziness: Any = "lazy", function: Callable[..., torch.Tensor] = simple, **options: Any
+    num_blocks: int = 5, laziness: str = "lazy", function: Callable[..., torch.Tensor] = simple, **options: Any
 ) -> Iterator[tuple[SimulatedDevice, Any, torch.Tensor, list[torch.Tensor]]]:
     """A model on the device, its input there, and what its gradients have to be. Nothing of it is freed before the end."""
-    device = SimulatedDevice(0, laziness)
     torch.manual_seed(0)
     model = Calls(*[function] * num_blocks)
     x = torch.randn(DIM, DIM)
     model(x).sum().backward()
     expected = take_gradients(model)
-    with use_simulated_device(device), device.running():
-        for parameter in model.parameters():
-            parameter.data = device.put(parameter.data)
-        on_device = device.put(x)
+    with on(laziness, model) as (put, _):
+        device: SimulatedDevice = put.__self__  # type: ignore[attr-defined]
         handle = offload(model, **{"keep_last": 0, **options})
-        yield device, model, on_device, expected
+        yield device, model, put(x), expected
         device.synchronize()
         handle.remove()
         assert device.pinned_bytes == 0

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import nn
 
 from ...base.arena import moved
-from ...base.layout import ALIGNMENT, BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
-from ...base.mapping import flat_view, map_anonymous, trim_heap
+from ...base.layout import BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
+from ...base.mapping import trim_heap
 from ...base.page_lock import LockLimit
 from ...base.pagemap import can_detect_writes
 from ...base.pool import Task, on_pool
@@ -206,6 +205,8 @@ class Builder:
                     del tensors
                     plan.parts.append(self._bind(blob, plan.fresh))
                     plan.fresh = ()
+                    if self.casts:
+                        trim_heap()  # else what was cast would add up in it
         trim_heap()
 
     def _rest_in_ram(self, plans: Sequence[_Plan]) -> None:
@@ -340,21 +341,10 @@ def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: 
 
 
 def _cast(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> None:
-    """Cast tensors into memory that goes back to the system with the last of them. (The C library keeps freed memory.)"""
-    mine = [(ref.tensor, casts[id(ref.tensor)]) for ref in refs if id(ref.tensor) in casts]
-    sizes = [span_bytes(tensor) // tensor.dtype.itemsize * dtype.itemsize for tensor, dtype in mine]
-    starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-    if not starts[-1]:
-        return
     with torch.inference_mode(False), torch.no_grad():
-        memory = flat_view(map_anonymous(starts[-1]), 0, starts[-1])
-        for (tensor, dtype), start, size in zip(mine, starts, sizes, strict=False):
-            flat = memory[start : start + size].view(dtype)
-            if flat.numel() == tensor.numel():
-                value = flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
-                tensor.data = value.copy_(tensor.detach())
-            else:  # with gaps, or repeats
-                tensor.data = tensor.detach().to(dtype)
+        for ref in refs:
+            if id(ref.tensor) in casts:
+                ref.tensor.data = ref.tensor.detach().to(casts[id(ref.tensor)])
 
 
 def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> int:

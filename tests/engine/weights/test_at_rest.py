@@ -128,7 +128,10 @@ def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: 
 
 _PEAK = """
 import contextlib
+from functools import partial
+from group_offload.api import offload
 from group_offload.base.tuning import tune
+from group_offload.config import ModelOptions, OffloadConfig
 tune(segment_bytes=32 << 20)
 peak = lambda: next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 where = contextlib.nullcontext()
@@ -138,21 +141,26 @@ if sys.argv[1] == "mapped twice":
     where = use_simulated_device(SimulatedDevice())
 with where:
     model = Blocks(*(nn.Linear(2048, 2048, bias=False) for _ in range(24))).requires_grad_(False)
-    handle = apply_group_offloading(model, "cpu", offload_to_disk_path=sys.argv[2] if sys.argv[1] == "edited" else None)
+    held, folder = model.state_dict(), sys.argv[2] if sys.argv[1] in ("edited", "cast") else None
+    config = OffloadConfig.from_options(ModelOptions(onload_device="cpu", offload_to_disk_path=folder), model)
+    cast = partial(offload, model, config, dict.fromkeys(held, torch.bfloat16))
+    step = cast if sys.argv[1] == "cast" else offload(model, config).remove
     if sys.argv[1] == "edited":
         for number in range(24):
             model.blocks[number].weight.mul_(2)
+        step = partial(model, torch.ones(1, 2048))
     with contextlib.suppress(OSError):
         open("/proc/self/clear_refs", "w").write("5")  # forget the peak
     before = peak()
-    model(torch.ones(1, 2048)) if sys.argv[1] == "edited" else handle.remove()
-print(peak() - before, sum(weight.nbytes for weight in model.parameters()))
+    step()
+print(peak() - before, 24 << 24)
 """
 
 
-@pytest.mark.parametrize("memory", ["pageable", "mapped twice", "edited"])
+@pytest.mark.parametrize("memory", ["pageable", "mapped twice", "edited", "cast"])
 def test_no_second_copy_of_the_model(memory: str, tmp_path: Path) -> None:
-    """As `remove()` gives weights memory of their own, or edited ones of files move to RAM (diffusers #10847, #11106)."""
+    """As `remove()` gives weights memory of their own, edited ones of files move to RAM, or cast ones go to files
+    (diffusers #10847, #11106)."""
     done = run_python(_PEAK, memory, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     more, model = map(int, done.stdout.split())
