@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ComponentsManager
+from diffusers.modular_pipelines.components_manager import AutoOffloadStrategy
 from diffusers.utils import torch_utils
 from torch import nn
 
-from group_offload import (
-    GroupOffloadStrategy,
-    apply_group_offloading,
-)
+from group_offload import apply_group_offloading
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
@@ -30,8 +27,6 @@ from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 MIB = 1 << 20
-TAKES_STRATEGIES = "offload_strategy" in inspect.signature(ComponentsManager.enable_auto_cpu_offload).parameters
-"""diffusers 0.36 to 0.39 have one strategy."""
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +106,13 @@ class Managed:
     def offload(self) -> Any:
         return apply_group_offloading(self.model, self.place, num_blocks_per_group=1)
 
-    def manage(self, strategy: Any = None) -> None:
-        given = {} if strategy is None else {"offload_strategy": strategy}
-        self.manager.enable_auto_cpu_offload(self.place, memory_reserve_margin="0MB", **given)
+    def manage(self) -> None:
+        self.manager.enable_auto_cpu_offload(self.place, memory_reserve_margin="0MB")
         for other in self.others:
             other.to(self.place)
 
-    def begin(self, order: str, strategy: Any = None) -> None:
-        for step in (self.offload, lambda: self.manage(strategy))[:: 1 if order == "ours first" else -1]:
+    def begin(self, order: str) -> None:
+        for step in (self.offload, self.manage)[:: 1 if order == "ours first" else -1]:
             step()
 
     @property
@@ -172,7 +166,6 @@ def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, m
     assert managed.are_there == [False]
 
 
-@pytest.mark.skipif(not TAKES_STRATEGIES, reason="managers of this diffusers take no strategy")
 def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
     memory."""
@@ -186,7 +179,7 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
             assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
         kept = handle.stats().resident_bytes
         tell_of_room(monkeypatch, torch.device("cuda"), lambda: card.free_bytes)
-        strategy = GroupOffloadStrategy(memory_reserve_margin=0)
+        strategy = AutoOffloadStrategy("0MB")
         assert strategy([], "whole", whole, device.device) == [] and handle.stats().resident_bytes == kept > num_bytes
         card.other_takes(card.free_bytes)
         with pytest.raises(torch.OutOfMemoryError):
