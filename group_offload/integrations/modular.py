@@ -43,7 +43,7 @@ def choose_leaving(
         needed = handle.missing_bytes
         return ask(strategy, hooks, model_id, SimpleNamespace(get_memory_footprint=lambda: needed), execution_device)
     # Later releases of diffusers have another name for it.
-    margin: int = getattr(strategy, "memory_reserve_margin", None) or getattr(strategy, "memory_reserve", 0)
+    margin = getattr(strategy, "memory_reserve_margin", 0) or getattr(strategy, "memory_reserve", 0)
     needed = margin + sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
     for arena in arenas():
         short = needed - arena.backend.free_bytes()
