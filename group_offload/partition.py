@@ -31,18 +31,6 @@ from .config import OffloadConfig
 from .errors import ConfigError, ModuleError
 from .weights import ParamSlot, TensorRef, plain_tensors
 
-LEAF_TYPES = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-    nn.Embedding,
-)
-"""Layers that diffusers' leaf level makes groups (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`). Other weights go with their owner."""
-
 READS_ITS_CHILDREN = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -217,7 +205,7 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
 
 
 def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module]) -> Iterator[_Unit]:
-    whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
+    whole: tuple[type, ...] = (*READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     units: dict[nn.Module, _Unit] = {}
     for path, module in modules.items():
