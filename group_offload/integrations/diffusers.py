@@ -43,7 +43,7 @@ from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import is_offloaded, root_of
 from .casts import cast_now
-from .modular import MANAGER, choose_leaving, hear_guiders, leave_room_to_hooks, make_room
+from .modular import hear_guiders, hear_managers, make_room
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -443,6 +443,7 @@ class _Diffusers(Listener):
     def applied(self, handle: OffloadHandle) -> None:
         if "diffusers" in sys.modules:
             _install_seams()
+            hear_managers()
             registry = vars(handle.module).get("_diffusers_hook")
             if registry is None or not registry.hooks:
                 vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
@@ -452,7 +453,6 @@ class _Diffusers(Listener):
         registry = vars(handle.module).get("_diffusers_hook")
         if registry is not None and not registry.hooks:
             del vars(handle.module)["_diffusers_hook"]
-        leave_room_to_hooks(handle.module)
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
         make_room(module)
@@ -583,8 +583,7 @@ def _enable_on_model(model: nn.Module, *args: Any, **kwargs: Any) -> OffloadHand
 
 
 def _install_seams() -> None:
-    """Replace what [Note: What diffusers looks at] says, `to` of pipelines and models, and what managers ask, once for the
-    process."""
+    """Replace what [Note: What diffusers looks at] says, and `to` of pipelines and models, once for the process."""
     for module_name, class_name in _WITH_TO:
         kind = getattr(sys.modules.get(module_name), class_name, None)
         if kind is not None:
@@ -592,7 +591,6 @@ def _install_seams() -> None:
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
     around_once(offloading, "_get_top_level_group_offload_hook", _find_hook)
     around_once(offloading, "_apply_group_offloading", _apply)
-    around_once(importlib.import_module(MANAGER).AutoOffloadStrategy, "__call__", choose_leaving)
 
 
 def _find_hook(find: Callable[..., Any], module: nn.Module) -> Any:

@@ -5,7 +5,7 @@
 strategy which others leave the device. It asks only if the component seems to be elsewhere. An offloaded model of diffusers
 seems to be on the device, so nobody would make room for it. A text encoder of transformers seems to be in RAM, and room would
 be made for all of its weights. So the strategy is asked here instead, before a forward takes device memory. diffusers' own
-strategy is told how much that is (`choose_leaving`).
+strategy is told how much that is (`_choose_leaving`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from ..handle import OffloadHandle
 from ..runtime.convoy.contract import shares_passes
 from ..runtime.convoy.steps import announce, begin_step
 
-MANAGER = "diffusers.modular_pipelines.components_manager"
+_MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
 
 
-def choose_leaving(
+def hear_managers() -> None:
+    """Let managers ask what [Note: Who makes room] says."""
+    manager: Any = importlib.import_module(_MANAGER)
+    around_once(manager.AutoOffloadStrategy, "__call__", _choose_leaving)
+    around_once(manager.CustomOffloadHook, "pre_forward", _pre_forward)
+
+
+def _choose_leaving(
     ask: Callable[..., Any], strategy: Any, hooks: Any, model_id: Any, model: nn.Module, execution_device: Any
 ) -> Any:
     """In place of the call of diffusers' `AutoOffloadStrategy`, which says what leaves the device before `model` comes.
@@ -53,13 +60,16 @@ def choose_leaving(
     return ask(strategy, hooks, model_id, model, execution_device)
 
 
+def _pre_forward(call: Callable[..., Any], hook: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In place of the hook's own step before a forward: that of an offloaded model has made room and moved its inputs."""
+    return call(hook, module, *args, **kwargs) if handle_of(module) is None else (args, kwargs)
+
+
 def make_room(module: nn.Module) -> None:
     """A forward of an offloaded module begins: see [Note: Who makes room]."""
-    hook, handle = _hook_of(module), handle_of(module)
-    if hook is None or handle is None:
+    hook, handle, manager = module.__dict__.get("_hf_hook"), handle_of(module), sys.modules.get(_MANAGER)
+    if manager is None or handle is None or not isinstance(hook, manager.CustomOffloadHook):
         return
-    # The hook's own step has nothing to do: the module's gate has moved the inputs, and room is made here.
-    hook.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
     others = [
         other
         for other in hook.other_hooks or ()
@@ -72,19 +82,6 @@ def make_room(module: nn.Module) -> None:
         other.offload()
     if others:
         handle.config.backend.release_unused()
-
-
-def leave_room_to_hooks(module: nn.Module) -> None:
-    """Undo what `make_room` did to the module's hook."""
-    hook = _hook_of(module)
-    if hook is not None:
-        hook.__dict__.pop("pre_forward", None)
-
-
-def _hook_of(module: nn.Module) -> Any:
-    """The hook that a manager put on a component; None if there is none."""
-    hook, manager = module.__dict__.get("_hf_hook"), sys.modules.get(MANAGER)
-    return hook if manager is not None and isinstance(hook, manager.CustomOffloadHook) else None
 
 
 def hear_guiders(handle: OffloadHandle) -> None:
