@@ -205,15 +205,12 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
 
 
 def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module]) -> Iterator[_Unit]:
-    whole: tuple[type, ...] = (*READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     units: dict[nn.Module, _Unit] = {}
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
-        is_script = isinstance(module, torch.jit.ScriptModule)
-        # No weight can be moved inside a compiled graph.
-        if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
+        if isinstance(module, torch.jit.ScriptModule) or (path and _moves_whole(module)):
             taken.add(path)
             unit = units.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
             unit.paths.append(path)
@@ -287,7 +284,6 @@ def _tables(
     """
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
-    reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
     methods = ((module, name) for module in modules.values() for name in ("forward", *methods_of(module)))
     read = cache(
         lambda: {part for module, name in methods for part in parts_used(module, name).read if part is not module}
@@ -312,7 +308,7 @@ def _tables(
                 for module in mine
             )
             and not any(
-                isinstance(modules[part], reads_inside) or is_compiled(modules[part])
+                _moves_whole(modules[part])
                 for paths in mine.values()
                 for path in paths
                 for part in (path, *_ancestors(path))
@@ -532,6 +528,11 @@ def _holds_lists(module: nn.Module) -> bool:
 def _is_large(module: nn.Module) -> bool:
     """Whether it would take too much of the device for the length of a forward, as the rest around blocks does."""
     return sum(parameter.nbytes for parameter in module.parameters()) > tuning().largest_rest_bytes
+
+
+def _moves_whole(module: nn.Module) -> bool:
+    """Whether its parts cannot move by themselves: it reads their weights without calling them, or is a compiled graph."""
+    return isinstance(module, (*READS_ITS_CHILDREN, *adapter_layers())) or is_compiled(module)
 
 
 def adapter_layers() -> tuple[type, ...]:
