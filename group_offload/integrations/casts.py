@@ -35,12 +35,6 @@ from ..base.torch_internals import has_compatible_shallow_copy_type, parse_to
 from ..stores.files import FileMap
 
 _T = torch.Tensor
-_CASTS: Mapping[Any, torch.dtype] = {
-    _T.float: torch.float32,
-    _T.double: torch.float64,
-    _T.half: torch.float16,
-    _T.bfloat16: torch.bfloat16,
-}
 _VIEWS = frozenset(
     {"detach", "reshape", "contiguous", "transpose", "permute", "t", "chunk", "split", "requires_grad_", "__get__"}
 )
@@ -81,13 +75,8 @@ class PostponedCasts(TorchFunctionMode):
     Use it around the call that loads. Then ask `casts_of` which weights are to be cast.
     """
 
-    def __init__(self, *, of_files_only: bool = True) -> None:
-        """
-        Args:
-            of_files_only: whether casts of weights that are in no file, or may have been edited since, are made at once.
-        """
+    def __init__(self) -> None:
         super().__init__()
-        self._of_files_only = of_files_only
         self.refusal: str | None = None
         """The reason why the loaded weights are wrong: something was written to a weight that only seemed to be cast."""
         self._files = FileMap()
@@ -214,10 +203,9 @@ class PostponedCasts(TorchFunctionMode):
         return value
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
-        if self._of_files_only and self._files.find(tensor.detach()) is None:
+        if self._files.find(tensor.detach()) is None:
             self._files = FileMap()  # it may have been mapped since
-            return self._files.find(tensor.detach()) is not None
-        return True
+        return self._files.find(tensor.detach()) is not None
 
 
 def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.device | None = None) -> None:
@@ -232,9 +220,7 @@ def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.
 
 
 def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, torch.dtype | None]:
-    """Whether a call only casts a CPU tensor, and to which dtype. None: the call keeps the dtype."""
-    if func in _CASTS and len(args) == 1 and not kwargs:
-        return True, _CASTS[func]
+    """Whether a call only casts a CPU tensor, as loaders do, and to which dtype. None: the call keeps the dtype."""
     if func is not _T.to or kwargs.get("copy") or "other" in kwargs or not args or len(args) > 3:
         return False, None
     if len(args) > 1 and isinstance(args[1], torch.Tensor):
