@@ -255,19 +255,12 @@ def _plan(
             offloaded.append(_Planned(mine, model, own, config, shared))
         elif shared is None:
             whole.append(model)
-    common = OffloadConfig.from_options(
-        ModelOptions(onload_device=options.onload_device, vram_budget=options.vram_budget)
-    )
-    if options.ram_budget is not None:
-        sharing = [each for each in offloaded if "ram_budget" not in each.own]
-        shares = shares_of(
-            {each.names[0]: each.model for each in sharing},
-            options.ram_budget,
-            options.vram_budget,
-            has_folder=options.offload_to_disk_path is not None,
-            has_device=common.backend.has_streams,
-            tables=set[int]().union(*(tables_of(each.model, each.config) for each in offloaded)),
-        )
+    names_of_common = ("onload_device", "vram_budget", "ram_budget", "offload_to_disk_path")
+    common = OffloadConfig.from_options(ModelOptions(**{name: getattr(options, name) for name in names_of_common}))
+    if common.ram_budget is not None:
+        sharing = {each.names[0]: each.model for each in offloaded if "ram_budget" not in each.own}
+        tables = set[int]().union(*(tables_of(each.model, each.config) for each in offloaded))
+        shares = shares_of(sharing, common, tables)
         offloaded = [
             replace(each, config=replace(each.config, ram_share=shares.get(each.names[0]))) for each in offloaded
         ]
