@@ -199,7 +199,8 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             part = mine[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                openers=[called for *_, block in part for called in _called_for(block, reader)],
+                # The reader goes through a list of parameters, too: nothing in that is called.
+                openers=[called for *_, block in part for called in [*_callable_parts(block)] or [reader]],
                 paths=[f"{path}.{key}".strip(".") for _, key, _ in part],
             )
 
@@ -498,11 +499,6 @@ def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable_parts(child)
     else:
         yield module
-
-
-def _called_for(block: nn.Module, reader: nn.Module) -> list[nn.Module]:
-    """The modules whose calls need a block: the block; the parts of one without forward; what reads a list of parameters."""
-    return [reader] if isinstance(block, NEVER_CALLED) else [*_callable_parts(block)] or [reader]
 
 
 def _has_forward(module: nn.Module) -> bool:
