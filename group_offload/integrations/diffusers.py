@@ -32,7 +32,7 @@ from ..api import apply_group_offloading, handle_of, offload, remove_group_offlo
 from ..base.arena import moved
 from ..base.compiled import HANDLE
 from ..base.layout import span_bytes
-from ..base.patching import around, around_once, swap
+from ..base.patching import around_once, swap
 from ..base.text import did_you_mean, short
 from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
@@ -510,8 +510,7 @@ def patch_diffusers() -> None:
 
     `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
     then take the arguments of this package (all can be left out) and return handles; without a `vram_budget` they take the
-    least device memory. `disable_group_offload()` is added. Modular pipelines get both calls; components that they load later
-    are offloaded as the others were. Repeated calls do nothing. `unpatch_diffusers` undoes this.
+    least device memory. `disable_group_offload()` is added. Repeated calls do nothing. `unpatch_diffusers` undoes this.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -530,20 +529,8 @@ def patch_diffusers() -> None:
     _swap_code(_patches, diffusers.hooks.apply_group_offloading, _apply_trampoline, apply_group_offloading)
     swap(_patches, ModelMixin, "enable_group_offload", _enable_on_model)
     swap(_patches, ModelMixin, "disable_group_offload", remove_group_offloading)
-    modular: Any = getattr(diffusers, "ModularPipeline", None)
-    for pipelines in filter(None, (diffusers.DiffusionPipeline, modular)):
-        swap(_patches, pipelines, "enable_group_offload", _enable_on_pipeline)
-        swap(_patches, pipelines, "disable_group_offload", disable_group_offload)
-    for name in ("load_components", "update_components") if modular is not None else ():
-        swap(_patches, modular, name, around(getattr(modular, name), _offload_what_came))
-
-
-def _offload_what_came(load: Callable[..., Any], pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a method of modular pipelines: components that come are offloaded as the others were."""
-    result = load(pipeline, *args, **kwargs)
-    if pipeline.__dict__.get(_ASKED) is not None:
-        enable_group_offload(pipeline)
-    return result
+    swap(_patches, diffusers.DiffusionPipeline, "enable_group_offload", _enable_on_pipeline)
+    swap(_patches, diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload)
 
 
 def unpatch_diffusers() -> None:

@@ -1,10 +1,9 @@
-"""Modular diffusers: pipelines whose components are offloaded, and a manager that moves the others."""
+"""Modular diffusers: a manager that moves the components that are not offloaded."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,50 +21,10 @@ from ..support.allocator import Memory
 from ..support.asserts import snapshot
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
-from ..support.pipelines import modular_pipeline, run_modular
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def expected() -> torch.Tensor:
-    pipe = modular_pipeline()
-    pipe.to(tiny.device())
-    return run_modular(pipe)
-
-
-@pytest.mark.parametrize("by", ["load_components", "update_components"])
-def test_components_that_come_later(
-    by: str, device: torch.device, tmp_path: Path, expected: torch.Tensor, patched: None
-) -> None:
-    """Names that were excluded stay so. Hazard: a component loaded after offloading stays in RAM, and its forward
-    fails."""
-    pipe = modular_pipeline()
-    before = snapshot(pipe.transformer)
-    vae, pipe.vae = pipe.vae, None
-    pipe.enable_group_offload(
-        device, offload_type="leaf_level", exclude_modules=iter(["text_encoder", "text_encoder_2"])
-    )
-    first = handle_of(pipe.transformer)
-    if by == "load_components":
-        vae.save_pretrained(tmp_path)
-        pipe._component_specs["vae"].pretrained_model_name_or_path = str(tmp_path)
-        pipe.load_components(names="vae")
-    else:
-        pipe.update_components(vae=vae, text_encoder_2=tiny.flux_pipeline().text_encoder_2)
-    handle = handle_of(pipe.vae)
-    assert handle is not None and handle_of(pipe.transformer) is first
-    assert handle.config.offload_type == "leaf_level" and handle_of(pipe.text_encoder_2) is None
-    assert torch.equal(run_modular(pipe), expected)
-    pipe.disable_group_offload()
-    assert snapshot(pipe.transformer) == before
-    pipe.update_components(vae=tiny.flux_pipeline().vae)
-    assert handle_of(pipe.vae) is None
-
-
-# ---------------------------------------------------------------- a manager that moves components
 
 
 class Other(nn.Module):

@@ -149,11 +149,11 @@ def test_a_model_that_accelerate_prepares(
 def state_of_diffusers() -> dict[str, Any]:
     apply = imported_before_patching
     names = ("enable_group_offload", "disable_group_offload")
-    owners = (ModelMixin, diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    owners = (ModelMixin, diffusers.DiffusionPipeline)
     return {
         "function": [apply.__code__, apply.__defaults__, apply.__kwdefaults__, dict(apply.__annotations__)],
         "names": [apply.__doc__, apply.__name__, apply.__qualname__, apply.__module__, inspect.signature(apply)],
-        "methods": [owner.__dict__.get(name) for owner in owners for name in (*names, "load_components")],
+        "methods": [owner.__dict__.get(name) for owner in owners for name in names],
         "has": [hasattr(owner, name) for owner in owners for name in names],
     }
 
