@@ -75,8 +75,14 @@ class PostponedCasts(TorchFunctionMode):
     Use it around the call that loads. Then ask `casts_of` which weights are to be cast.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_files_only: bool = True) -> None:
+        """
+        Args:
+            of_files_only: whether casts of weights that are in no file, or may have been edited since, are made at once. A
+                system may be unable to tell.
+        """
         super().__init__()
+        self._of_files_only = of_files_only
         self.refusal: str | None = None
         """The reason why the loaded weights are wrong: something was written to a weight that only seemed to be cast."""
         self._files = FileMap()
@@ -203,9 +209,10 @@ class PostponedCasts(TorchFunctionMode):
         return value
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
-        if self._files.find(tensor.detach()) is None:
+        if self._of_files_only and self._files.find(tensor.detach()) is None:
             self._files = FileMap()  # it may have been mapped since
-        return self._files.find(tensor.detach()) is not None
+            return self._files.find(tensor.detach()) is not None
+        return True
 
 
 def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.device | None = None) -> None:

@@ -134,7 +134,7 @@ def open_in_place(
     options = {"variant": variant, "dtype": dtype, "local_files_only": True}
     options = {name: value for name, value in options.items() if value is not None}
     _name_dtype(model_class, options)
-    casts = PostponedCasts()
+    casts = PostponedCasts(of_files_only=False)  # nobody asks for values, so none need be cast
     with errors_of_loading(model_class, path):
         loaded = _load(model_class, path, options, torch.device("cpu"), casts)
         _refuse_missing(loaded, path)
