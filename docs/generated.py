@@ -30,7 +30,6 @@ TOPICS = {
         "patch_diffusers",
         "unpatch_diffusers",
         "free_slots",
-        "GroupOffloadStrategy",
     ),
     "Handles, statistics and plans": (
         "OffloadHandle",

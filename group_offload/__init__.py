@@ -17,7 +17,6 @@ from .integrations.diffusers import (
     patch_diffusers,
     unpatch_diffusers,
 )
-from .integrations.modular import GroupOffloadStrategy
 from .integrations.opening import from_pretrained
 from .integrations.reporting import write_report
 from .integrations.training import ActivationOffloadCallback
@@ -32,7 +31,6 @@ __all__ = [
     "GroupFileError",
     "GroupInfo",
     "GroupOffloadError",
-    "GroupOffloadStrategy",
     "ModuleError",
     "OffloadConfig",
     "OffloadHandle",

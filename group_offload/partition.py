@@ -31,18 +31,6 @@ from .config import OffloadConfig
 from .errors import ConfigError, ModuleError
 from .weights import ParamSlot, TensorRef, plain_tensors
 
-LEAF_TYPES = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-    nn.Embedding,
-)
-"""Layers that diffusers' leaf level makes groups (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`). Other weights go with their owner."""
-
 READS_ITS_CHILDREN = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -211,21 +199,19 @@ def _list_units(blocks: nn.Module, reader: nn.Module, path: str, name: str, coun
             part = mine[start : start + count]
             yield _Unit(
                 f"{name}_{part[0][0]}_{part[-1][0]}",
-                openers=[called for *_, block in part for called in _called_for(block, reader)],
+                # The reader goes through a list of parameters, too: nothing in that is called.
+                openers=[called for *_, block in part for called in [*_callable_parts(block)] or [reader]],
                 paths=[f"{path}.{key}".strip(".") for _, key, _ in part],
             )
 
 
 def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Module]) -> Iterator[_Unit]:
-    whole: tuple[type, ...] = (*LEAF_TYPES, *READS_ITS_CHILDREN, *adapter_layers())
     taken: set[str] = set()
     units: dict[nn.Module, _Unit] = {}
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
-        is_script = isinstance(module, torch.jit.ScriptModule)
-        # No weight can be moved inside a compiled graph.
-        if is_script or (path and (isinstance(module, whole) or is_compiled(module))):
+        if isinstance(module, torch.jit.ScriptModule) or (path and _moves_whole(module)):
             taken.add(path)
             unit = units.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
             unit.paths.append(path)
@@ -299,7 +285,6 @@ def _tables(
     """
     if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
         return
-    reads_inside = (*READS_ITS_CHILDREN, *adapter_layers())
     methods = ((module, name) for module in modules.values() for name in ("forward", *methods_of(module)))
     read = cache(
         lambda: {part for module, name in methods for part in parts_used(module, name).read if part is not module}
@@ -324,7 +309,7 @@ def _tables(
                 for module in mine
             )
             and not any(
-                isinstance(modules[part], reads_inside) or is_compiled(modules[part])
+                _moves_whole(modules[part])
                 for paths in mine.values()
                 for path in paths
                 for part in (path, *_ancestors(path))
@@ -516,11 +501,6 @@ def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _called_for(block: nn.Module, reader: nn.Module) -> list[nn.Module]:
-    """The modules whose calls need a block: the block; the parts of one without forward; what reads a list of parameters."""
-    return [reader] if isinstance(block, NEVER_CALLED) else [*_callable_parts(block)] or [reader]
-
-
 def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
@@ -544,6 +524,11 @@ def _holds_lists(module: nn.Module) -> bool:
 def _is_large(module: nn.Module) -> bool:
     """Whether it would take too much of the device for the length of a forward, as the rest around blocks does."""
     return sum(parameter.nbytes for parameter in module.parameters()) > tuning().largest_rest_bytes
+
+
+def _moves_whole(module: nn.Module) -> bool:
+    """Whether its parts cannot move by themselves: it reads their weights without calling them, or is a compiled graph."""
+    return isinstance(module, (*READS_ITS_CHILDREN, *adapter_layers())) or is_compiled(module)
 
 
 def adapter_layers() -> tuple[type, ...]:

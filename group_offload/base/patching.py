@@ -9,8 +9,8 @@ from inspect import getattr_static
 from typing import Any
 
 
-def swap(undo: ExitStack, owner: type, name: str, value: Any) -> None:
-    """Set an attribute of a class until `undo` is closed."""
+def swap(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class, or of an object, until `undo` is closed."""
     before = owner.__dict__.get(name)
     if before is None:
         undo.callback(delattr, owner, name)

@@ -35,12 +35,6 @@ from ..base.torch_internals import has_compatible_shallow_copy_type, parse_to
 from ..stores.files import FileMap
 
 _T = torch.Tensor
-_CASTS: Mapping[Any, torch.dtype] = {
-    _T.float: torch.float32,
-    _T.double: torch.float64,
-    _T.half: torch.float16,
-    _T.bfloat16: torch.bfloat16,
-}
 _VIEWS = frozenset(
     {"detach", "reshape", "contiguous", "transpose", "permute", "t", "chunk", "split", "requires_grad_", "__get__"}
 )
@@ -84,7 +78,8 @@ class PostponedCasts(TorchFunctionMode):
     def __init__(self, *, of_files_only: bool = True) -> None:
         """
         Args:
-            of_files_only: whether casts of weights that are in no file, or may have been edited since, are made at once.
+            of_files_only: whether casts of weights that are in no file, or may have been edited since, are made at once. A
+                system may be unable to tell.
         """
         super().__init__()
         self._of_files_only = of_files_only
@@ -232,9 +227,7 @@ def cast_now(module: nn.Module, casts: Mapping[str, torch.dtype], device: torch.
 
 
 def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, torch.dtype | None]:
-    """Whether a call only casts a CPU tensor, and to which dtype. None: the call keeps the dtype."""
-    if func in _CASTS and len(args) == 1 and not kwargs:
-        return True, _CASTS[func]
+    """Whether a call only casts a CPU tensor, as loaders do, and to which dtype. None: the call keeps the dtype."""
     if func is not _T.to or kwargs.get("copy") or "other" in kwargs or not args or len(args) > 3:
         return False, None
     if len(args) > 1 and isinstance(args[1], torch.Tensor):

@@ -32,7 +32,7 @@ from ..api import apply_group_offloading, handle_of, offload, remove_group_offlo
 from ..base.arena import moved
 from ..base.compiled import HANDLE
 from ..base.layout import span_bytes
-from ..base.patching import around, around_once, swap
+from ..base.patching import around_once, swap
 from ..base.text import did_you_mean, short
 from ..base.weak import NotCopied, Weak
 from ..config import ModelOptions, OffloadConfig, OffloadOptions, OffloadType, takes_options
@@ -43,7 +43,7 @@ from ..partition import partition, tables_of
 from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import root_of
 from .casts import cast_now
-from .modular import hear_guiders, leave_room_to_hooks, make_room
+from .modular import hear_guiders, hear_managers, make_room
 from .sharing import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
@@ -255,19 +255,12 @@ def _plan(
             offloaded.append(_Planned(mine, model, own, config, shared))
         elif shared is None:
             whole.append(model)
-    common = OffloadConfig.from_options(
-        ModelOptions(onload_device=options.onload_device, vram_budget=options.vram_budget)
-    )
-    if options.ram_budget is not None:
-        sharing = [each for each in offloaded if "ram_budget" not in each.own]
-        shares = shares_of(
-            {each.names[0]: each.model for each in sharing},
-            options.ram_budget,
-            options.vram_budget,
-            has_folder=options.offload_to_disk_path is not None,
-            has_device=common.backend.has_streams,
-            tables=set[int]().union(*(tables_of(each.model, each.config) for each in offloaded)),
-        )
+    names_of_common = ("onload_device", "vram_budget", "ram_budget", "offload_to_disk_path")
+    common = OffloadConfig.from_options(ModelOptions(**{name: getattr(options, name) for name in names_of_common}))
+    if common.ram_budget is not None:
+        sharing = {each.names[0]: each.model for each in offloaded if "ram_budget" not in each.own}
+        tables = set[int]().union(*(tables_of(each.model, each.config) for each in offloaded))
+        shares = shares_of(sharing, common, tables)
         offloaded = [
             replace(each, config=replace(each.config, ram_share=shares.get(each.names[0]))) for each in offloaded
         ]
@@ -443,6 +436,7 @@ class _Diffusers(Listener):
     def applied(self, handle: OffloadHandle) -> None:
         if "diffusers" in sys.modules:
             _install_seams()
+            hear_managers()
             registry = vars(handle.module).get("_diffusers_hook")
             if registry is None or not registry.hooks:
                 vars(handle.module)["_diffusers_hook"] = _weak_registry_class()(handle.module)
@@ -452,7 +446,6 @@ class _Diffusers(Listener):
         registry = vars(handle.module).get("_diffusers_hook")
         if registry is not None and not registry.hooks:
             del vars(handle.module)["_diffusers_hook"]
-        leave_room_to_hooks(handle.module)
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
         make_room(module)
@@ -517,8 +510,7 @@ def patch_diffusers() -> None:
 
     `pipe.enable_group_offload(...)`, `model.enable_group_offload(...)` and `diffusers.hooks.apply_group_offloading(...)`
     then take the arguments of this package (all can be left out) and return handles; without a `vram_budget` they take the
-    least device memory. `disable_group_offload()` is added. Modular pipelines get both calls; components that they load later
-    are offloaded as the others were. Repeated calls do nothing. `unpatch_diffusers` undoes this.
+    least device memory. `disable_group_offload()` is added. Repeated calls do nothing. `unpatch_diffusers` undoes this.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -537,20 +529,8 @@ def patch_diffusers() -> None:
     _swap_code(_patches, diffusers.hooks.apply_group_offloading, _apply_trampoline, apply_group_offloading)
     swap(_patches, ModelMixin, "enable_group_offload", _enable_on_model)
     swap(_patches, ModelMixin, "disable_group_offload", remove_group_offloading)
-    modular: Any = getattr(diffusers, "ModularPipeline", None)
-    for pipelines in filter(None, (diffusers.DiffusionPipeline, modular)):
-        swap(_patches, pipelines, "enable_group_offload", _enable_on_pipeline)
-        swap(_patches, pipelines, "disable_group_offload", disable_group_offload)
-    for name in ("load_components", "update_components") if modular is not None else ():
-        swap(_patches, modular, name, around(getattr(modular, name), _offload_what_came))
-
-
-def _offload_what_came(load: Callable[..., Any], pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a method of modular pipelines: components that come are offloaded as the others were."""
-    result = load(pipeline, *args, **kwargs)
-    if pipeline.__dict__.get(_ASKED) is not None:
-        enable_group_offload(pipeline)
-    return result
+    swap(_patches, diffusers.DiffusionPipeline, "enable_group_offload", _enable_on_pipeline)
+    swap(_patches, diffusers.DiffusionPipeline, "disable_group_offload", disable_group_offload)
 
 
 def unpatch_diffusers() -> None:

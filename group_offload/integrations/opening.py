@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -136,7 +136,7 @@ def open_in_place(
     _name_dtype(model_class, options)
     casts = PostponedCasts(of_files_only=False)  # nobody asks for values, so none need be cast
     with errors_of_loading(model_class, path):
-        loaded = _load(model_class, path, options, torch.device("cpu"), casts, casts)
+        loaded = _load(model_class, path, options, torch.device("cpu"), casts)
         _refuse_missing(loaded, path)
     return loaded, casts.casts_of(loaded)
 
@@ -162,12 +162,13 @@ def _open(
 ) -> tuple[Any, PostponedCasts]:
     """The result of the library's loader, and the casts that were postponed in it."""
     casts = PostponedCasts()
-    loaded = _load(model_class, name, options, device, casts, casts)
+    loaded = _load(model_class, name, options, device, casts)
     if casts.refusal is not None:
         del loaded
         logger.warning("%s is loaded as a whole before it is offloaded: %s.", name, casts.refusal)
         casts = PostponedCasts()
-        loaded = _load(model_class, name, options, device, casts, nullcontext())
+        with casts.paused():
+            loaded = _load(model_class, name, options, device, casts)
     return loaded, casts
 
 
@@ -177,9 +178,8 @@ def _load(
     options: Mapping[str, Any],
     device: torch.device,
     casts: PostponedCasts,
-    mode: AbstractContextManager[object],
 ) -> Any:
-    with _loading, _one_thread(), Quantising(casts, device), mode:
+    with _loading, _one_thread(), Quantising(casts, device), casts:
         loaded = model_class.from_pretrained(name, **options)
     found = loaded[0] if isinstance(loaded, tuple) else loaded
     parts = {"": found} if isinstance(found, nn.Module) else getattr(found, "components", {})

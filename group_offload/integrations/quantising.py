@@ -13,11 +13,11 @@ work stays theirs. Their calls are only watched while the block of `Quantising` 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 from ..base.arena import moved
 from ..base.mapping import trim_heap
-from ..base.patching import swap
+from ..base.patching import around, swap
 from ..base.tensors import map_tensors
 from ..base.torch_internals import is_traceable_wrapper_subclass
 from ..weights import rewrap
@@ -56,34 +56,26 @@ class Quantising:
                 if module_name.partition(".")[0] in sys.modules:
                     with suppress(ImportError):
                         maker = getattr(importlib.import_module(module_name), class_name)
-                        self._watch(maker, "from_config", self._from_config)
+                        call = vars(maker)["from_config"].__func__
+                        swap(self._undo, maker, "from_config", classmethod(around(call, self._from_config)))
             self._undo = self._undo.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def _watch(self, owner: type, name: str, instead: Callable[..., Any]) -> None:
-        """Let calls of a method be `instead(method, ...)` until the end of the block. Other threads are not concerned."""
-        found = getattr(owner, name, None)
-        if found is None or getattr(found, "is_watched_by", None) is self:
-            return
-        call = getattr(found, "__func__", found)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            is_mine = threading.get_ident() == self._thread
-            return instead(call, *args, **kwargs) if is_mine else call(*args, **kwargs)
-
-        method.is_watched_by = self  # type: ignore[attr-defined]
-        swap(self._undo, owner, name, classmethod(method) if inspect.ismethod(found) else method)
-
     def _from_config(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         quantiser = call(*args, **kwargs)
-        kind = type(quantiser)
-        self._device = torch.device("cpu")
-        self._watch(kind, "update_device_map", self._update_device_map)
-        self._watch(kind, "create_quantized_param", self._create)  # diffusers
-        self._watch(kind, "get_quantize_ops", self._get_quantize_ops)  # transformers
+        if threading.get_ident() == self._thread:
+            self._device = torch.device("cpu")
+            self._watch(quantiser, "update_device_map", self._update_device_map)
+            self._watch(quantiser, "create_quantized_param", partial(self._create, quantiser))  # diffusers
+            self._watch(quantiser, "get_quantize_ops", self._get_quantize_ops)  # transformers
         return quantiser
+
+    def _watch(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Let calls of an object's method be `instead(method, ...)` until the end of the block."""
+        if hasattr(owner, name):
+            swap(self._undo, owner, name, partial(instead, getattr(owner, name)))
 
     def _update_device_map(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """The library's choice is noted. It is told of no device, so it moves nothing there."""
@@ -94,8 +86,8 @@ class Quantising:
 
     def _create(
         self,
-        call: Callable[..., Any],
         quantiser: Any,
+        call: Callable[..., Any],
         model: nn.Module,
         value: Any,
         name: str,
@@ -105,22 +97,20 @@ class Quantising:
     ) -> Any:
         with self._casts.paused(), torch.no_grad():
             device = device if quantiser.pre_quantized else self._device
-            result = call(quantiser, model, self._casts.made(value), name, device, *args, **kwargs)
+            result = call(model, self._casts.made(value), name, device, *args, **kwargs)
             self._to_ram(_owner_of(model, name))
         return result
 
     def _get_quantize_ops(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         operation = call(*args, **kwargs)
-        self._watch(type(operation), "convert", self._convert)
+        self._watch(operation, "convert", self._convert)
         return operation
 
-    def _convert(
-        self, call: Callable[..., Any], operation: Any, values: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _convert(self, call: Callable[..., Any], values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with self._casts.paused(), torch.no_grad():
             made = map_tensors(dict(values), self._moved)
             values.clear()
-            found = call(operation, made, *args, **kwargs)
+            found = call(made, *args, **kwargs)
             name, model = kwargs.get("full_layer_name"), kwargs.get("model")
             if isinstance(model, nn.Module) and isinstance(name, str):
                 self._to_ram(_owner_of(model, name))

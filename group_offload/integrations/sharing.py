@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from ..api import handle_of
 from ..base.tuning import tuning
-from ..plan.budgets import Budget, parse_budget, total_ram
+from ..config import OffloadConfig
 from ..plan.ram_shares import ComponentLoad, ram_for_weights, share_ram
 from ..runtime.convoy.contract import DENOISERS
 from ..runtime.foresight.succession import Succession
@@ -22,15 +21,7 @@ NUM_STEPS = 28
 """Times that a denoiser is taken to run for one image or video. Encoders and decoders run once."""
 
 
-def shares_of(
-    models: Mapping[str, nn.Module],
-    budget: int | str | None,
-    vram: int | str | None,
-    *,
-    has_folder: bool,
-    has_device: bool,
-    tables: Collection[int] = (),
-) -> dict[str, int]:
+def shares_of(models: Mapping[str, nn.Module], config: OffloadConfig, tables: Collection[int] = ()) -> dict[str, int]:
     """Bytes of RAM for each model's weights that rest in files, by the model's name in the pipeline.
 
     Models run one after another, and each run reads from the drive the weights that are not in RAM. So RAM goes first to
@@ -38,20 +29,16 @@ def shares_of(
 
     Args:
         models: The models by name, each once.
-        budget: RAM for the whole process, as the user gave it.
-        vram: Device memory, as the user gave it. Weights that stay on the device need no RAM. Half of the budget counts as
-            room for them, because activations are not known yet.
-        has_folder: Whether weights that are in no file get one.
-        has_device: Whether the device has separate memory. If not, slots are in RAM too, and the model that runs may use
-            all the rest.
+        config: The pipeline's budgets, folder and device. Weights that stay on the device need no RAM: half of `vram_budget`
+            counts as room for them, because activations are not known yet. On a device without memory of its own slots are in
+            RAM too, and the model that runs may use all the rest.
         tables: The ids of embedding tables that stay where they rest. Those in files need no RAM.
 
     Raises:
-        ConfigError: the budget is not understood, or is too small.
+        ConfigError: the budget is too small.
     """
-    parsed: Budget | None = parse_budget(budget, "ram_budget", total_ram())
-    device = parse_budget(vram, "vram_budget", sys.maxsize)
-    on_device = device // 2 if isinstance(device, int) else 0
+    on_device = config.vram_budget // 2 if isinstance(config.vram_budget, int) else 0
+    has_folder = config.offload_to_disk_path is not None
     loads, in_ram, num_readers = [], 0, 0
     for name, model in models.items():
         in_files, anonymous, num_tensors, tables_in_ram = _bytes_of(model, tables)
@@ -65,10 +52,10 @@ def shares_of(
             wanted = max(0, wanted - on_device)
         uses = NUM_STEPS if name.startswith(DENOISERS) else 1
         loads.append(ComponentLoad(num_bytes=must + wanted, uses=uses, must_bytes=must))
-    ram = ram_for_weights(parsed, in_ram, tuning().reading_bytes * num_readers, stay=not has_folder)
+    ram = ram_for_weights(config.ram_budget, in_ram, tuning().reading_bytes * num_readers, stay=not has_folder)
     rest = ram - sum(load.must_bytes for load in loads)
     shares = [share - load.must_bytes for load, share in zip(loads, share_ram(loads, ram), strict=True)]
-    return dict(zip(models, shares if has_device else [rest] * len(loads), strict=True))
+    return dict(zip(models, shares if config.backend.has_streams else [rest] * len(loads), strict=True))
 
 
 def put_in_order(pipeline: Any, models: Mapping[str, nn.Module]) -> None:

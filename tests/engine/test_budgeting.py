@@ -444,4 +444,8 @@ def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest
     shares = {name: handle.config.ram_share for name, handle in handles.items()}
     assert shares["text_encoder"] < shares["transformer"] == shares["transformer_2"]
     disable_group_offload(pipeline)
+    share = f"{vram / device.total_bytes():%}"  # as a part of the device's memory
+    handles = enable_group_offload(pipeline, "cpu", offload_device="disk", vram_budget=share, ram_budget="4GiB")
+    assert {name: handle.config.ram_share for name, handle in handles.items()} == shares
+    disable_group_offload(pipeline)
     assert device.pinned_bytes == 0

@@ -38,12 +38,9 @@ class Kind:
     """A pipeline, another one with the same components, and an image."""
 
     def __init__(self, name: str) -> None:
-        self.is_modular = name == "modular and patched"
+        self.is_modular = name == "modular"
         self.make: Callable[[], Any] = modular_pipeline if self.is_modular else tiny.flux_pipeline
         self.run: Callable[[Any], torch.Tensor] = run_modular if self.is_modular else tiny.run
-
-    def enable(self, pipe: Any, **options: Any) -> Any:
-        return pipe.enable_group_offload(**options) if self.is_modular else enable_group_offload(pipe, **options)
 
     def other(self, pipe: Any) -> Any:
         if self.is_modular:
@@ -58,10 +55,8 @@ class Kind:
         return self.run(pipe)
 
 
-@pytest.fixture(params=["classic", "modular and patched"])
+@pytest.fixture(params=["classic", "modular"])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    if request.param != "classic":
-        request.getfixturevalue("patched")
     return Kind(request.param)
 
 
@@ -76,9 +71,9 @@ by_whom = pytest.mark.parametrize("by", ["this pipeline", "another pipeline"])
 def test_no_option_or_the_same_ones_share(given: dict[str, Any], by: str, kind: Kind, device: torch.device) -> None:
     """Hazard: a second `enable_group_offload` is ignored silently, and pins everything again."""
     pipe = kind.make()
-    handles = kind.enable(pipe, onload_device=device, **LEAVES)
+    handles = enable_group_offload(pipe, onload_device=device, **LEAVES)
     again = pipe if by == "this pipeline" else kind.other(pipe)
-    assert handles and kind.enable(again, onload_device=device, **given) == handles
+    assert handles and enable_group_offload(again, onload_device=device, **given) == handles
     for each in (again, pipe):
         assert torch.equal(kind.run(each), kind.expected(device))
 
@@ -99,17 +94,17 @@ def test_other_options_raise_and_change_nothing(
 ) -> None:
     """Hazard: other options for a component that's offloaded already are ignored silently."""
     pipe = kind.make()
-    handles = kind.enable(pipe, onload_device=device, **LEAVES)
+    handles = enable_group_offload(pipe, onload_device=device, **LEAVES)
     again, undo = pipe, r".*disable_group_offload\(pipe\) first"
     if by == "another pipeline":
         again, undo = kind.other(pipe), rf".*disable_group_offload\(\) on the other {type(pipe).__name__} first"
     with pytest.raises(StateError, match=named) as error:
-        kind.enable(again, **given)
+        enable_group_offload(again, **given)
     error.match(undo)
     assert handles_of(pipe) == handles
     if "model_options" in given:  # what the message says helps
         disable_group_offload(pipe)
-        kind.enable(again, onload_device=device, **given)
+        enable_group_offload(again, onload_device=device, **given)
         assert handles_of(again)["vae"].config.offload_type == "block_level"
 
 
@@ -119,9 +114,9 @@ def test_a_shared_model_stays_until_its_last_pipeline_is_disabled(
 ) -> None:
     """Hazard: disabling one pipeline takes a shared component away from another."""
     first = kind.make()
-    handles = kind.enable(first, onload_device=device)
+    handles = enable_group_offload(first, onload_device=device)
     second = kind.other(first)
-    kind.enable(second)
+    enable_group_offload(second)
     gone, kept = (second, first) if last == "the first" else (first, second)
     disable_group_offload(gone)
     assert (
@@ -155,16 +150,16 @@ def test_a_pipeline_that_is_gone_keeps_nothing_offloaded(kind: Kind, device: tor
 def test_options_of_a_models_own_call_win(kind: Kind, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     pipe = kind.make()
     handle = apply_group_offloading(pipe.transformer, device, **LEAVES)
-    assert kind.enable(pipe, onload_device=device, **BLOCKS)["transformer"] is handle
+    assert enable_group_offload(pipe, onload_device=device, **BLOCKS)["transformer"] is handle
     with pytest.raises(StateError, match=r"^transformer .*remove_group_offloading\(pipe\.transformer\)"):
-        kind.enable(pipe, model_options={"transformer": BLOCKS})
+        enable_group_offload(pipe, model_options={"transformer": BLOCKS})
     assert torch.equal(kind.run(pipe), kind.expected(device))
     disable_group_offload(pipe)
     assert handles_of(pipe) == {"transformer": handle}
     assert "To restore it, call remove_group_offloading(pipe.transformer)" in caplog.text
-    assert kind.enable(pipe, onload_device=device, exclude_modules="transformer").keys() == models_of(pipe).keys() - {
-        "transformer"
-    }
+    assert enable_group_offload(pipe, onload_device=device, exclude_modules="transformer").keys() == models_of(
+        pipe
+    ).keys() - {"transformer"}
     assert handle.is_active
 
 
@@ -192,12 +187,12 @@ def test_a_component_that_is_offloaded_in_part_or_in_another_module(
     other = pipe.transformer.transformer_blocks[0] if what == "a part of it" else nn.Sequential(pipe.transformer)
     handle = apply_group_offloading(other, device)
     with pytest.raises(StateError, match=r"FluxTransformer2DModel.* is already offloaded"):
-        kind.enable(pipe, onload_device=device)
+        enable_group_offload(pipe, onload_device=device)
     assert not handles_of(pipe)
     disable_group_offload(pipe)
     assert handle.is_active
     handle.remove()
-    assert kind.enable(pipe).keys() == models_of(pipe).keys()
+    assert enable_group_offload(pipe).keys() == models_of(pipe).keys()
 
 
 def test_a_component_with_two_names(kind: Kind, device: torch.device) -> None:
@@ -217,7 +212,7 @@ def test_a_component_with_two_names(kind: Kind, device: torch.device) -> None:
 def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> None:
     """Hazard: the other models are restored, and then the one that runs is refused."""
     pipe = kind.make()
-    handles = kind.enable(pipe, onload_device=device)
+    handles = enable_group_offload(pipe, onload_device=device)
 
     def disable(*_: Any) -> None:
         with pytest.raises(StateError, match=f"^{type(pipe.transformer).__name__} is in the middle of a forward"):
@@ -228,7 +223,7 @@ def test_in_a_forward_nothing_is_restored(kind: Kind, device: torch.device) -> N
     hook = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(disable)
     assert torch.equal(kind.run(pipe), kind.expected(device)) and refused and all(each == handles for each in refused)
     hook.remove()
-    assert kind.enable(pipe) == handles
+    assert enable_group_offload(pipe) == handles
     disable_group_offload(pipe)
     assert not handles_of(pipe)
 
@@ -244,16 +239,16 @@ def test_the_next_call_offloads_what_is_new(change: str, kind: Kind, device: tor
     vae = pipe.vae
     if change == "added":
         pipe.vae = None
-    first = kind.enable(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
+    first = enable_group_offload(pipe, onload_device=device, exclude_modules="text_encoder", **LEAVES)
     if change == "removed alone":
         first["vae"].remove()
     else:
         pipe.vae = vae if change == "added" else kind.make().vae
-    handles = kind.enable(pipe)
+    handles = enable_group_offload(pipe)
     assert handles.keys() == models_of(pipe).keys() - {"text_encoder"}
     assert handles["transformer"] is first["transformer"] and handles["vae"].config.offload_type == "leaf_level"
     assert torch.equal(kind.run(pipe), kind.expected(device))
-    assert kind.enable(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
+    assert enable_group_offload(pipe, exclude_modules=None).keys() == models_of(pipe).keys()
 
 
 @pytest.mark.parametrize("how", ["None", "meta"])
@@ -271,9 +266,9 @@ def test_what_was_given_up_is_forgotten(
 
     pipe = kind.make()
     if when == "after":
-        kind.enable(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
+        enable_group_offload(pipe, onload_device=device, model_options={"text_encoder_2": LEAVES})
     give_up()
-    assert kind.enable(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
+    assert enable_group_offload(pipe, onload_device=device).keys() == {"text_encoder", "transformer", "vae"}
     disable_group_offload(pipe)
     assert not handles_of(pipe) and not caplog.text
 

@@ -1,76 +1,28 @@
-"""Modular diffusers: pipelines whose components are offloaded, and a manager that moves the others."""
+"""Modular diffusers: a manager that moves the components that are not offloaded."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ComponentsManager
+from diffusers.modular_pipelines.components_manager import AutoOffloadStrategy
 from diffusers.utils import torch_utils
 from torch import nn
 
-from group_offload import (
-    GroupOffloadStrategy,
-    apply_group_offloading,
-)
+from group_offload import apply_group_offloading
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
 from ..support.allocator import Memory
-from ..support.asserts import snapshot
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
-from ..support.pipelines import modular_pipeline, run_modular
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 MIB = 1 << 20
-TAKES_STRATEGIES = "offload_strategy" in inspect.signature(ComponentsManager.enable_auto_cpu_offload).parameters
-"""diffusers 0.36 to 0.39 have one strategy."""
-
-
-@pytest.fixture(scope="module")
-def expected() -> torch.Tensor:
-    pipe = modular_pipeline()
-    pipe.to(tiny.device())
-    return run_modular(pipe)
-
-
-@pytest.mark.parametrize("by", ["load_components", "update_components"])
-def test_components_that_come_later(
-    by: str, device: torch.device, tmp_path: Path, expected: torch.Tensor, patched: None
-) -> None:
-    """Names that were excluded stay so. Hazard: a component loaded after offloading stays in RAM, and its forward
-    fails."""
-    pipe = modular_pipeline()
-    before = snapshot(pipe.transformer)
-    vae, pipe.vae = pipe.vae, None
-    pipe.enable_group_offload(
-        device, offload_type="leaf_level", exclude_modules=iter(["text_encoder", "text_encoder_2"])
-    )
-    first = handle_of(pipe.transformer)
-    if by == "load_components":
-        vae.save_pretrained(tmp_path)
-        pipe._component_specs["vae"].pretrained_model_name_or_path = str(tmp_path)
-        pipe.load_components(names="vae")
-    else:
-        pipe.update_components(vae=vae, text_encoder_2=tiny.flux_pipeline().text_encoder_2)
-    handle = handle_of(pipe.vae)
-    assert handle is not None and handle_of(pipe.transformer) is first
-    assert handle.config.offload_type == "leaf_level" and handle_of(pipe.text_encoder_2) is None
-    assert torch.equal(run_modular(pipe), expected)
-    pipe.disable_group_offload()
-    assert snapshot(pipe.transformer) == before
-    pipe.update_components(vae=tiny.flux_pipeline().vae)
-    assert handle_of(pipe.vae) is None
-
-
-# ---------------------------------------------------------------- a manager that moves components
 
 
 class Other(nn.Module):
@@ -111,14 +63,13 @@ class Managed:
     def offload(self) -> Any:
         return apply_group_offloading(self.model, self.place, num_blocks_per_group=1)
 
-    def manage(self, strategy: Any = None) -> None:
-        given = {} if strategy is None else {"offload_strategy": strategy}
-        self.manager.enable_auto_cpu_offload(self.place, memory_reserve_margin="0MB", **given)
+    def manage(self) -> None:
+        self.manager.enable_auto_cpu_offload(self.place, memory_reserve_margin="0MB")
         for other in self.others:
             other.to(self.place)
 
-    def begin(self, order: str, strategy: Any = None) -> None:
-        for step in (self.offload, lambda: self.manage(strategy))[:: 1 if order == "ours first" else -1]:
+    def begin(self, order: str) -> None:
+        for step in (self.offload, self.manage)[:: 1 if order == "ours first" else -1]:
             step()
 
     @property
@@ -134,16 +85,13 @@ class Managed:
         return tiny.call(self.model, tiny.flux_inputs())
 
 
-any_order = pytest.mark.parametrize("order", ["ours first", "the manager first"])
-
-
-@any_order
+@pytest.mark.parametrize("order", ["ours first", "the manager first"])
 @pytest.mark.parametrize(("free", "stay"), [(1 << 40, [True, True]), (0, [True, False])])
 def test_others_make_room(
     free: int, stay: list[bool], order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The smallest of them that is enough leaves, before the forward takes memory. Hazard: under a `ComponentsManager`
-    an offloaded model evicts nobody (diffusers #14346, #14358)."""
+    """The smallest of them that is enough leaves, before the forward takes memory. Either ends first. Hazard: under a
+    `ComponentsManager` an offloaded model evicts nobody (diffusers #14346, #14358)."""
     managed = Managed(monkeypatch, device, free, 64 * MIB, 32 * MIB)
     expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
     managed.begin(order)
@@ -152,6 +100,12 @@ def test_others_make_room(
     for _ in range(2):
         assert torch.equal(managed.run(), expected)
     assert seen == [stay, stay]
+    handle = handle_of(managed.model)
+    assert handle is not None
+    for step in (handle.remove, managed.manager.disable_auto_cpu_offload)[:: 1 if free else -1]:
+        step()
+        managed.model.to(device)
+        assert torch.equal(managed.run(), expected)
 
 
 @pytest.mark.parametrize("looks_away", [False, True], ids=["diffusers", "transformers"])
@@ -172,7 +126,6 @@ def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, m
     assert managed.are_there == [False]
 
 
-@pytest.mark.skipif(not TAKES_STRATEGIES, reason="managers of this diffusers take no strategy")
 def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
     memory."""
@@ -186,7 +139,7 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
             assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
         kept = handle.stats().resident_bytes
         tell_of_room(monkeypatch, torch.device("cuda"), lambda: card.free_bytes)
-        strategy = GroupOffloadStrategy(memory_reserve_margin=0)
+        strategy = AutoOffloadStrategy("0MB")
         assert strategy([], "whole", whole, device.device) == [] and handle.stats().resident_bytes == kept > num_bytes
         card.other_takes(card.free_bytes)
         with pytest.raises(torch.OutOfMemoryError):
@@ -197,24 +150,3 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
         assert torch.equal(device.get(forward(device, model, inputs(0))), run(resident, inputs(0)))
         del moved
         handle.remove()
-
-
-@any_order
-@pytest.mark.parametrize("ends_first", ["ours", "the manager"])
-def test_undone_in_both_orders(
-    ends_first: str, order: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    managed = Managed(monkeypatch, device, 0, MIB)
-    expected = tiny.call(copy.deepcopy(managed.model).to(device), tiny.flux_inputs())
-    managed.manage()
-    managed.manager.disable_auto_cpu_offload()
-    before = snapshot(managed.model)  # the manager leaves something behind
-    managed.begin(order)
-    assert torch.equal(managed.run(), expected)
-    handle = handle_of(managed.model)
-    assert handle is not None
-    for step in (handle.remove, managed.manager.disable_auto_cpu_offload)[:: 1 if ends_first == "ours" else -1]:
-        step()
-        managed.model.to(device)
-        assert torch.equal(managed.run(), expected)
-    assert snapshot(managed.model) == before

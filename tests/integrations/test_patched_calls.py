@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +40,6 @@ from ..support.pipelines import (
     models_of,
     weights_of,
 )
-from ..support.processes import ROOT
 
 CPU = torch.device("cpu")
 
@@ -73,15 +69,6 @@ def by_roles(pipe: Any, device: torch.device, folder: Path) -> None:
             imported_before_patching(component, device, CPU, "leaf_level", **options)
 
 
-def the_denoiser(pipe: Any, device: torch.device, folder: Path) -> None:
-    """The others go to the device whole."""
-    for model in models_of(pipe).values():
-        if model is not pipe.transformer and not stock._is_group_offload_enabled(pipe.transformer):
-            model.to(device)
-    options = {"onload_device": device, "offload_device": CPU, "num_blocks_per_group": 1, "use_stream": device != CPU}
-    imported_before_patching(pipe.transformer, offload_type="block_level", **options)
-
-
 def one_by_one(pipe: Any, device: torch.device, folder: Path) -> None:
     """By a name that was imported before, and then by the method."""
     for name, model in models_of(pipe).items():
@@ -107,11 +94,10 @@ PROGRAMS: dict[str, Callable[[Any, torch.device, Path], object]] = {
     "leaves in files": lambda pipe, device, folder: pipe.enable_group_offload(
         device, CPU, "leaf_level", None, False, False, False, False, str(folder), "vae"
     ),
-    "the denoiser": the_denoiser,
     "one by one": one_by_one,
     "by roles": by_roles,
 }
-"""How programs call diffusers' group offloading: SD.Next ("blocks"), unsloth Studio ("the denoiser"), and others."""
+"""How programs call diffusers' group offloading: SD.Next ("blocks"), and others."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -131,45 +117,33 @@ def test_calls_of_programs(
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
     pipe.disable_group_offload()
-    assert any(handle.is_active for handle in handles.values()) == (name in ("the denoiser", "one by one", "by roles"))
+    assert any(handle.is_active for handle in handles.values()) == (name in ("one by one", "by roles"))
     for model in models_of(pipe).values():
         remove_group_offloading(model)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-def test_a_program_that_accelerate_launches(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("""
-import torch
-from accelerate import Accelerator
-from group_offload import handle_of, patch_diffusers
-from tests.support import tiny_models as tiny
-
-accelerator, pipe = Accelerator(), tiny.flux_pipeline()
-patch_diffusers()
-pipe.enable_group_offload(accelerator.device)
-pipe.transformer = accelerator.prepare(pipe.transformer)
-assert torch.equal(tiny.run(pipe), tiny.run(tiny.flux_pipeline().to(accelerator.device)))
-assert handle_of(pipe.transformer).stats().passes
-""")
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes=1",
-        tmp_path / "program.py",
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def test_a_model_that_accelerate_prepares(
+    device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]
+) -> None:
+    accelerator, pipe = accelerate.Accelerator(cpu=device.type == "cpu"), tiny.flux_pipeline()
+    try:
+        pipe.enable_group_offload(accelerator.device)
+        pipe.transformer = accelerator.prepare(pipe.transformer)
+        assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
+        assert handle_of(pipe.transformer).stats().passes
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def state_of_diffusers() -> dict[str, Any]:
     apply = imported_before_patching
     names = ("enable_group_offload", "disable_group_offload")
-    owners = (ModelMixin, diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    owners = (ModelMixin, diffusers.DiffusionPipeline)
     return {
         "function": [apply.__code__, apply.__defaults__, apply.__kwdefaults__, dict(apply.__annotations__)],
         "names": [apply.__doc__, apply.__name__, apply.__qualname__, apply.__module__, inspect.signature(apply)],
-        "methods": [owner.__dict__.get(name) for owner in owners for name in (*names, "load_components")],
+        "methods": [owner.__dict__.get(name) for owner in owners for name in names],
         "has": [hasattr(owner, name) for owner in owners for name in names],
     }
 

@@ -153,28 +153,17 @@ def test_something_else_than_a_pipeline(given: Any, said: str, device: torch.dev
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("level", "through"), [("block_level", "models"), ("leaf_level", "models"), ("leaf_level", "pipeline")]
-)
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
 def test_components_of_one_class_share_a_folder(
-    level: str,
-    through: str,
-    device: torch.device,
-    tmp_path: Path,
-    patched: None,
-    resident_outputs: dict[str, torch.Tensor],
+    level: str, device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]
 ) -> None:
     """Hazard: `transformer_2` runs with the files of `transformer`, because their names are equal."""
     pipe = tiny.wan_pipeline()
-    options = {"onload_device": device, "offload_type": level, "offload_to_disk_path": tmp_path}
-    if through == "pipeline":
-        handles = pipe.enable_group_offload(**options)
-    else:
-        handles = {name: apply_group_offloading(model, **options) for name, model in models_of(pipe).items()}
+    options = {"offload_type": level, "offload_to_disk_path": tmp_path}
+    handles = enable_group_offload(pipe, onload_device=device, **options)
     assert torch.equal(tiny.run(pipe), resident_outputs["wan"])
     files = [file for handle in handles.values() for group in handle.groups for file in group.where.split(", ")]
-    # Where names do not tell the components apart, groups of one name whose bytes are the same may share a file.
-    assert len(set(files)) == len(files) or through == "models"
+    assert len(set(files)) == len(files)
     assert {file.name for file in tmp_path.glob("*.safetensors")} == set(files)
 
 

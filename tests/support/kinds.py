@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from .models import WIDTH, Block, Blocks, Model
 
@@ -133,7 +134,12 @@ def shared_block() -> nn.Module:
 
 
 def weight_normed() -> nn.Module:
-    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    return parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def spectral_normed() -> nn.Module:
+    """Its parametrization has buffers of its own."""
+    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
 def encoder() -> nn.Module:
@@ -157,7 +163,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "recursive": lambda: Blocks(Recursive(), Recursive()),
     "shared module": SharedModule,
     "shared block": shared_block,
-    "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), weight_normed()),
+    "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), spectral_normed()),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm as root": weight_normed,
     "Block as root": Block,

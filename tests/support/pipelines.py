@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ComponentsManager
 from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from torch import nn
 
@@ -24,8 +23,8 @@ any_case = pytest.mark.parametrize(("tier", "level"), [("ram", "block_level"), (
 """Two cases in place of four: each level and each tier comes once."""
 
 
-def modular_pipeline(manager: ComponentsManager | None = None, **components: Any) -> Any:
-    pipe = FluxAutoBlocks().init_pipeline(components_manager=manager)
+def modular_pipeline(**components: Any) -> Any:
+    pipe = FluxAutoBlocks().init_pipeline()
     found = {**tiny.flux_pipeline().components, **components}
     pipe.update_components(**{name: part for name, part in found.items() if name in pipe._component_specs})
     return pipe
