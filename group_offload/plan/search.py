@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from .pass_model import PassModel
-from .placement import Placement, ram_bytes_of, smallest_ram_bytes
+from .placement import Placement, smallest_ram_bytes
 
 _AS_FAST = 1 - 1e-9
-"""A placement takes the place of one found before if a pass takes less than this share of its time: more than rounding."""
+"""A placement takes the place of one found before if a pass takes less than this share of its time: rounding is no gain."""
 _NUM_DROPS = 32
-"""In so many steps all groups in RAM are left to the drive, as long as that is faster."""
+"""In so many steps all groups leave RAM, as long as that is faster."""
 _FEW_PLACEMENTS = 300
 """So many are all tried: those of 8 groups that stay or do not, or of 5 that may stay packed too."""
 _NUM_LEFT, _TAILS = (1, 2, 3, 4, 6), (4, 2)
@@ -35,32 +35,39 @@ Rests = tuple[Placement, ...]
 
 def find_fastest(model: PassModel) -> tuple[Rests, Sequence[Placement]]:
     """The rests and the placements of the fastest pass within the budgets."""
+    problem = model.problem
     best, best_seconds = ((), ()), math.inf
 
     def is_faster(rests: Rests, placements: Sequence[Placement]) -> bool:
         nonlocal best, best_seconds
-        footprint = model.footprint(placements)
-        if not model.fits(footprint) or model.limit_seconds(footprint) >= best_seconds * _AS_FAST:
-            return False
-        seconds, before = model.run(placements, footprint), best_seconds
-        if seconds < before * _AS_FAST:
-            best, best_seconds = (rests, placements), seconds
-        return best_seconds < before
+        footprint, enough = model.footprint(placements), best_seconds * _AS_FAST
+        if model.fits(footprint) and model.limit_seconds(footprint) < enough:
+            seconds = model.run(placements, footprint)
+            if seconds < enough:
+                best, best_seconds = (rests, placements), seconds
+        return best_seconds < enough
 
-    may_move = model.problem.rests is None and model.problem.ram_budget is not None
-    order = _ram_order(model)
     for rests in _ways_to_rest(model):
         for placements in _ways_to_stay(model, rests):
             is_faster(rests, placements)
-            if may_move:
-                is_faster(*_with_ram_for_read(model, order, rests, placements))
-    if may_move and model.has_packed:  # what is read plain is not unpacked
-        in_ram = [index for index in order[::-1] if best[1][index] is Placement.RAM]
+    if model.has_packed and problem.rests is None and problem.ram_budget is not None:
+        # What is read plain is not unpacked, which may save more than RAM does.
+        in_ram = [i for i in _in_files(model)[::-1] if best[1][i] is Placement.RAM]
         step = -(-len(in_ram) // _NUM_DROPS)
-        while in_ram and is_faster(*(_moved(each, in_ram[:step]) for each in best)):
+        while in_ram and is_faster(*(_with_files(each, in_ram[:step]) for each in best)):
             del in_ram[:step]
     assert best_seconds < math.inf  # the smallest budgets fit some rests
     return best
+
+
+def _with_files(placements: Sequence[Placement], indices: Sequence[int]) -> Rests:
+    return tuple(Placement.FILE if index in indices else at for index, at in enumerate(placements))
+
+
+def _in_files(model: PassModel) -> list[int]:
+    """The groups that files hold, those that are sent most often first."""
+    able = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
+    return sorted(able, key=lambda i: -model.num_sent[i])
 
 
 def _spread(model: PassModel) -> list[int]:
@@ -73,39 +80,9 @@ def _spread(model: PassModel) -> list[int]:
     return [used[n] for n in sorted(range(len(used)), key=lambda n: (n * _GOLDEN + _FIRST) % 1)]
 
 
-def _ram_order(model: PassModel) -> list[int]:
-    """The groups that files hold, those that are sent most often first."""
-    in_files = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
-    return sorted(in_files, key=lambda i: -model.num_sent[i])
-
-
-def _moved(placements: Sequence[Placement], indices: Sequence[int]) -> Rests:
-    """The same, but that these groups rest in files."""
-    return tuple(Placement.FILE if index in indices else at for index, at in enumerate(placements))
-
-
-def _with_ram_for_read(
-    model: PassModel, order: Sequence[int], rests: Rests, placements: Sequence[Placement]
-) -> tuple[Rests, Sequence[Placement]]:
-    """The same groups stay on the device, and those that are read take the RAM that these rest in."""
-    stay = [index for index in order if placements[index] is Placement.DEVICE and rests[index] is Placement.RAM]
-    read = [index for index in order if placements[index] is Placement.FILE]
-    if not stay or not read:
-        return rests, placements
-    moved, places = list(_moved(rests, stay)), list(placements)
-    room = (model.problem.ram_budget or 0) - ram_bytes_of(model.problem, moved)
-    for index in (*read, *stay):
-        if model.sent[index] <= room:
-            room -= model.sent[index]
-            moved[index] = Placement.RAM
-            if places[index] is Placement.FILE:
-                places[index] = Placement.RAM
-    return tuple(moved), places
-
-
 def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
     """Where groups may rest within the RAM budget."""
-    problem, able = model.problem, _ram_order(model)
+    problem = model.problem
     if problem.rests is not None:
         yield problem.rests
         return
@@ -113,6 +90,7 @@ def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
     if problem.ram_budget is None:
         yield everything
         return
+    able = _in_files(model)
     orders = [able]
     if _differ(model):  # then a group that has no room may waste much of it
         by_size = sorted(able, key=lambda i: (not model.num_sent[i], -model.sent[i]))
