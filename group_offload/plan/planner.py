@@ -105,15 +105,14 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, with the rests of the problem if these are decided.
 
-    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model, but
-    for 0.2%.
+    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
-    rests, placements = find_fastest(problem)
-    return _plan_of(replace(problem, rests=rests), placements)
+    model = PassModel(problem)
+    return _plan_of(model, *find_fastest(model))
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -129,21 +128,19 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
         return None
     if problem.rests not in (None, before.rests):
         return None
-    kept = _plan_of(replace(problem, rests=before.rests), before.placements)
+    kept = _plan_of(PassModel(problem), before.rests, before.placements)
     if device is not None and kept.device_bytes > device:
         return None
     return replace(kept, measured_seconds=before.measured_seconds)
 
 
-def _plan_of(problem: Problem, placements: Sequence[Placement]) -> Plan:
-    assert problem.rests is not None
-    model = PassModel(problem)
+def _plan_of(model: PassModel, rests: tuple[Placement, ...], placements: Sequence[Placement]) -> Plan:
     footprint = model.footprint(placements)
     return Plan(
-        problem=problem,
+        problem=replace(model.problem, rests=rests),
         placements=tuple(placements),
         slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
         device_bytes=footprint.device_bytes,
-        ram_bytes=ram_bytes_of(problem, problem.rests),
+        ram_bytes=ram_bytes_of(model.problem, rests),
         prediction=model.predict(placements, footprint),
     )
