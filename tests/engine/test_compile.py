@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import permutations
@@ -25,13 +25,7 @@ from ..support.models import Model, inputs, make
 from ..support.rigs import offload_to, run
 from ..support.versions import TORCH
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
@@ -84,6 +78,7 @@ def test_blocks_that_are_compiled(level: str, is_first: bool, folder: Path | Non
         block.compile(fullgraph=True, backend="eager")
     expected = expected_of(resident)
     torch._dynamo.reset()
+    counters.clear()
 
     def compile_blocks() -> None:
         for block in model.blocks:

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from ..support.drivers import LockingDriver
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import Twins
+from ..support.on_device import Twins, raise_interrupt
 from ..support.processes import run_python
 from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
@@ -168,9 +168,7 @@ def test_real_signals() -> None:
 
 def test_interrupts_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every line: nothing stays locked, and nothing is unlocked that is not locked."""
-    driver, backend = LockingDriver(), AcceleratorBackend(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    driver, backend = LockingDriver(monkeypatch), AcceleratorBackend(torch.device("cuda"))
     monkeypatch.setattr(AcceleratorBackend, "_can_copy_from", lambda *_: True)
 
     def lock_and_unlock() -> None:
@@ -261,11 +259,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
 def test_an_interrupt_before_a_module_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not offloaded then."""
     model = make()
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(api, "add_owner", interrupt)
+    monkeypatch.setattr(api, "add_owner", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         offload_to(None, model)
     assert handle_of(model) is None

@@ -232,13 +232,6 @@ def test_compiled(what: str, is_late: bool, level: str) -> None:
     handle.remove()
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
     """What is called without a tensor changes weights at rest."""

@@ -17,8 +17,9 @@ from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading
 
+from ..support import edits
 from ..support.asserts import assert_at_rest
-from ..support.models import DIM, RoutedModel
+from ..support.models import DIM, Model, RoutedModel, inputs, make
 from ..support.on_device import from_file
 from ..support.rigs import LEVELS, run
 
@@ -98,44 +99,26 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
 # ---------------------------------------------------------------- edits
 
 
-def edit_in_place(model: Any) -> None:
-    with torch.no_grad():
-        model.blocks[1].up.weight[2:4] *= 2
-
-
-def replace_a_parameter(model: Any) -> None:
-    model.blocks[2].down.weight = nn.Parameter(torch.ones_like(model.blocks[2].down.weight))
-
-
-def add_a_module(model: Any) -> None:
-    model.blocks[1].extra = nn.LayerNorm(2)
-
-
-def transpose(model: Any) -> None:
-    """Not contiguous any more."""
-    weight = model.blocks[0].up.weight
-    weight.data = weight.data.t().contiguous().t()
-
-
 @pytest.mark.parametrize(
     ("level", "with_folder"), [("block_level", False), ("leaf_level", True)], ids=["", "with a folder"]
 )
 @pytest.mark.parametrize(
-    "edit", [edit_in_place, replace_a_parameter, add_a_module, transpose], ids=lambda edit: edit.__name__
+    "edit",
+    [edits.edit_in_place, edits.replace_parameter, edits.append_block, edits.replace_data_with_other_strides],
+    ids=lambda edit: edit.__name__,
 )
 def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, tmp_path: Path) -> None:
     """Right in the next pass, in state_dict() and after remove(); the file never changes."""
-    resident = RoutedModel([16] * 3).eval()
+    resident = make(Model, 3)
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     content = path.read_bytes()
     handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if with_folder else {}))
-    x = torch.randn(2, DIM)
     for number in range(4):
         if number in (1, 3):
             for twin in (model, resident):
                 edit(twin)
-        assert torch.equal(run(model, x), run(resident, x)), number
+        assert torch.equal(run(model, inputs()), run(resident, inputs())), number
         assert_at_rest(model, resident)
     handle.remove()
     assert_at_rest(model, resident)
@@ -144,14 +127,13 @@ def test_edits(edit: Callable[[Any], None], level: str, with_folder: bool, tmp_p
 
 def test_what_is_loaded_again_rests_in_the_checkpoint(tmp_path: Path) -> None:
     """Its RAM is freed. Hazard: weights that were edited once take RAM for good."""
-    resident = RoutedModel([16] * 3).eval()
+    resident = make(Model, 3)
     path = tmp_path / "model.safetensors"
     model = from_file(resident, path)
     handle = offload(model)
-    x = torch.randn(2, DIM)
-    edit_in_place(model)
-    run(model, x)
+    edits.edit_in_place(model)
+    run(model, inputs())
     assert handle.stats().host_bytes > 0
     model.load_state_dict(load_file(path), assign=True)
-    assert torch.equal(run(model, x), run(resident, x))
+    assert torch.equal(run(model, inputs()), run(resident, inputs()))
     assert handle.stats().host_bytes == 0 and {group.tier for group in handle.groups} == {"file"}

@@ -53,11 +53,6 @@ def change_and_put_the_time_back(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"x")
-
-
 def replace(path: Path) -> None:
     other = path.with_name("other")
     other.write_bytes(b"x" * path.stat().st_size)
@@ -66,14 +61,6 @@ def replace(path: Path) -> None:
 
 def cut(path: Path) -> None:
     os.truncate(path, 0)
-
-
-def shred(path: Path) -> None:
-    subprocess.run(["shred", "-u", path], check=True)
-
-
-def link(path: Path) -> None:
-    os.link(path, path.with_name(f"linked-{path.name}"))
 
 
 def rename(path: Path) -> None:
@@ -98,19 +85,19 @@ HARMFUL = {
     "change": [change],
     "change+rm": [change, Path.unlink],
     "change+mv": [change, replace],
-    "appended to": [append],
+    "appended to": [lambda path: os.truncate(path, path.stat().st_size + 1)],
     "touched": [os.utime],
     "cut": [cut],
     "cut+rm": [cut, Path.unlink],
     "cut+mv": [cut, replace],
-    "shred": [shred],
+    "shred": [lambda path: subprocess.run(["shred", "-u", path], check=True)],
     "change, time put back": [change_and_put_the_time_back],
 }
 HARMLESS = {
     "rm": [Path.unlink],
     "mv": [replace],
     "symlink": [put_a_link],
-    "link": [link],
+    "link": [lambda path: os.link(path, path.with_name(f"linked-{path.name}"))],
     "rename": [rename],
     "chmod": [lambda path: path.chmod(0o640)],
     "same mode": [lambda path: path.chmod(path.stat().st_mode & 0o777)],

@@ -14,25 +14,18 @@ from torch import nn
 from group_offload.activations import ActivationOffloadHandle, apply_activation_offloading
 
 from .models import Blocks
-from .simulated import SimulatedDevice, use_simulated_device
-from .training import CHECKPOINTS, DIM, STEPS, Put, Step, TrainingBlock, assert_same_bits, make, train
+from .training import CHECKPOINTS, DIM, STEPS, Put, Step, TrainingBlock, assert_same_bits, make, train, training_on
 
 DEVICES = ["cpu", "lazy", "random", "eager"]
 
 
 @contextmanager
 def on(device: str, model: nn.Module, seed: int = 0) -> Iterator[tuple[Put, Put]]:
-    """Train on the CPU, or on a simulated device: how a tensor gets there, and how it comes back."""
-    if device == "cpu":
-        yield torch.clone, torch.clone
-        return
-    simulated = SimulatedDevice(seed, device)  # type: ignore[arg-type]
-    with use_simulated_device(simulated):
-        with simulated.running():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = simulated.put(tensor.data)
-            yield simulated.put, simulated.get
-        simulated.synchronize()
+    """Train a model that is on the device: how a tensor gets there, and how it comes back."""
+    with training_on(device, seed) as (put, get):
+        for tensor in (*model.parameters(), *model.buffers()) if device != "cpu" else ():
+            tensor.data = put(tensor.data)
+        yield put, get
 
 
 def offload(model: nn.Module, **options: Any) -> ActivationOffloadHandle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from group_offload import OffloadHandle, apply_group_offloading
 
 from .asserts import same_bits
 from .on_device import lay_in_file
-from .simulated import SimulatedDevice, use_simulated_device
-from .training import DIM, Put, Step, TrainingModel, assert_same_bits, train
+from .training import DIM, Put, Step, TrainingModel, assert_same_bits, train, training_on
 from .training import make as make_trained
 
 
@@ -112,26 +111,15 @@ def offloaded(
 
     On the CPU it is in files, unless options say otherwise: weights in RAM are used in place there, and nothing moves.
     """
-    with ExitStack() as stack:
-        put: Put = torch.clone
-        get: Put = torch.clone
-        simulated = None
-        if device != "cpu":
-            simulated = SimulatedDevice(seed, device)  # type: ignore[arg-type]
-            stack.enter_context(use_simulated_device(simulated))
-            put, get = simulated.put, simulated.get
+    with training_on(device, seed) as (put, get):
         if options.pop("in_checkpoint", False):
             lay_in_file(model, folder / "model.safetensors")
             options["offload_device"] = "disk"
         if options.pop("in_files", device == "cpu" and "offload_device" not in options):
             options["offload_to_disk_path"] = folder
         handle = apply_group_offloading(model, "cpu", **options)
-        if simulated is not None:
-            stack.enter_context(simulated.running())
         yield model, handle, put, get
         handle.remove()
-        if simulated is not None:
-            simulated.synchronize()
 
 
 def frozen_bits(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
+import torch
+
 
 class LockingDriver:
     """What of CUDA's runtime page-locks memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "cudart", lambda: self)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         self.locked: set[int] = set()
         self.errors: list[int] = []
 

@@ -46,16 +46,14 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(module)}
 
 
 def assert_same_weights(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    found = weights_of(module)
+    found = dict(named_tensors(module))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].cpu(), tensor.cpu()), name
+        assert same_bits(found[name].cpu(), tensor.cpu()), name
 
 
 def assert_same_model(opened: Any, reference: Any) -> None:

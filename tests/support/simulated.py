@@ -244,7 +244,7 @@ class SimulatedEvent:
     def query(self) -> bool:
         with self.device._host_call():
             if self.point is not None and self.point.done:
-                self.device._arrive([self.point])  # having seen it is as good as having waited
+                self.device._host.join(self.point.clock)  # having seen it is as good as having waited
             return self.point is None or self.point.done
 
     def synchronize(self) -> None:
@@ -299,7 +299,6 @@ class SimulatedDevice(OnCard):
         self.captures = False  # a graph, which the engine is to refuse
         self.memory = Meter()  # from `empty`
         self.activations = Meter()  # made by ops and `put`
-        self.log: list[tuple[str, str]] = []  # (stream, label) of the work that ran, in order
         self._random = random.Random(seed)
         self._pace = self._random.random()
         self._host = _Timeline("the host")
@@ -312,7 +311,6 @@ class SimulatedDevice(OnCard):
         self._num_run = 0
         self._cached: list[_Block] = []
         self._freed: list[tuple[_Block, list[_Work]]] = []  # not reusable before that work is done
-        self._in_flight: list[_InFlight] = []  # from pinned memory
         self._released: deque[_Block] = deque()  # filled by the garbage collector, at any moment
 
     def release_unused(self) -> None:
@@ -542,12 +540,8 @@ class SimulatedDevice(OnCard):
         if not from_device and not self._pinned(source):
             source = source.clone()  # the driver stages pageable memory before the call returns
         destination, origin = self._alias(target), self._alias(source)
-        self._verify([entry for entry in self._in_flight if _overlap(entry[1], source) or _overlap(entry[1], target)])
-        self._in_flight = [entry for entry in self._in_flight if not _overlap(entry[1], target)]
         label = f"copy {'D' if from_device else 'H'}2{'D' if to_device else 'H'}"
         work = self._enqueue(stream, label, lambda: destination.copy_(origin), reads=[source], writes=[target])
-        if not from_device and self._is_settled(source):
-            self._in_flight.append((work, origin, _bytes(origin).clone()))
         if blocking or not (to_device or self._pinned(target)):
             self._wait([work])
 
@@ -621,7 +615,6 @@ class SimulatedDevice(OnCard):
             work.finished = self._num_run
             run, work.run, work.after = work.run, None, None
             if run is not None:
-                self.log.append((work.stream.name, work.access.label))
                 try:
                     run()
                 except Exception as error:
@@ -631,21 +624,8 @@ class SimulatedDevice(OnCard):
         self.num_host_waits += count and not all(work.done for work in works)
         for work in works:
             self._run_until(work)
-        self._arrive(works)
-
-    def _arrive(self, works: list[_Work]) -> None:
-        """The host knows that `works` are done: until here it may not have touched what they copied from."""
         for work in works:
-            self._host.join(work.clock)
-        arrived = [entry for entry in self._in_flight if _before(entry[0].access, self._host.clock)]
-        self._in_flight = [entry for entry in self._in_flight if entry not in arrived]
-        self._verify(arrived)
-
-    def _verify(self, copies: list[_InFlight]) -> None:
-        """Finds what the tracking does not see: host memory written by a file read, or by an op outside `running()`."""
-        for work, source, content in copies:
-            if not torch.equal(_bytes(source), content):
-                raise RaceError(f"The host changed what {work.access} copies before it knew that the copy was done.")
+            self._host.join(work.clock)  # it knows that they are done: it may touch what they copied from
 
     # What orders it
 
@@ -701,13 +681,6 @@ class SimulatedDevice(OnCard):
         if regions and not (regions[0].start <= start and end <= regions[0].end):
             raise RuntimeError(f"0x{start:x} to 0x{end:x} crosses the end of {regions[0].name}: a copy cannot.")
         return bool(regions)
-
-    def _is_settled(self, memory: torch.Tensor) -> bool:
-        """Whether it is pinned, and the host knows that no copy to it is on its way."""
-        start, end = _extent(memory)
-        regions = self._overlapping(start, end)
-        inside = [s for region in regions for s in region.segments if s.start < end and start < s.end]
-        return bool(regions) and all(s.write is None or _before(s.write, self._host.clock) for s in inside)
 
     def _unpin(self, region: _Region) -> None:
         with self._host_call():
@@ -799,7 +772,6 @@ class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.device._dispatch(func, op, args, kwargs, self.strict)
 
 
-_InFlight = tuple[_Work, torch.Tensor, torch.Tensor]  # (copy, its source, the bytes of the source at the call)
 _Use = tuple[torch.Tensor, bool, bool]  # (operand, read, written)
 
 
@@ -927,15 +899,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + int(last + 1) * tensor.itemsize
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (start, end), (other_start, other_end) = _extent(one), _extent(other)
-    return start < other_end and other_start < end
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _view(storage: torch.UntypedStorage, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from .asserts import same_bits
+from .simulated import SimulatedDevice, use_simulated_device
 
 DIM = 16
 TOKENS = 8
@@ -64,6 +66,17 @@ class TrainingModel(nn.Module):
 
 Put = Callable[[torch.Tensor], torch.Tensor]
 Step = Callable[[nn.Module, Put], torch.Tensor]
+
+
+@contextmanager
+def training_on(device: str, seed: int = 0) -> Iterator[tuple[Put, Put]]:
+    """Compute on the CPU, or on a simulated device: how a tensor gets there, and how it comes back."""
+    if device == "cpu":
+        yield torch.clone, torch.clone
+        return
+    simulated = SimulatedDevice(seed, device)  # type: ignore[arg-type]
+    with use_simulated_device(simulated), simulated.running():
+        yield simulated.put, simulated.get
 
 
 def data(seed: int, put: Put) -> torch.Tensor:

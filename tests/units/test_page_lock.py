@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -41,14 +40,6 @@ def is_full(target: torch.Tensor, source: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> LockingDriver:
-    driver = LockingDriver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return driver
-
-
 def brings_the_first(target: torch.Tensor, source: torch.Tensor) -> None:
     """All but the last page, which has other bytes."""
     if source[-1] == 1:
@@ -66,9 +57,10 @@ def brings_the_first(target: torch.Tensor, source: torch.Tensor) -> None:
     ],
 )
 def test_memory_is_locked_if_copies_from_it_arrive(
-    move: Any, is_locked: bool, driver: LockingDriver, caplog: pytest.LogCaptureFixture
+    move: Any, is_locked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A driver may lock memory, and fail at the first copy. A device that is full says nothing of the memory."""
+    driver = LockingDriver(monkeypatch)
     memory = (torch.arange(10_000) // 5000 + 1).to(torch.uint8)
     memory[-4096:].clone()  # freed at once: what is allocated next may hold the same bytes
     lock = PageLock.take(OneDevice(move), memory, lambda: None)

@@ -395,6 +395,3 @@ def test_ram_goes_to_what_runs_most_often() -> None:
     assert share_ram(components, 900) == (50, 400, 400, 50)
     assert share_ram(components, 5000) == (100, 400, 400, 50)
     assert share_ram([], 0) == ()
-
-
-# Places in a ring of device memory

@@ -17,7 +17,6 @@ SLOT_BYTES = WIDTH * WIDTH * 4
 SCHEDULES = [(seed, laziness) for laziness in get_args(Laziness) for seed in range(8)]
 
 any_schedule = pytest.mark.parametrize(("seed", "laziness"), SCHEDULES)
-any_laziness = pytest.mark.parametrize("laziness", get_args(Laziness))
 
 
 def make_layers() -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -81,7 +80,6 @@ def test_streaming_gives_the_bytes_of_the_resident_model(seed: int, laziness: La
     assert torch.equal(streamed(device, weights, x), resident(weights, x))
     assert (device.num_copies, device.num_copies_back, device.copied_bytes) == (6, 0, 6 * SLOT_BYTES)
     assert (device.peak_bytes, device.allocated_bytes, device.pinned_bytes) == (2 * SLOT_BYTES, 0, 0)
-    assert device.log.count(("compute", "aten.mm.default")) == 6
 
 
 @pytest.mark.parametrize("omit", ["staging", "last use", "ready", "free", "unpin"])
@@ -92,7 +90,7 @@ def test_each_missing_wait_is_found(seed: int, laziness: Laziness, omit: str) ->
         streamed(SimulatedDevice(seed, laziness), weights, x, omit)
 
 
-@any_laziness
+@pytest.mark.parametrize("laziness", get_args(Laziness))
 def test_uninitialised_memory_cannot_be_read(laziness: Laziness) -> None:
     device = SimulatedDevice(0, laziness)
     memory = device.empty(512)
@@ -104,30 +102,6 @@ def test_uninitialised_memory_cannot_be_read(laziness: Laziness) -> None:
             memory + 1
         with pytest.raises(UninitialisedRead):
             torch.empty_like(memory).add_(1)
-
-
-@any_laziness
-@pytest.mark.parametrize("wait", [True, False])
-def test_host_writes_that_no_op_shows_are_noticed(laziness: Laziness, wait: bool) -> None:
-    device = SimulatedDevice(0, laziness)
-    staging, memory, event = torch.zeros(256, dtype=torch.uint8), device.empty(512), device.new_event()
-    device.pin(staging, [])
-    device.copy(memory[:256], staging, device.current_stream())
-    event.record(device.current_stream())
-    if wait:
-        event.synchronize()
-    staging.numpy()[:] = 1
-    if wait:
-        device.copy(memory[256:], staging, device.current_stream())
-        device.copy(staging, memory[:256], device.current_stream())  # written by the device: that is seen
-        device.copy(memory[256:], staging, device.current_stream())
-        device.synchronize()
-        assert memory.eq(0).all() and staging.eq(0).all()
-        return
-    with pytest.raises(RaceError, match="The host changed what 'copy H2D' on compute"):
-        device.copy(memory[256:], staging, device.current_stream())
-    with pytest.raises(RaceError, match="The host changed what 'copy H2D' on compute"):
-        event.synchronize()
 
 
 def test_a_weight_that_was_not_onloaded_is_an_error() -> None:
