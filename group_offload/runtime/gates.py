@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from ..base import selective
 from ..base.compiled import (
@@ -50,6 +49,7 @@ from ..base.torch_internals import (
     COMPILED_CALL,
     TorchDispatchMode,
     has_global_hooks,
+    in_profile,
     is_profiler_enabled,
     num_autograd_nodes,
     set_eval_frame,
@@ -334,7 +334,7 @@ def _let_through(module: nn.Module, name: str) -> MethodGate:
 
 
 def _call_in_range(call: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    with record_function(f"group_offload.compute {name}"):
+    with in_profile("compute", name):
         return call(*args, **kwargs)
 
 

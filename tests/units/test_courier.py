@@ -44,7 +44,7 @@ class Two:
         self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
         self.courier = Courier(Board(fd, 0, 2), peers, self.link, lambda: None)
-        self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
+        self.shared = Shared("1/a", "digest", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)
         self.courier.post("submit", self.job)
@@ -69,7 +69,7 @@ class Two:
         """Offer another group: in `memory`, once `reads` are over; alone without."""
         event = Backend().new_event()
         found = None if memory is None else SharedBytes(memory, 4, event)
-        job = self.job_for(Shared(f"1/{name}", "digest", name, found))
+        job = self.job_for(Shared(f"1/{name}", "digest", found))
         job.reads, job.begun = reads, begun or event
         job.post("submit", job)
         return job

@@ -33,8 +33,6 @@ from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Gather, Move, joined, may_be_cut, moves_within
-from ..measure.recorder import Recorder
-from ..measure.trace import GATHERS
 from .board import key_of
 from .crew import Crew, GatherSpeeds, crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
@@ -92,11 +90,10 @@ class Sharing:
     Order of calls: `join`, `check`; in each pass `begin_pass`, then any of the others; at last `close`.
     """
 
-    def __init__(self, config: OffloadConfig, title: str, recorder: Recorder) -> None:
+    def __init__(self, config: OffloadConfig, title: str) -> None:
         self._config = config
         self._backend = config.backend
         self._title = title
-        self._recorder = recorder
         self._roll: Roll | None = None
         self.crew: Crew | None = None
         """The ranks of this host, if they share the model; None if each goes alone."""
@@ -369,7 +366,7 @@ class Sharing:
     def job_for(self, parts: Sequence[Part], ready: Event, bring_rest: Callable[[ShareJob], None]) -> ShareJob | None:
         """A job for groups that are about to be sent. None if none of them is shared."""
         crew = self.crew
-        shared = [Shared(part.key, part.digest, part.label) for part in parts if part.part_bytes]
+        shared = [Shared(part.key, part.digest) for part in parts if part.part_bytes]
         if not shared or crew is None:
             return None
         job = ShareJob(
@@ -402,14 +399,9 @@ class Sharing:
 
     def _send(self, crew: Crew, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
-        trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
-        assert found is not None
-        begun: list[Any] = []
-        on_begin = (lambda: None) if trace is None else (lambda: begun.append(trace.now(stream)))
-        events = crew.link.send(found, places, on_begin)
-        self.bytes_gathered += found.gathered_bytes
-        if trace is not None:
-            trace.enqueued(GATHERS, [shared.label], begun[0], stream, found.gathered_bytes)
+        assert shared.bytes is not None
+        events = crew.link.send(shared.bytes, places)
+        self.bytes_gathered += shared.bytes.gathered_bytes
         return events
 
     # ---------------------------------------------------------------- the same bytes
