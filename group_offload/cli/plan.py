@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..base.ram import available_ram
-from ..base.text import describe_bytes, describe_seconds, html_paragraph, html_table
+from ..base.text import describe_bytes, describe_seconds, html_paragraph
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import NUM_STEPS
@@ -66,7 +66,7 @@ def add_command(commands: Any) -> None:
     text = "{}, such as {}, per second (default: as doctor measured)"
     add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
     add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
-    text = "write a page: groups, memory, bottleneck"
+    text = "write a page: groups, bottleneck"
     add_json(plan)
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
@@ -143,14 +143,12 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
         *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
     ]
     title, call = f"Plan of {arguments.model}", [*_call(path, found, components, arguments)]
-    memories = _memories(arguments, components)
     described = {component.title: component.described(arguments.dtype) for component in components}
     if arguments.html is not None:
         sections = {name: html_paragraph(said) + plan._repr_html_() for name, (said, plan) in described.items()}
-        sections["Memory"] = "".join(map(html_table, map(_rows, memories)))
         write_page(title, sentences, sections, arguments.html)
     if arguments.json:
-        facts: dict[str, Any] = {"title": title, "models": [*map(_figures, components)], "memories": memories}
+        facts: dict[str, Any] = {"title": title, "models": [*map(_figures, components)]}
         facts |= {"sentences": sentences, "call": "\n".join(call)}
         print(json.dumps(facts, indent=2))  # these fields are stable
         return 0
@@ -291,34 +289,6 @@ def _call(
     yield f"from group_offload import {apply}"
     yield f"{thing} = {model_class}.from_pretrained({', '.join(given)})"
     yield f"{apply}({', '.join([thing, *options])})"
-
-
-def _memories(arguments: argparse.Namespace, components: Sequence[_Component]) -> list[dict[str, Any]]:
-    """What is in each memory, and what it may take."""
-    memories: list[dict[str, Any]] = []
-    for component in components:
-        plan = component.plan
-        parts = {
-            "resident weights": plan.device_bytes - plan.slot_bytes,
-            "buffers for streamed weights": plan.slot_bytes,
-            "weights around the blocks": component.outline.outer_bytes,
-            "activations, as given": arguments.activations,
-        }
-        name = f"Device while {component.name} runs" if component.name else "Device"
-        memories.append({"name": name, "parts": parts, "budget_bytes": arguments.vram})
-    parts = {
-        "pinned weights": sum(component.plan.ram_bytes for component in components),
-        "buffers for reads": len(components) * tuning().reading_bytes,
-        "Python, torch and everything else, as given": arguments.process_ram,
-    }
-    return [*memories, {"name": "RAM", "parts": parts, "budget_bytes": arguments.ram}]
-
-
-def _rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A table of a memory."""
-    sizes = memory["parts"] | {"all": sum(memory["parts"].values())}
-    sizes |= {} if memory["budget_bytes"] is None else {"budget": memory["budget_bytes"]}
-    return [(memory["name"], "size"), *((label, describe_bytes(size)) for label, size in sizes.items())]
 
 
 def _figures(component: _Component) -> dict[str, Any]:
