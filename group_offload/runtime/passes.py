@@ -541,9 +541,8 @@ class Passes:
             with in_profile("wait", group.group_id):
                 if slot.job is not None:
                     slot = self.lookahead.wait_for_read(group, slot)
-                self._transfer.last_copies.expect(
-                    stream
-                )  # an interrupt may lose the record of the streams that read slots
+                # An interrupt may lose the record of the streams that read slots.
+                self._transfer.last_copies.expect(stream)
                 stream.wait_event(slot.ready)
             slot.waited_on = stream
         slot.unused.discard(group)

@@ -26,7 +26,7 @@ def test_a_profile_names_the_groups(options: dict[str, Any]) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             twins.step()
             twins.step()  # the first one began to load what it needs first before
-        # The weights of no block are small, and stay on the device.
+        # What is in no block is small here, and stays on the device.
         groups = {group.group_id for group in twins.handle.groups if group.num_bytes}
         found = [event.name for event in profile.events() or () if event.name.startswith("group_offload.")]
         ranges = [name.removeprefix("group_offload.").split(" ") for name in found]
