@@ -49,6 +49,8 @@ class Outline:
     """The groups that are needed around others, so that they are on the device during the whole pass."""
     num_cast: int
     """How many weights have another dtype in the file."""
+    usual_dtype: torch.dtype
+    """The floating point dtype that most bytes of the weights have, before any cast."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,14 +99,6 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
     return models, left_out
 
 
-def usual_dtype(model: FoundModel) -> torch.dtype:
-    """The floating point dtype that most bytes of its files have."""
-    sizes = Counter({torch.float32: 0})
-    for weight in open_in_place(model.model_class, model.folder, dtype=None, variant=model.variant)[0].parameters():
-        sizes[weight.dtype] += weight.nbytes if weight.is_floating_point() else 0
-    return sizes.most_common(1)[0][0]
-
-
 def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bool = False) -> Outline:
     """The groups that a model is cut into.
 
@@ -116,6 +110,9 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         GroupFileError: the library cannot load it.
     """
     opened, casts = open_in_place(model.model_class, model.folder, dtype=dtype, variant=model.variant)
+    sizes = Counter({torch.float32: 0})
+    for weight in opened.parameters():
+        sizes[weight.dtype] += weight.nbytes if weight.is_floating_point() else 0
     tensors = dict([*opened.named_parameters(), *opened.named_buffers()])
     casts = {} if dtype is None else casts  # then they are to the library's own default
     for name, after in casts.items():
@@ -145,7 +142,8 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         outer |= {group.group_id} if group.height else set()
     if not groups:
         raise GroupFileError(f"There are no weights in {model.folder}.")
-    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts))
+    usual_dtype = sizes.most_common(1)[0][0]
+    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts), usual_dtype)
 
 
 def _variant_of(path: Path) -> str | None:

@@ -25,9 +25,9 @@ from ..plan.report import OffloadPlan
 from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
-from .arguments import add_dtype, add_json, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
+from .arguments import add_json, dtype_of, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
 from .hub import sketched
-from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
+from .outline import Outline, find_models, outline_of, read_json
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
@@ -57,7 +57,8 @@ def add_command(commands: Any) -> None:
     add("--activations", metavar="SIZE", type=size_of, default=0, help=text)
     text = f"the part of --ram for Python, torch and the driver (default: {_PROCESS_RAM}, a guess)"
     add("--process-ram", metavar="SIZE", type=size_of, default=_PROCESS_RAM, help=text)
-    add_dtype(plan)
+    text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    add("--dtype", type=dtype_of, help=text)
     text = "compress bfloat16 weights to an assumed 0.72 of their size, as pack=True does"
     add("--pack", action="store_true", help=text)
     add("--step-seconds", type=_seconds, metavar="S", help="compute time of one forward (default: unknown)")
@@ -142,7 +143,7 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
         *_notes(arguments, speeds, components),
         *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
     ]
-    title, call = f"Plan of {arguments.model}", [*_call(path, found, components, arguments)]
+    title, call = f"Plan of {arguments.model}", [*_call(path, components, arguments)]
     described = {component.title: component.described(arguments.dtype) for component in components}
     if arguments.html is not None:
         sections = {name: html_paragraph(said) + plan._repr_html_() for name, (said, plan) in described.items()}
@@ -258,16 +259,14 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield f"Times of {', '.join(untimed)} cover weight transfers only: --step-seconds is the denoiser's."
 
 
-def _call(
-    path: Path, models: Mapping[str, FoundModel], components: Sequence[_Component], arguments: argparse.Namespace
-) -> Iterator[str]:
+def _call(path: Path, components: Sequence[_Component], arguments: argparse.Namespace) -> Iterator[str]:
     """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
     index = (path if path.is_dir() else path.parent) / "model_index.json"
     thing = "pipe" if index.exists() else "model"
     largest = max(components, key=lambda each: each.outline.num_bytes)
     model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.outline.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
-    dtype = arguments.dtype or usual_dtype(models[largest.name])  # diffusers loads float32 unless it is told otherwise
+    dtype = arguments.dtype or largest.outline.usual_dtype  # diffusers loads float32 unless it is told otherwise
     given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
