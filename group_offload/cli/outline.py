@@ -49,6 +49,8 @@ class Outline:
     """The groups that are needed around others, so that they are on the device during the whole pass."""
     num_cast: int
     """How many weights have another dtype in the file."""
+    variant: str | None
+    """The variant that `from_pretrained` has to be told of."""
     usual_dtype: torch.dtype
     """The floating point dtype that most bytes of the weights have, before any cast."""
 
@@ -67,21 +69,13 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
     A model by itself has the name "".
 
     Args:
-        path: the folder of a model, as `save_pretrained` writes it; a safetensors file in such a folder, for the variant that
-            it belongs to; or the folder of a pipeline.
+        path: the folder of a model or of a pipeline, as `save_pretrained` writes it.
 
     Raises:
         GroupFileError: `from_pretrained` would find no file, or config.json names no class of diffusers or transformers. (Of
             a pipeline: all of its parts are like this.)
         ConfigError: diffusers or transformers is not installed.
     """
-    if path.is_file():
-        if not _FILE.fullmatch(path.name):
-            raise GroupFileError(
-                f"from_pretrained does not load {path}: it looks for diffusion_pytorch_model.safetensors, "
-                f"diffusion_pytorch_model.VARIANT.safetensors, or model in its place. {_SAVE_IT}"
-            )
-        return {"": _find(path.parent, _variant_of(path))}, {}
     if not (path / "model_index.json").exists():
         return {"": _find(path, _variant_in(path))}, {}
     models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[GroupFileError]()
@@ -143,18 +137,13 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
     if not groups:
         raise GroupFileError(f"There are no weights in {model.folder}.")
     usual_dtype = sizes.most_common(1)[0][0]
-    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts), usual_dtype)
-
-
-def _variant_of(path: Path) -> str | None:
-    found = _FILE.fullmatch(path.name)
-    return (found[1] or found[2] or "").removeprefix(".") or None if found else None
+    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts), model.variant, usual_dtype)
 
 
 def _variant_in(folder: Path) -> str | None:
     """The variant that the files of a folder have; None if some have none, as loaders take these."""
-    found = {_variant_of(path) or "" for path in folder.glob("*.safetensors") if _FILE.fullmatch(path.name)}
-    return min(found) or None if found else None
+    found = [_FILE.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    return min((each[1] or each[2] or "" for each in found if each), default="").removeprefix(".") or None
 
 
 def _parts_in(folder: Path) -> dict[str, tuple[str, str]]:

@@ -45,10 +45,7 @@ def add_command(commands: Any) -> None:
     text = "Show where a checkpoint's weights will be stored, and how fast a forward will be. No weights are read."
     plan = new_command(commands, "plan", text)
     add = plan.add_argument
-    text = (
-        "the folder of a model or a pipeline, a safetensors file in one, or a name on the Hugging Face hub, whose configs and "
-        "headers are downloaded"
-    )
+    text = "the folder of a model or a pipeline, or a name on the Hugging Face hub, whose configs and headers are downloaded"
     add("model", metavar="MODEL", help=text)
     add("--vram", metavar="SIZE", type=positive_size_of, help="device memory for the whole process, such as 8GiB")
     text = "RAM for the whole process (default: enough for all weights)"
@@ -261,13 +258,14 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
 
 def _call(path: Path, components: Sequence[_Component], arguments: argparse.Namespace) -> Iterator[str]:
     """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
-    index = (path if path.is_dir() else path.parent) / "model_index.json"
+    index = path / "model_index.json"
     thing = "pipe" if index.exists() else "model"
     largest = max(components, key=lambda each: each.outline.num_bytes)
     model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.outline.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
     dtype = arguments.dtype or largest.outline.usual_dtype  # diffusers loads float32 unless it is told otherwise
     given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
+    given += [f'variant="{largest.outline.variant}"'] if largest.outline.variant else []
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
     options += ["pack=True"] if arguments.pack else []

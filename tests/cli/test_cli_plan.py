@@ -144,15 +144,18 @@ def test_groups_are_those_of_the_model(make: Callable[[], Any], dtype: torch.dty
 
 
 def test_variants(tmp_path: Path, run: Terminal) -> None:
-    """The files without a variant, as loaders take them; else those of a variant; or the one that is named."""
+    """The files without a variant, as loaders take them; else those of a variant, which the call to copy names."""
     model = Model(1, 512, 512)
     model.save_pretrained(tmp_path, variant="fp16")
-    assert find_models(tmp_path)[0][""].variant == "fp16" and plan(run, tmp_path)["models"][0]["num_bytes"] == 1024
+    found = plan(run, tmp_path)
+    assert find_models(tmp_path)[0][""].variant == "fp16" and found["models"][0]["num_bytes"] == 1024
+    assert 'dtype=torch.bfloat16, variant="fp16")' in found["call"]
     model.float().save_pretrained(tmp_path)
-    assert find_models(tmp_path)[0][""].variant is None and plan(run, tmp_path)["models"][0]["num_bytes"] == 2048
+    found = plan(run, tmp_path)
+    assert find_models(tmp_path)[0][""].variant is None and found["models"][0]["num_bytes"] == 2048
+    assert "variant" not in found["call"]
     named = tmp_path / "diffusion_pytorch_model.fp16.safetensors"
-    assert plan(run, named)["models"][0]["num_bytes"] == 1024
-    assert "from_pretrained does not load" in run("plan", named.rename(tmp_path / "ema.safetensors"), status=2)
+    assert "Not a directory. Pass the folder of a model" in run("plan", named, status=2)
 
 
 # ---------------------------------------------------------------- checkpoints that are none
