@@ -26,6 +26,15 @@ def add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="for programs")
 
 
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="such as cuda:0 or cpu (default: the current accelerator, else the CPU)")
+
+
+def add_dtype(command: argparse.ArgumentParser) -> None:
+    text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    command.add_argument("--dtype", type=dtype_of, help=text)
+
+
 def path_of(text: str) -> Path:
     """The path that an argument is. An empty one, as of a variable that is not set, would be the current folder."""
     if not text:

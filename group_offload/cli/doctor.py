@@ -37,7 +37,7 @@ from ..plan import speeds
 from ..plan.budgets import auto_ram, total_ram
 from ..plan.speeds import device_name, measure_drive, measure_link
 from ..stores.pinned import Segment
-from .arguments import add_json, chosen_backend, new_command, path_of
+from .arguments import add_device, add_json, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
@@ -77,8 +77,7 @@ def add_command(commands: Any) -> None:
         "issue report."
     )
     command = new_command(commands, "doctor", text)
-    text = "such as cuda:0 or cpu (default: the current accelerator, else the CPU)"
-    command.add_argument("--device", help=text)
+    add_device(command)
     add_json(command)
     text = (
         "a folder on the disk of your models; without a model in it, a small file is written and removed (default: .)"

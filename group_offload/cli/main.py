@@ -1,4 +1,4 @@
-"""The command `group-offload`: plan where weights are stored, measure and check this machine."""
+"""The command `group-offload`: plan where weights are stored, measure and check this machine, compress models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from .. import __version__
 from ..errors import GroupOffloadError
-from . import doctor, plan
+from . import doctor, pack, plan
 from .output import complain
 
 OK, FAILED = 0, 2
@@ -49,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
     parser.add_argument("--version", action="version", version=f"group-offload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, doctor):
+    for command in (plan, pack, doctor):
         command.add_command(commands)
     return parser

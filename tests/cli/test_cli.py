@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "said"),
     [
         ("", "usage: group-offload"),
-        ("doctor --steps 3", "usage: group-offload"),
+        ("pack .", "usage: group-offload"),
         ("doctor -", "argument DIR: it is empty"),  # a variable of the shell that is not set
         ("plan -", "MODEL is empty"),
         ("doctor --device abacus", "--device abacus"),
         ("doctor --device cpu:3", "torch sees 1 cpu device"),
-        ("plan nowhere", "There is no nowhere"),
-        ("plan . --dtype int8", "floating point"),
-        ("doctor --device meta", "--device 'meta' isn't supported. Use 'cuda'"),
+        ("pack nowhere groups", "There is no nowhere"),
+        ("pack . groups --dtype int8", "floating point"),
+        ("pack . groups --device meta", "--device 'meta' isn't supported. Use 'cuda'"),
     ],
 )
 def test_wrong_arguments(arguments: str, said: str, run: Terminal) -> None:

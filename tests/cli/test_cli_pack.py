@@ -1,0 +1,128 @@
+"""The command `pack`: a model's weights in packed group files, found again, packed again once they changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from group_offload.packing.codec import unpack
+from group_offload.plan.budgets import describe_bytes
+
+from ..support.folders import headers_in
+from ..support.terminal import Terminal
+from ..support.tuning import tune
+
+
+def save(path: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> FluxTransformer2DModel:
+    torch.manual_seed(seed)
+    sizes = {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 8}
+    sizes |= {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    model = FluxTransformer2DModel(**sizes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(path, max_shard_size="1MB")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _small_groups_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, min_packed_bytes=1024)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def packed_files(folder: Path) -> dict[str, int]:
+    names = [name for name, header in headers_in(folder).items() if header.packed is not None]
+    return {name: (folder / name).stat().st_mtime_ns for name in names}
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that the packed files of a folder unpack to."""
+    weights = {}
+    for name, header in headers_in(folder).items():
+        if header.packed is not None:
+            with safe_open(folder / name, "pt") as file:
+                data = file.get_tensor("packed")
+            out = torch.empty(header.packed.plain_bytes, dtype=torch.uint8)
+            unpack(data.clone(), header.packed, out)
+            weights |= {spec.fqn: spec.view(out, 0) for spec in header.tensors}
+    return weights
+
+
+def test_pack(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "groups"
+    run("pack", checkpoint, folder)
+    before = packed_files(folder)
+    original = save(tmp_path / "again").state_dict()
+    found = weights_in(folder)
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], value) for name, value in original.items())
+    text = run("pack", checkpoint, folder)
+    assert f"FluxTransformer2DModel, {len(before)} groups" in text and "0.7" in text
+    assert f"less than {describe_bytes(sum(each.nbytes for each in original.values()))} in {folder}" in text
+    assert packed_files(folder) == before
+
+
+def test_a_model_that_changed_since(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """Hazard: a packed file of a checkpoint that changed since is used."""
+    folder = tmp_path / "groups"
+    run("pack", checkpoint, folder)
+    before = packed_files(folder)
+    save(checkpoint, seed=1)
+    run("pack", checkpoint, folder)
+    after = packed_files(folder)
+    assert len(after) == 2 * len(before) and before.items() < after.items()
+    run("pack", checkpoint, folder)
+    assert packed_files(folder) == after
+
+
+def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> None:
+    """Hazard: `pack` leaves out parts of a pipeline that wasn't downloaded completely, and doesn't say so."""
+    path, folder = tmp_path / "pipe", tmp_path / "groups"
+    save(path / "transformer", dtype=torch.float32)
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    index |= {"vae": ["diffusers", "AutoencoderKL"]}  # which is not there
+    (path / "model_index.json").write_text(json.dumps(index))
+    said = run("pack", path, folder, "--dtype", "bfloat16", "--device", "cpu")
+    assert "transformer" in said and "Not packed: vae. It is not there" in said
+    assert packed_files(folder)
+    assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
+
+
+def test_a_disk_with_room_for_one_of_two_models(run: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: `pack` finds out after hours that the disk is too small."""
+    path, folder = tmp_path / "pipe", tmp_path / "groups"
+    index = {name: ["diffusers", "FluxTransformer2DModel"] for name in ("transformer", "transformer_2")}
+    sizes = [sum(each.nbytes for each in save(path / name).parameters()) for name in index]
+    (path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **index}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=sizes[0] * 3 // 2))
+    said = run("pack", path, folder, status=2)
+    assert f"{describe_bytes(sizes[0] * 3 // 2)} free, " in said
+    assert not packed_files(folder)
+
+
+def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
+    """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed.
+    Hazard: `pack FILE` packs the weights that the loader takes by default, and not those of the file."""
+    other = {name: weight * 2 for name, weight in save(tmp_path / "again").state_dict().items()}
+    named = checkpoint / "diffusion_pytorch_model.ema.safetensors"
+    save_file(other, named, {"format": "pt"})
+    run("pack", named, tmp_path / "groups")
+    found = weights_in(tmp_path / "groups")
+    assert found and all(torch.equal(found[name], other[name]) for name in found)
+    named.rename(checkpoint / "ema.safetensors")
+    refused = run("pack", checkpoint / "ema.safetensors", tmp_path / "more", status=2)
+    assert "it looks for diffusion_pytorch_model.safetensors, diffusion_pytorch_model.VARIANT.safetensors" in refused
+    assert not (tmp_path / "more").exists()
