@@ -46,7 +46,6 @@ TOPICS = {
         "ActivationOffloadCallback",
     ),
     "Errors": ("GroupOffloadError", "ConfigError", "DeviceError", "ModuleError", "StateError", "GroupFileError"),
-    "The progress bar": ("enable_progress_bar", "disable_progress_bar"),
 }
 _DEFAULT = " Default: "
 

@@ -6,7 +6,6 @@ from .activations import (
     apply_activation_offloading,
 )
 from .api import apply_group_offloading, free_slots, handle_of, remove_group_offloading
-from .base.progress import disable_progress_bar, enable_progress_bar
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
 from .handle import GroupInfo, OffloadHandle, OffloadStats
@@ -41,9 +40,7 @@ __all__ = [
     "apply_activation_offloading",
     "apply_group_offloading",
     "disable_group_offload",
-    "disable_progress_bar",
     "enable_group_offload",
-    "enable_progress_bar",
     "free_slots",
     "from_pretrained",
     "handle_of",

@@ -1,19 +1,15 @@
-"""What users hold of an offloaded module: its handle, with groups, statistics, plan, traces, and the way back."""
+"""What users hold of an offloaded module: its handle, with groups, statistics, plan, and the way back."""
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .base.compiled import HANDLE
-from .base.publish import check_path
 from .base.text import Shown, Table
 from .base.weak import NotCopied, Weak, gone, weakly
 from .config import OffloadConfig
@@ -22,7 +18,6 @@ from .plan.budgets import describe_bytes
 from .plan.report import OffloadPlan
 from .runtime.engine import Engine
 from .runtime.groups.group import Group
-from .runtime.measure.trace import write_traces
 from .stores.files import FileBlob
 from .stores.moves import Tier
 
@@ -45,7 +40,7 @@ class OffloadStats(Shown):
     """Flat buffers of weights loaded to the device."""
     stalls: int
     """Onloads that weren't prefetched, for lack of a prediction or of memory: they started when the weights were needed. (A
-    prefetch may still arrive late: see `OffloadHandle.trace`.)"""
+    prefetch may still arrive late, as a profile shows.)"""
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
@@ -199,34 +194,6 @@ class OffloadHandle(Shown, NotCopied):
                 notes=notes,
                 memory=engine.device_memory,
             )
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a timeline of what happens inside the `with` block, for https://ui.perfetto.dev or chrome://tracing.
-
-        The timeline has lanes for file reads, copies to the device, compute, and stalls (compute waiting for a copy), and one
-        for unpacking where weights may be packed. Each slice is named by its group. Recording takes time, so a traced
-        forward is a little slower.
-
-        Raises:
-            StateError: a trace is being recorded already.
-            GroupFileError: the file cannot be written. It is looked at before the block runs.
-
-        Example:
-            >>> with handle.trace("step.json"):
-            ...     model(x)
-        """
-        engine, path = self._live, Path(path)
-        check_path(path)
-        with engine.lock:
-            engine.recorder.begin_all()
-        try:
-            yield
-        finally:
-            with engine.lock:
-                engine.transfer.reader.wait_until_enqueued()
-                traces = engine.recorder.end_all()
-            write_traces(traces, self._name, path)  # also if the block raised: then it is most wanted
 
     def refresh(self) -> None:
         """Apply changed, added or removed weights now instead of in the next forward."""

@@ -10,10 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils import checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,6 +110,14 @@ except (ImportError, AttributeError) as error:
         f"torch {torch.__version__} does not have a private name that group_offload needs ({error}). torch 2.8 to 2.15 have "
         f"all of them: install one of these, or a newer group_offload."
     ) from error
+
+_UNPROFILED = nullcontext()
+
+
+def in_profile(what: str, *names: str) -> AbstractContextManager[object]:
+    """A range of torch's profiler, if it runs: what is done, and for which groups."""
+    return record_function(f"group_offload.{what} {' '.join(names)}") if is_profiler_enabled() else _UNPROFILED
+
 
 _ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 _set_allocator: list[str] = []

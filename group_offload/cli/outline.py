@@ -49,6 +49,10 @@ class Outline:
     """The groups that are needed around others, so that they are on the device during the whole pass."""
     num_cast: int
     """How many weights have another dtype in the file."""
+    variant: str | None
+    """The variant that `from_pretrained` has to be told of."""
+    usual_dtype: torch.dtype
+    """The floating point dtype that most bytes of the weights have, before any cast."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,21 +69,13 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
     A model by itself has the name "".
 
     Args:
-        path: the folder of a model, as `save_pretrained` writes it; a safetensors file in such a folder, for the variant that
-            it belongs to; or the folder of a pipeline.
+        path: the folder of a model or of a pipeline, as `save_pretrained` writes it.
 
     Raises:
         GroupFileError: `from_pretrained` would find no file, or config.json names no class of diffusers or transformers. (Of
             a pipeline: all of its parts are like this.)
         ConfigError: diffusers or transformers is not installed.
     """
-    if path.is_file():
-        if not _FILE.fullmatch(path.name):
-            raise GroupFileError(
-                f"from_pretrained does not load {path}: it looks for diffusion_pytorch_model.safetensors, "
-                f"diffusion_pytorch_model.VARIANT.safetensors, or model in its place. {_SAVE_IT}"
-            )
-        return {"": _find(path.parent, _variant_of(path))}, {}
     if not (path / "model_index.json").exists():
         return {"": _find(path, _variant_in(path))}, {}
     models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[GroupFileError]()
@@ -97,14 +93,6 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
     return models, left_out
 
 
-def usual_dtype(model: FoundModel) -> torch.dtype:
-    """The floating point dtype that most bytes of its files have."""
-    sizes = Counter({torch.float32: 0})
-    for weight in open_in_place(model.model_class, model.folder, dtype=None, variant=model.variant)[0].parameters():
-        sizes[weight.dtype] += weight.nbytes if weight.is_floating_point() else 0
-    return sizes.most_common(1)[0][0]
-
-
 def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bool = False) -> Outline:
     """The groups that a model is cut into.
 
@@ -116,6 +104,9 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         GroupFileError: the library cannot load it.
     """
     opened, casts = open_in_place(model.model_class, model.folder, dtype=dtype, variant=model.variant)
+    sizes = Counter({torch.float32: 0})
+    for weight in opened.parameters():
+        sizes[weight.dtype] += weight.nbytes if weight.is_floating_point() else 0
     tensors = dict([*opened.named_parameters(), *opened.named_buffers()])
     casts = {} if dtype is None else casts  # then they are to the library's own default
     for name, after in casts.items():
@@ -145,18 +136,14 @@ def outline_of(model: FoundModel, dtype: torch.dtype | None = None, *, packs: bo
         outer |= {group.group_id} if group.height else set()
     if not groups:
         raise GroupFileError(f"There are no weights in {model.folder}.")
-    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts))
-
-
-def _variant_of(path: Path) -> str | None:
-    found = _FILE.fullmatch(path.name)
-    return (found[1] or found[2] or "").removeprefix(".") or None if found else None
+    usual_dtype = sizes.most_common(1)[0][0]
+    return Outline(model.model_class.__name__, tuple(groups), frozenset(outer), len(casts), model.variant, usual_dtype)
 
 
 def _variant_in(folder: Path) -> str | None:
     """The variant that the files of a folder have; None if some have none, as loaders take these."""
-    found = {_variant_of(path) or "" for path in folder.glob("*.safetensors") if _FILE.fullmatch(path.name)}
-    return min(found) or None if found else None
+    found = [_FILE.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    return min((each[1] or each[2] or "" for each in found if each), default="").removeprefix(".") or None
 
 
 def _parts_in(folder: Path) -> dict[str, tuple[str, str]]:

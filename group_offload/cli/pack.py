@@ -22,7 +22,7 @@ from ..stores.folder import Folder
 from ..stores.packed import is_packable
 from ..stores.packed_files import find_or_pack
 from .arguments import add_device, add_dtype, chosen_backend, find_checkpoint, new_command, path_of
-from .outline import FoundModel, find_models, usual_dtype
+from .outline import FoundModel, find_models, outline_of
 from .output import say
 
 
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` returned."""
     text = "Compress the weights of a model or pipeline without loss, into group files in DIR. Rerun it to continue."
     command = new_command(commands, "pack", text)
-    text = "the folder of a model or a pipeline, a safetensors file in one, or a downloaded name of the hub"
+    text = "the folder of a model or a pipeline, or a downloaded name of the hub"
     command.add_argument("model", metavar="MODEL", help=text)
     command.add_argument("folder", metavar="DIR", type=path_of, help="pass it later as offload_to_disk_path")
     add_dtype(command)
@@ -66,7 +66,7 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 def _open(model: FoundModel, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     options: dict[str, Any] = {} if model.variant is None else {"variant": model.variant}
-    options |= {"dtype": dtype or usual_dtype(model), "onload_device": "cpu", "offload_to_disk_path": folder}
+    options |= {"dtype": dtype or outline_of(model).usual_dtype, "onload_device": "cpu", "offload_to_disk_path": folder}
     with errors_of_loading(model.model_class, model.folder):
         opened: nn.Module = from_pretrained(model.model_class, model.folder, **options)
         return opened

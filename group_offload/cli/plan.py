@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..base.ram import available_ram
-from ..base.text import describe_bytes, describe_seconds, html_paragraph, html_table
+from ..base.text import describe_bytes, describe_seconds, html_paragraph
 from ..base.tuning import tuning
 from ..errors import ConfigError, GroupFileError
 from ..integrations.sharing import NUM_STEPS
@@ -25,9 +25,9 @@ from ..plan.report import OffloadPlan
 from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
 from ..report.page import write_page
 from ..runtime.convoy.contract import DENOISERS
-from .arguments import add_dtype, add_json, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
+from .arguments import add_json, dtype_of, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
 from .hub import sketched
-from .outline import FoundModel, Outline, find_models, outline_of, read_json, usual_dtype
+from .outline import Outline, find_models, outline_of, read_json
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
@@ -45,10 +45,7 @@ def add_command(commands: Any) -> None:
     text = "Show where a checkpoint's weights will be stored, and how fast a forward will be. No weights are read."
     plan = new_command(commands, "plan", text)
     add = plan.add_argument
-    text = (
-        "the folder of a model or a pipeline, a safetensors file in one, or a name on the Hugging Face hub, whose configs and "
-        "headers are downloaded"
-    )
+    text = "the folder of a model or a pipeline, or a name on the Hugging Face hub, whose configs and headers are downloaded"
     add("model", metavar="MODEL", help=text)
     add("--vram", metavar="SIZE", type=positive_size_of, help="device memory for the whole process, such as 8GiB")
     text = "RAM for the whole process (default: enough for all weights)"
@@ -57,7 +54,8 @@ def add_command(commands: Any) -> None:
     add("--activations", metavar="SIZE", type=size_of, default=0, help=text)
     text = f"the part of --ram for Python, torch and the driver (default: {_PROCESS_RAM}, a guess)"
     add("--process-ram", metavar="SIZE", type=size_of, default=_PROCESS_RAM, help=text)
-    add_dtype(plan)
+    text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
+    add("--dtype", type=dtype_of, help=text)
     text = "compress bfloat16 weights to an assumed 0.72 of their size, as pack=True does"
     add("--pack", action="store_true", help=text)
     add("--step-seconds", type=_seconds, metavar="S", help="compute time of one forward (default: unknown)")
@@ -66,7 +64,7 @@ def add_command(commands: Any) -> None:
     text = "{}, such as {}, per second (default: as doctor measured)"
     add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
     add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
-    text = "write a page: groups, memory, bottleneck"
+    text = "write a page: groups, bottleneck"
     add_json(plan)
     add("--html", metavar="FILE.html", type=path_of, help=text)
     plan.set_defaults(run=_plan)
@@ -142,15 +140,13 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
         *_notes(arguments, speeds, components),
         *(f"Not planned: {name}. {reason}" for name, reason in left_out.items()),
     ]
-    title, call = f"Plan of {arguments.model}", [*_call(path, found, components, arguments)]
-    memories = _memories(arguments, components)
+    title, call = f"Plan of {arguments.model}", [*_call(path, components, arguments)]
     described = {component.title: component.described(arguments.dtype) for component in components}
     if arguments.html is not None:
         sections = {name: html_paragraph(said) + plan._repr_html_() for name, (said, plan) in described.items()}
-        sections["Memory"] = "".join(map(html_table, map(_rows, memories)))
         write_page(title, sentences, sections, arguments.html)
     if arguments.json:
-        facts: dict[str, Any] = {"title": title, "models": [*map(_figures, components)], "memories": memories}
+        facts: dict[str, Any] = {"title": title, "models": [*map(_figures, components)]}
         facts |= {"sentences": sentences, "call": "\n".join(call)}
         print(json.dumps(facts, indent=2))  # these fields are stable
         return 0
@@ -260,17 +256,16 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield f"Times of {', '.join(untimed)} cover weight transfers only: --step-seconds is the denoiser's."
 
 
-def _call(
-    path: Path, models: Mapping[str, FoundModel], components: Sequence[_Component], arguments: argparse.Namespace
-) -> Iterator[str]:
+def _call(path: Path, components: Sequence[_Component], arguments: argparse.Namespace) -> Iterator[str]:
     """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
-    index = (path if path.is_dir() else path.parent) / "model_index.json"
+    index = path / "model_index.json"
     thing = "pipe" if index.exists() else "model"
     largest = max(components, key=lambda each: each.outline.num_bytes)
     model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.outline.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
-    dtype = arguments.dtype or usual_dtype(models[largest.name])  # diffusers loads float32 unless it is told otherwise
+    dtype = arguments.dtype or largest.outline.usual_dtype  # diffusers loads float32 unless it is told otherwise
     given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
+    given += [f'variant="{largest.outline.variant}"'] if largest.outline.variant else []
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
     options += ["pack=True"] if arguments.pack else []
@@ -291,34 +286,6 @@ def _call(
     yield f"from group_offload import {apply}"
     yield f"{thing} = {model_class}.from_pretrained({', '.join(given)})"
     yield f"{apply}({', '.join([thing, *options])})"
-
-
-def _memories(arguments: argparse.Namespace, components: Sequence[_Component]) -> list[dict[str, Any]]:
-    """What is in each memory, and what it may take."""
-    memories: list[dict[str, Any]] = []
-    for component in components:
-        plan = component.plan
-        parts = {
-            "resident weights": plan.device_bytes - plan.slot_bytes,
-            "buffers for streamed weights": plan.slot_bytes,
-            "weights around the blocks": component.outline.outer_bytes,
-            "activations, as given": arguments.activations,
-        }
-        name = f"Device while {component.name} runs" if component.name else "Device"
-        memories.append({"name": name, "parts": parts, "budget_bytes": arguments.vram})
-    parts = {
-        "pinned weights": sum(component.plan.ram_bytes for component in components),
-        "buffers for reads": len(components) * tuning().reading_bytes,
-        "Python, torch and everything else, as given": arguments.process_ram,
-    }
-    return [*memories, {"name": "RAM", "parts": parts, "budget_bytes": arguments.ram}]
-
-
-def _rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A table of a memory."""
-    sizes = memory["parts"] | {"all": sum(memory["parts"].values())}
-    sizes |= {} if memory["budget_bytes"] is None else {"budget": memory["budget_bytes"]}
-    return [(memory["name"], "size"), *((label, describe_bytes(size)) for label, size in sizes.items())]
 
 
 def _figures(component: _Component) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def write_report(models: Any, path: str | os.PathLike[str]) -> Path:
     """Write one HTML page about offloaded models, and return its path. The page needs no network and no other file.
 
     The page shows what bounds a forward, what more memory would save, where each group is stored, memory against the budgets,
-    and the statistics. For a timeline use `OffloadHandle.trace`.
+    and the statistics. For a timeline use `torch.profiler`.
 
     Args:
         models: A pipeline, a handle, a module, or any dict from names to handles or modules, such as what

@@ -84,9 +84,9 @@ class Engine:
         self._of_fsdp: PlacesOfFsdp = {}
         """The places of parameters that are left to FSDP2."""
         self.recorder = Recorder(backend)
-        self.transfer = Transfer(config, self.recorder)
+        self.transfer = Transfer(config)
         if config.process_group is not None:
-            self.transfer.sharing = Sharing(config, type(root).__name__, self.recorder)
+            self.transfer.sharing = Sharing(config, type(root).__name__)
         self._packer = Packer(config, self.transfer, self._folder)
         self.memory = DeviceMemory(config, self.transfer, self.counters, type(root).__name__)
         self._changes = Changes(self.transfer)

@@ -39,7 +39,7 @@ from torch import nn
 
 from ..base.device import Stream
 from ..base.system import forked_free
-from ..base.torch_internals import current_transform, is_profiler_enabled
+from ..base.torch_internals import current_transform, in_profile, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..config import OffloadConfig
@@ -514,10 +514,12 @@ class Passes:
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
         if slot.waited_on is None or slot.waited_on != stream:
             self._recorder.arrives(stream)
-            if slot.job is not None:
-                slot = self.lookahead.wait_for_read(group, slot)
-            self._transfer.last_copies.expect(stream)  # an interrupt may lose the record of the streams that read slots
-            stream.wait_event(slot.ready)
+            with in_profile("wait", group.group_id):
+                if slot.job is not None:
+                    slot = self.lookahead.wait_for_read(group, slot)
+                # An interrupt may lose the record of the streams that read slots.
+                self._transfer.last_copies.expect(stream)
+                stream.wait_event(slot.ready)
             slot.waited_on = stream
         slot.unused.discard(group)
 
@@ -526,7 +528,7 @@ class Passes:
         group.holds -= 1
         if group.is_in_place:
             if not group.holds:
-                self._recorder.ends(group.group_id, group.num_bytes, stream)
+                self._recorder.ends(group.group_id, stream)
                 if group.is_bound:
                     self.counters.changed += group.offload(self._transfer)
             return
@@ -539,7 +541,7 @@ class Passes:
             self.backend.record_stream(slot.memory, stream)
         if group.holds:
             return
-        self._recorder.ends(group.group_id, group.num_bytes, stream)
+        self._recorder.ends(group.group_id, stream)
         self.lookahead.was_released(group)
         if not self.lookahead.schedule.expects(group):
             if group in self.memory.bound:

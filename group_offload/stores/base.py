@@ -110,7 +110,7 @@ class Blob(ABC):
         Where it is outdated in the middle of a pass, the weights at rest are sent. As the next pass begins it is made again.
 
         Args:
-            label: The name of the group that needs the blob, for errors and traces.
+            label: The name of the group that needs the blob, for errors.
         """
         if not self.is_outdated:
             return self._moves(at, label)

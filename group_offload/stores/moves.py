@@ -75,7 +75,7 @@ class Read:
     is_direct: bool
     """Whether bytes that are not in the page cache are read past it."""
     label: str
-    """The name of the group that needs the bytes, for errors and traces."""
+    """The name of the group that needs the bytes, for errors."""
     tier: Tier
     proof: Proof | None = None
     """A check of the bytes. It is shown what was read, in the order of the moves."""
@@ -93,8 +93,6 @@ class Unpack:
     strip: Strip
     packed: torch.Tensor | None
     """The packed bytes of the strip, flat uint8, in pinned memory or on the device. None: they are read from a file."""
-    label: str
-    """The name of the group that needs the bytes, for traces."""
     needed_for: Callable[[int, int], Runs]
     """The packed bytes that a part of the strip is unpacked from: see `Strip.needed`."""
     tier: Tier = Tier.RAM

@@ -104,7 +104,6 @@ class PackedImage:
                 strip.plain_bytes,
                 strip,
                 mine,
-                label,
                 partial(self._needed_for, number),
                 is_on_device=on_device is not None,
             )

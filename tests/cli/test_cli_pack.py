@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from group_offload.packing.codec import unpack
 from group_offload.plan.budgets import describe_bytes
@@ -111,18 +110,3 @@ def test_a_disk_with_room_for_one_of_two_models(run: Terminal, tmp_path: Path, m
     said = run("pack", path, folder, status=2)
     assert f"{describe_bytes(sizes[0] * 3 // 2)} free, " in said
     assert not packed_files(folder)
-
-
-def test_the_file_that_is_named_is_packed(run: Terminal, tmp_path: Path, checkpoint: Path) -> None:
-    """Also if the library's loader would take another one by default. Where it takes no such file, nothing is packed.
-    Hazard: `pack FILE` packs the weights that the loader takes by default, and not those of the file."""
-    other = {name: weight * 2 for name, weight in save(tmp_path / "again").state_dict().items()}
-    named = checkpoint / "diffusion_pytorch_model.ema.safetensors"
-    save_file(other, named, {"format": "pt"})
-    run("pack", named, tmp_path / "groups")
-    found = weights_in(tmp_path / "groups")
-    assert found and all(torch.equal(found[name], other[name]) for name in found)
-    named.rename(checkpoint / "ema.safetensors")
-    refused = run("pack", checkpoint / "ema.safetensors", tmp_path / "more", status=2)
-    assert "it looks for diffusion_pytorch_model.safetensors, diffusion_pytorch_model.VARIANT.safetensors" in refused
-    assert not (tmp_path / "more").exists()

@@ -106,10 +106,6 @@ def bytes_at(model: Mapping[str, Any], place: str) -> int:
     return sum(group["num_bytes"] for group in model["groups"] if group["place"] == place)
 
 
-def bytes_in(memory: Mapping[str, Any]) -> int:
-    return sum(memory["parts"].values())
-
-
 # ---------------------------------------------------------------- the groups
 
 MODELS: list[tuple[Callable[[], Any], torch.dtype | None]] = [
@@ -148,15 +144,18 @@ def test_groups_are_those_of_the_model(make: Callable[[], Any], dtype: torch.dty
 
 
 def test_variants(tmp_path: Path, run: Terminal) -> None:
-    """The files without a variant, as loaders take them; else those of a variant; or the one that is named."""
+    """The files without a variant, as loaders take them; else those of a variant, which the call to copy names."""
     model = Model(1, 512, 512)
     model.save_pretrained(tmp_path, variant="fp16")
-    assert find_models(tmp_path)[0][""].variant == "fp16" and plan(run, tmp_path)["models"][0]["num_bytes"] == 1024
+    found = plan(run, tmp_path)
+    assert find_models(tmp_path)[0][""].variant == "fp16" and found["models"][0]["num_bytes"] == 1024
+    assert 'dtype=torch.bfloat16, variant="fp16")' in found["call"]
     model.float().save_pretrained(tmp_path)
-    assert find_models(tmp_path)[0][""].variant is None and plan(run, tmp_path)["models"][0]["num_bytes"] == 2048
+    found = plan(run, tmp_path)
+    assert find_models(tmp_path)[0][""].variant is None and found["models"][0]["num_bytes"] == 2048
+    assert "variant=" not in found["call"]
     named = tmp_path / "diffusion_pytorch_model.fp16.safetensors"
-    assert plan(run, named)["models"][0]["num_bytes"] == 1024
-    assert "from_pretrained does not load" in run("plan", named.rename(tmp_path / "ema.safetensors"), status=2)
+    assert "Not a directory. Pass the folder of a model" in run("plan", named, status=2)
 
 
 # ---------------------------------------------------------------- checkpoints that are none
@@ -354,7 +353,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert part["num_bytes"] == 10 * GIB + 64 * MIB == sum(group["num_bytes"] for group in part["groups"])
     assert part["outer_bytes"] == bytes_at(part, "on the device during a forward") == 64 * MIB
     assert part["slot_bytes"] == GIB
-    assert part["device_bytes"] == bytes_at(part, "on the device") + GIB > GIB
+    assert 4 * GIB > part["device_bytes"] == bytes_at(part, "on the device") + GIB > GIB
     assert 0 < bytes_at(part, "pinned RAM") <= part["ram_bytes"] <= part["ram_share_bytes"] < 4.5 * GIB
     assert part["step_seconds"] >= part["drive_seconds"] > part["h2d_seconds"] and part["bound"] == "disk"
     assert part["drive_seconds"] == part["drive_bytes"] / 2e9 and part["drive_bytes"] == bytes_at(part, "file") > 0
@@ -362,12 +361,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
         "1 GiB more VRAM",
         "1 GiB more RAM",
     ]
-    [device, ram] = found["memories"]
-    assert bytes_in(device) <= device["budget_bytes"] == 4 * GIB
-    assert bytes_in(ram) <= ram["budget_bytes"] == 6 * GIB
-    assert ram["parts"]["Python, torch and everything else, as given"] == 3 * GIB // 2
-    assert found.keys() == {"title", "models", "memories", "sentences", "call"}
-    assert ram.keys() == {"name", "budget_bytes", "parts"}
+    assert found.keys() == {"title", "models", "sentences", "call"}
     assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
 
 
@@ -475,7 +469,6 @@ def test_page(pipeline: Path, tmp_path: Path, run: Terminal) -> None:
     found = as_json(run("plan", pipeline, *budgets, "--json", "--html", path))
     page = Page(path)
     assert "All times are predicted; nothing has run." in page.words and "(assumed)" in page.words
-    assert "budget 4 GiB" in page.words and "budget 12 GiB" in page.words
     for part in found["models"]:
         assert f"{part['name']} Model" in page.words and all(sentence in page.words for sentence in part["sentences"])
     assert "Wrote" in run("plan", pipeline / "transformer", "--html", path)  # without budgets

@@ -243,11 +243,11 @@ def test_memory_of_the_host_does_not_grow(
 
     model, x, traced, timed = small(), torch.ones(10_000, 1), [], [0]
     handle = apply_group_offloading(model, "cpu", share_passes=what != "shapes")
-    new_trace = Recorder._new_trace
+    begin = Recorder.begin
 
-    def counting(recorder: Recorder) -> Any:
-        timed[0] += 1
-        return new_trace(recorder)
+    def counting(recorder: Recorder, kind: Any, stream: Any) -> None:
+        timed[0] += kind is not None
+        begin(recorder, kind, stream)
 
     def step(number: int) -> None:
         if what == "shapes":
@@ -260,7 +260,7 @@ def test_memory_of_the_host_does_not_grow(
             thread.start()
             thread.join()
 
-    monkeypatch.setattr(Recorder, "_new_trace", counting)
+    monkeypatch.setattr(Recorder, "begin", counting)
     tracemalloc.start()
     try:
         for number in range(1, last + 1):

@@ -27,13 +27,11 @@ from group_offload import (
 )
 from group_offload.base.tuning import tuning
 from group_offload.plan.budgets import describe_bytes
-from group_offload.plan.placement import Placement
 
 from ..support.pages import Page
 from ..support.simulated import use_simulated_device
 from ..support.speeds import use_speeds
 from ..support.timed import TimedDevice
-from ..support.traces import lanes_of
 from ..support.tuning import tune
 
 SCALE = 1024
@@ -185,6 +183,7 @@ def test_budgets_reach_their_limit(percent: int, pack: bool, monkeypatch: pytest
         sent = (device.copied_bytes - before) / 3
         details = handle.plan.details
         assert details is not None and device.peak_bytes_in_use() <= budget
+        assert details.prediction.compute_seconds == pytest.approx(COMPUTE, rel=0.001)
         if pack:
             assert max(times) <= 1.005 * max(limit(sent, COMPUTE), details.prediction.step_seconds)
             # What the room beside slots and berths does not hold, packed, but for whole groups.
@@ -194,30 +193,6 @@ def test_budgets_reach_their_limit(percent: int, pack: bool, monkeypatch: pytest
             assert max(times) <= 1.002 * limit(sent, COMPUTE)
             assert sent <= TOTAL - budget + 2 * DOUBLE + REST + TOTAL // 32  # what has no slot stays
             assert max(times) == pytest.approx(details.prediction.step_seconds, rel=0.005)
-
-
-def test_the_plan_and_the_trace_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Stalls, copies and compute of a traced step take what the plan's simulation said."""
-    for share in (0.1, 0.5, 0.75):
-        with offloaded(monkeypatch, vram_budget=int(TOTAL * share)) as (device, model, handle):
-            steps(device, model, 8)
-            with handle.trace(tmp_path / "trace.json"):
-                (seconds,) = steps(device, model, 1)
-            details = handle.plan.details
-            assert details is not None
-            lanes = lanes_of(tmp_path / "trace.json")
-            took = {lane: sum(each["dur"] for each in slices) / 1e6 for lane, slices in lanes.items()}
-            predicted = details.prediction
-            assert seconds == pytest.approx(predicted.step_seconds, rel=0.03)
-            of_blocks = sum(each["dur"] for each in lanes["compute"] if "les_" in each["name"]) / 1e6
-            assert of_blocks == pytest.approx(COMPUTE - REST_SECONDS, rel=0.001)
-            assert took["stalls"] == pytest.approx(predicted.step_seconds - COMPUTE, abs=0.03 * seconds)
-            sent = sum(
-                group.num_bytes
-                for group, place in zip(details.problem.groups, details.placements, strict=True)
-                if place is not Placement.DEVICE
-            )
-            assert took["H2D"] == pytest.approx(sent / LINK, rel=0.03)
 
 
 def test_the_report_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,6 @@ from ..support.inside import engine_of, slow_down
 from ..support.models import Blocks
 from ..support.on_device import lay_in_file, twin_on
 from ..support.rigs import run
-from ..support.traces import assert_no_overlap, lanes_of
 from ..support.tuning import tune
 
 pytestmark = pytest.mark.gpu
@@ -402,28 +401,8 @@ def test_a_steady_step_neither_waits_nor_allocates(
     assert [n for n in names if "Synchronize" in n or n.startswith(("cudaMalloc", "cudaFree", "cudaHost"))] == []
     after = torch.cuda.memory_stats(device)
     assert after["num_device_alloc"] == before["num_device_alloc"]
-    assert any(name.startswith("group_offload.onload blocks") for name in names)
-
-
-@pytest.mark.parametrize("in_files", [False, True], ids=["ram", "files"])
-def test_the_timeline_of_a_run(
-    model: Model, x: torch.Tensor, device: torch.device, in_files: bool, tmp_path: Path
-) -> None:
-    """The clocks of the device and of the host agree: nothing is sent before it was read."""
-    folder = tmp_path / "groups" if in_files else None
-    handle = apply_group_offloading(model, offload_to_disk_path=folder, low_cpu_mem_usage=in_files)
-    run(model, x)
-    with handle.trace(tmp_path / "trace.json"):
-        run(model, x)
-    lanes = lanes_of(tmp_path / "trace.json")
-    assert lanes["H2D"] and lanes["compute"] and bool(lanes["file reads"]) == in_files
-    assert_no_overlap(lanes["H2D"])
-    slack = 1000  # microseconds: a thread may be interrupted between a read and the look at the clock
-    sent = {each["name"]: each["ts"] + each["dur"] for each in lanes["H2D"]}
-    for each in lanes["file reads"]:
-        # Of a part of the group: its last part is sent last, or all is read for the next pass.
-        end = sent.get(each["name"], each["ts"] + each["dur"])
-        assert end >= each["ts"] + each["dur"] - slack or end <= each["ts"] + slack
+    for what in ("onload", "wait", "compute"):
+        assert any(name.startswith(f"group_offload.{what} blocks") for name in names)
 
 
 # ---------------------------------------------------------------- budgets

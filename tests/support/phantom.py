@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,14 +93,12 @@ class PhantomLink(PeerLink):
         self.its_events: deque[Any] = deque()
         """They are behind its parts of each group."""
 
-    def send(
-        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
-    ) -> list[Any]:
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Any]:
         self.memory.write(shared.part_of(1 - self._rank), self._its_stream)
         event = self._backend.new_event()
         event.record(self._its_stream)
         self.its_events.append(event)
-        return [Reached(event) for event in super().send(shared, places, on_begin)]
+        return [Reached(event) for event in super().send(shared, places)]
 
 
 class PhantomBoard(Board):

@@ -44,7 +44,7 @@ class Two:
         self.mine.copy_(torch.arange(8))
         self.link = PeerLink(backend, 0, 2, self.memory)
         self.courier = Courier(backend, Board(fd, 0, 2), peers, self.link, GatherSpeeds(1.0, 1.0))
-        self.shared = Shared("1/a", "digest", "a", SharedBytes(self.mine, 4, backend.new_event()))
+        self.shared = Shared("1/a", "digest", SharedBytes(self.mine, 4, backend.new_event()))
         self.job = self.job_for(self.shared)
         self.courier.begin_pass("1", 200.0)
         self.courier.post("submit", self.job)
@@ -67,7 +67,7 @@ class Two:
 
     def submit(self, name: str, reads: Any = None) -> ShareJob:
         """Offer another group, once `reads` are over."""
-        job = self.job_for(Shared(f"1/{name}", "digest", name, SharedBytes(self.mine, 4, Backend().new_event())))
+        job = self.job_for(Shared(f"1/{name}", "digest", SharedBytes(self.mine, 4, Backend().new_event())))
         job.reads = reads
         job.post("submit", job)
         return job

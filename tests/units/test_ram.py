@@ -97,23 +97,15 @@ def test_control_groups(
 # ---------------------------------------------------------------- how files are read
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, locked_share=0.5)
-
-
-def set_ram(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    patch.setattr(cached, "available_ram", lambda: num_bytes)
 
 
 def ways_of(rig: Rig) -> list[str]:
     return [group.way for group in rig.handle.groups if group.num_bytes]
 
 
-# ---------------------------------------------------------------- locked in the page cache
-
-
-@pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize(("tier", "options"), [("checkpoint", {}), ("folder", {"offload_type": "leaf_level"})])
 def test_files_are_locked_once_they_are_cached(
     options: dict[str, Any], tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +133,6 @@ def test_files_are_locked_once_they_are_cached(
     rig.check_at_rest()
 
 
-@pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize("tier", ["checkpoint", "folder"])
 def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: Path) -> None:
     rig = Rig("simulated", tier, tmp_path)
@@ -157,7 +148,6 @@ def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: P
             assert not num_mappings(tmp_path)
 
 
-@pytest.mark.usefixtures("_may_lock_half")
 @pytest.mark.parametrize(("tier", "case"), [("folder", "low memory"), ("folder", "scarce"), ("checkpoint", "refused")])
 def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with low_cpu_mem_usage, nor where RAM is scarce, nor by a device that refuses."""
@@ -166,7 +156,7 @@ def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.
     assert device is not None
     pin = device.pin
     if case == "scarce":
-        set_ram(monkeypatch, 100)
+        monkeypatch.setattr(cached, "available_ram", lambda: 100)
     if case == "refused":
         monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo))
     with rig:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from group_offload import DeviceError
 from group_offload.base import mapping, system
 from group_offload.base.device import backend_for, default_device
+from group_offload.base.progress import progress_bar
 
 from ..support.files import failing
 from ..support.portable import IS_PORTABLE
@@ -70,3 +73,16 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mapping.mmap, "mmap", Memory)
     assert len(mapping.map_anonymous(mapping.HUGE_PAGE)) == mapping.HUGE_PAGE
+
+
+@pytest.mark.parametrize(("is_terminal", "said", "shows"), [(True, "1", True), (True, "0", False), (False, "1", False)])
+def test_who_sees_the_progress_bar(is_terminal: bool, said: str, shows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setattr(sys, "stderr", stream := Stream())
+    monkeypatch.setenv("GROUP_OFFLOAD_PROGRESS_BAR", said)
+    with progress_bar(10, "Writing") as advance:
+        advance(10)
+    assert ("Writing" in stream.getvalue()) == shows

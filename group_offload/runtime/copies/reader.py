@@ -39,8 +39,6 @@ from ...base.tuning import tuning
 from ...errors import GroupFileError
 from ...stores.moves import Read, Unpack
 from ...stores.source import SourceFile
-from ..measure.recorder import Recorder
-from ..measure.trace import COPIES
 from .jobs import Chunk, ReadJob, parts_of
 from .staging import Staging
 from .write_order import Landing, WriteOrder
@@ -51,9 +49,8 @@ _POLL_SECONDS = 2e-4
 class Reader:
     """Brings bytes of files to slots of one device. Jobs come from one thread at a time."""
 
-    def __init__(self, backend: Backend, recorder: Recorder, order: WriteOrder) -> None:
+    def __init__(self, backend: Backend, order: WriteOrder) -> None:
         self._backend = backend
-        self._recorder = recorder
         self._order = order
         self._lock = forked_free(threading.RLock())
         """Guards everything below and all jobs. A lock that is written in C: Ctrl-C does not leave it taken."""
@@ -157,7 +154,7 @@ class Reader:
 
     def successor(self) -> Reader:
         """Another reader in the place of this one, whose state is unknown after an interrupt."""
-        other = Reader(self._backend, self._recorder, self._order)
+        other = Reader(self._backend, self._order)
         other._staging.resize(self._staging.num_frames, self._staging.frame_bytes)
         self.retire()
         other.num_copies, other.bytes_read = self.num_copies, self.bytes_read
@@ -253,11 +250,11 @@ class Reader:
                 if job.is_over:
                     break
                 area = memory[start : start + blocks_around(read.position, read.num_bytes)]
-                started = time.perf_counter()
                 with _naming(read):
                     is_direct = read.source.read(area, read.position, read.num_bytes, direct=read.is_direct)
                 if isinstance(read.source, SourceFile):
-                    self._note_read(read, started, is_direct)
+                    with self._lock:
+                        self.bytes_read[is_direct] += read.num_bytes
         except BaseException as error:
             chunk.error = error
         finally:
@@ -265,13 +262,6 @@ class Reader:
                 chunk.is_read = True
                 if job.is_over:
                     self._staging.give_back(chunk.start)
-
-    def _note_read(self, read: Read, started: float, is_direct: bool) -> None:
-        with self._lock:
-            self.bytes_read[is_direct] += read.num_bytes
-        trace = self._recorder.trace
-        if trace is not None:
-            trace.read(read.label, started, time.perf_counter(), read.num_bytes)
 
     def read_now(self, target: torch.Tensor, reads: Sequence[Read]) -> None:
         """Read into memory that the CPU computes from, with several threads, and return when the bytes are there.
@@ -291,7 +281,6 @@ class Reader:
             if not isinstance(read.source, SourceFile):
                 read.source.read_straight(memory_of(part), read.position)
                 continue
-            started = time.perf_counter()
             is_direct = read.is_direct and not read.source.is_cached(read.position, read.num_bytes)
             with _naming(read):
                 if is_direct:
@@ -301,7 +290,8 @@ class Reader:
                     part.copy_(blocks[read.position % BLOCK :][: read.num_bytes])
                 else:
                     read.source.read_straight(memory_of(part), read.position)
-            self._note_read(read, started, is_direct)
+            with self._lock:
+                self.bytes_read[is_direct] += read.num_bytes
 
     # ---------------------------------------------------------------- copies
 
@@ -329,7 +319,6 @@ class Reader:
         stream = landing.copy_stream if chunk.is_packed else landing.stream
         if not chunk.is_packed:
             self._order.wait_for_room(landing)
-        begun = None if chunk.is_packed else self._recorder.now(stream)
         job.begun.popleft()
         try:
             for read, data in chunk.pieces(memory):
@@ -340,7 +329,6 @@ class Reader:
                 self.num_copies += 1
         finally:
             self._staging.give_back_after(chunk.start, stream)
-        self._recorder.enqueued(COPIES, (read.label for read in chunk.reads), begun, stream, chunk.num_bytes)
         job.num_left -= 1
         if not job.num_left:
             self._end(job, None)
@@ -349,7 +337,7 @@ class Reader:
         """Copy packed bytes to the reading berth, and unpack the strip once all of it is there."""
         assert landing.berths is not None
         berth = landing.berths.reading
-        self._order.fill(landing, berth, read.at, source, read.label)
+        self._order.fill(landing, berth, read.at, source)
         if read.at + read.num_bytes == move.sent[-1][1]:
             self._order.wait_for_room(landing)
             self._order.unpack(landing, move, berth.memory[: move.strip.packed_bytes], berth)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
-from torch.profiler import record_function
 
 from ...base.device import Event, Stream, plain_empty
-from ...base.torch_internals import is_profiler_enabled
+from ...base.torch_internals import in_profile
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Copy, Move, PageableMemory, Read, Tier, Unpack, joined, sent_bytes
-from ..measure.recorder import Recorder
-from ..measure.trace import COPIES
 from ..sharing.jobs import ShareJob
 from ..sharing.sharing import Part, Sharing
 from ..slots.berths import Berths
@@ -24,8 +20,6 @@ from .last import LastCopies
 from .reader import Reader
 from .write_order import Landing, WriteOrder
 
-_UNPROFILED = nullcontext()
-
 
 class Transfer:
     """Enqueues the copies of blobs, and counts them. Used by one thread at a time.
@@ -33,21 +27,20 @@ class Transfer:
     Bytes in files are left to a reader: their copies are enqueued later, by other threads, on the same stream.
     """
 
-    def __init__(self, config: OffloadConfig, recorder: Recorder) -> None:
+    def __init__(self, config: OffloadConfig) -> None:
         self._backend = backend = config.backend
         # Copies have a stream of their own, so that they overlap with compute.
         self._copy_stream = backend.new_stream() if config.use_stream else None
         # So has unpacking: in the copy stream the link would stand still meanwhile, and while a slot is in use.
         unpacks = config.use_stream and config.pack
         self._unpack_stream = backend.new_stream() if unpacks else None
-        self._order = WriteOrder(backend, recorder, has_two_streams=unpacks)
-        self.reader = Reader(backend, recorder, self._order)
+        self._order = WriteOrder(backend, has_two_streams=unpacks)
+        self.reader = Reader(backend, self._order)
         # Without a stream, `non_blocking` decides whether copies block the host.
         self._blocking = not config.use_stream and not config.non_blocking
         self._reads_memory = False
         """Whether threads may be reading blobs in RAM that is not pinned."""
         self.last_copies = LastCopies(backend)
-        self._recorder = recorder
         self._num_copies = 0
         self._bytes_locked = 0
         self.bytes_sent = dict.fromkeys(Tier, 0)
@@ -118,17 +111,15 @@ class Transfer:
         Returns:
             A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
-        labels = [*dict.fromkeys(placed.label for placed in blobs)]
-        with record_function(f"group_offload.onload {' '.join(labels)}") if is_profiler_enabled() else _UNPROFILED:
+        with in_profile("onload", *dict.fromkeys(placed.label for placed in blobs)):
             if self.sharing is not None and self.sharing.crew is not None:
-                return self._send_share(self.sharing, blobs, labels, landing, job)
-            return self._send(labels, _moves_of(blobs), landing, job)
+                return self._send_share(self.sharing, blobs, landing, job)
+            return self._send(_moves_of(blobs), landing, job)
 
     def _send_share(
         self,
         sharing: Sharing,
         blobs: Sequence[PlacedBlob | PlacedImage],
-        labels: Sequence[str],
         landing: Landing,
         job: ReadJob | None,
     ) -> Job | None:
@@ -143,10 +134,10 @@ class Transfer:
             parts, memory, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, berths)
         )
         if shared is None:
-            return self._send(labels, moves, landing, job)
+            return self._send(moves, landing, job)
         landing.ready = shared.sent
         try:
-            shared.reads = self._send(labels, moves, landing, job, shared)
+            shared.reads = self._send(moves, landing, job, shared)
             shared.post("submit", shared)
             if self._copy_stream is not None:
                 return shared
@@ -159,13 +150,12 @@ class Transfer:
     def _bring_rest(self, parts: Sequence[Part], shared: ShareJob, memory: torch.Tensor, berths: Berths | None) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
         assert self.sharing is not None
-        reads = self._send([], self.sharing.rest_of(parts, shared), Landing(memory, (), shared.rest, berths), None)
+        reads = self._send(self.sharing.rest_of(parts, shared), Landing(memory, (), shared.rest, berths), None)
         if reads is not None:
             reads.wait()
 
     def _send(
         self,
-        labels: Sequence[str],
         moves: Sequence[Move],
         landing: Landing,
         job: ReadJob | None,
@@ -174,7 +164,6 @@ class Transfer:
         """Enqueue `moves`, and leave what has to be read to the reader.
 
         Args:
-            labels: The names of the groups, for the trace. None are traced without names.
             shared: What several GPUs bring.
         """
         landing.stream = landing.copy_stream = self.stream
@@ -184,12 +173,6 @@ class Transfer:
         for each in streams:
             self.last_copies.expect(each)
         reads, is_host = [move for move in moves if isinstance(move, Read)], not self._backend.has_streams
-        begun = None
-        # Unpacking is recorded by itself, and threads record the copies of what they read when they enqueue them.
-        is_apart = (len(reads) == len(moves) and not is_host) or any(isinstance(move, Unpack) for move in moves)
-        if self._recorder.trace is not None and not is_apart:
-            self._wait_for_room(landing)
-            begun = self._recorder.now(stream)
         if shared is not None:
             self._wait_for_room(landing)
             shared.begin(stream)
@@ -211,8 +194,6 @@ class Transfer:
             has_failed = False
         finally:  # what was enqueued reads blobs, and writes to the slot, also if the rest cannot be enqueued
             if has_failed or not reads or is_host:
-                if begun is not None and labels:
-                    self._recorder.enqueued(COPIES, labels, begun, stream, sum(map(sent_bytes, moves)))
                 landing.ready.record(stream)
             for each in streams:
                 self.last_copies.record(each)
@@ -274,7 +255,7 @@ class Transfer:
             assert landing.berths is not None
             berth = landing.berths.next()
             for start, end in move.sent:
-                self._order.fill(landing, berth, start, packed[start:end], move.label, blocking=self._blocking)
+                self._order.fill(landing, berth, start, packed[start:end], blocking=self._blocking)
                 self._num_copies += 1
             packed = berth.memory[: packed.numel()]
         self._wait_for_room(landing)

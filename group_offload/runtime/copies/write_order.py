@@ -9,8 +9,6 @@ import torch
 
 from ...base.device import Backend, Event, Stream
 from ...stores.moves import Unpack
-from ..measure.recorder import Recorder
-from ..measure.trace import COPIES, DECODE
 from ..slots.berths import Berth, Berths
 
 
@@ -39,8 +37,8 @@ class WriteOrder:
     reads files. So what one stream has waited for counts for all: see also `Reader.order_behind_jobs`.
     """
 
-    def __init__(self, backend: Backend, recorder: Recorder, *, has_two_streams: bool) -> None:
-        self._backend, self._recorder = backend, recorder
+    def __init__(self, backend: Backend, *, has_two_streams: bool) -> None:
+        self._backend = backend
         self._waited = backend.new_event() if has_two_streams else None
         """The event behind what was waited for so far; None if there is one stream only."""
         self._stream: Stream | None = None
@@ -69,7 +67,6 @@ class WriteOrder:
         berth: Berth,
         at: int,
         source: torch.Tensor,
-        label: str,
         *,
         blocking: bool = False,
     ) -> None:
@@ -77,10 +74,8 @@ class WriteOrder:
         stream = landing.copy_stream
         if not at:
             stream.wait_event(berth.unpacked)
-        begun = self._recorder.now(stream)
         self._backend.copy(berth.memory[at : at + source.numel()], source, stream, blocking=blocking)
         berth.arrived.record(stream)
-        self._recorder.enqueued(COPIES, [label], begun, stream, source.numel())
 
     def unpack(self, landing: Landing, move: Unpack, packed: torch.Tensor, berth: Berth | None) -> None:
         """Enqueue the unpacking of `packed`, in memory of the device, to its place in the slot, once the slot has room.
@@ -91,10 +86,8 @@ class WriteOrder:
         stream = landing.stream
         if berth is not None:
             stream.wait_event(berth.arrived)
-        begun = self._recorder.now(stream)
         try:
             self._backend.transform(move.kernel, landing.memory[move.at : move.at + move.num_bytes], packed, stream)
         finally:
             if berth is not None:
                 berth.unpacked.record(stream)
-        self._recorder.enqueued(DECODE, [move.label], begun, stream, move.num_bytes)

@@ -1,1 +1,1 @@
-"""Measurements taken in passes: sizes, speeds, times."""
+"""What passes are counted and measured by."""

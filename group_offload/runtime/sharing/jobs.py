@@ -43,7 +43,6 @@ class Shared:
     """The name under which the ranks agree on it."""
     digest: str
     """What the ranks have to have in common."""
-    label: str
     bytes: SharedBytes
     """They hold the slot's memory as long as other ranks may write to it."""
     progress: Progress = Progress.SENT

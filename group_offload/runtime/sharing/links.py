@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,14 +86,11 @@ class PeerLink:
             if number not in memories.get(rank, ()):
                 self._memory.close(self._opened.pop((rank, number)))
 
-    def send(
-        self, shared: SharedBytes, places: Mapping[str, Place], on_begin: Callable[[], object] = lambda: None
-    ) -> list[Event]:
+    def send(self, shared: SharedBytes, places: Mapping[str, Place]) -> list[Event]:
         """Enqueue the way of this rank's part to the other ranks.
 
         Args:
             places: For each rank, where the shared bytes begin in its memory.
-            on_begin: Called before anything is enqueued on the first stream, and after it waits for the part.
 
         Returns:
             The events behind all of it.
@@ -103,8 +100,6 @@ class PeerLink:
             number, at = places[str(other)]
             to = self._address_of(str(other), str(number)) + at + self._rank * shared.part_bytes
             stream.wait_event(shared.landed)
-            if stream is self.streams[0]:
-                on_begin()
             self._memory.copy(to, own, stream)
             sent = self._backend.new_event()
             sent.record(stream)

@@ -33,8 +33,6 @@ from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Move, joined, may_be_cut, moves_within
-from ..measure.recorder import Recorder
-from ..measure.trace import GATHERS
 from .courier import Courier
 from .crew import crew_of, part_of, pays, roll_of
 from .jobs import Shared, ShareJob, again
@@ -91,11 +89,10 @@ class Sharing:
     Order of calls: `join`, `check`; in each pass `begin_pass`, then any of the others; at last `close`.
     """
 
-    def __init__(self, config: OffloadConfig, title: str, recorder: Recorder) -> None:
+    def __init__(self, config: OffloadConfig, title: str) -> None:
         self._config = config
         self._backend = config.backend
         self._title = title
-        self._recorder = recorder
         self._roll: Roll | None = None
         self.crew: Courier | None = None
         """The ranks of this host, if they share the model; None if each goes alone."""
@@ -366,7 +363,7 @@ class Sharing:
         sent, shared = self._backend.new_event(), []
         for part in cut:
             gathered = SharedBytes(memory[part.at : part.at + part.part_bytes * crew.num_ranks], part.part_bytes, sent)
-            shared.append(Shared(part.key, part.digest, part.label, gathered))
+            shared.append(Shared(part.key, part.digest, gathered))
         job = ShareJob(
             model=self._model,
             shared=shared,
@@ -384,13 +381,8 @@ class Sharing:
 
     def _send(self, crew: Courier, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the crew does."""
-        trace, stream, found = self._recorder.trace, crew.link.streams[0], shared.bytes
-        begun: list[Any] = []
-        on_begin = (lambda: None) if trace is None else (lambda: begun.append(trace.now(stream)))
-        events = crew.link.send(found, places, on_begin)
-        self.bytes_gathered += found.gathered_bytes
-        if trace is not None:
-            trace.enqueued(GATHERS, [shared.label], begun[0], stream, found.gathered_bytes)
+        events = crew.link.send(shared.bytes, places)
+        self.bytes_gathered += shared.bytes.gathered_bytes
         return events
 
     # ---------------------------------------------------------------- the same bytes
