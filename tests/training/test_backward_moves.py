@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from group_offload import StateError
+from group_offload.runtime.groups.trained import MAX_FROZEN_PASSES
 
 from ..support.asserts import same_bits
 from ..support.backward import LoraModel, check, make, offloaded
@@ -69,10 +70,13 @@ def test_trained_parameters_stay_on_the_device(tmp_path: Path) -> None:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         assert handle.stats().trainable_bytes == num_bytes and handle.stats().rebuilds == 1
         places = [parameter.data_ptr() for parameter in trained]
-        model.head.requires_grad_(False)  # perhaps for one forward
-        plain(model, put)
+        # What is frozen later takes turns with the others again, once it seems to be so for good.
+        model.head.requires_grad_(False)
+        for _ in range(MAX_FROZEN_PASSES):
+            plain(model, put)
         assert places == [parameter.data_ptr() for parameter in trained]
-        assert handle.stats().trainable_bytes == num_bytes and handle.stats().rebuilds == 1
+        plain(model, put)
+        assert handle.stats().trainable_bytes < num_bytes
         for name, parameter in model.named_parameters():
             assert same_bits(parameter.detach(), before[name]), name
             assert parameter.grad is None or parameter.grad.shape == parameter.shape

@@ -28,13 +28,16 @@ from ...weights import TensorRef
 MAX_SHARE = 0.5
 """Above this share of a module's bytes, `requires_grad` is taken for the default of modules and not for a wish to train."""
 
+MAX_FROZEN_PASSES = 8
+"""The number of forwards with a graph for which a frozen parameter stays on the device. It may be frozen for only one of them
+(an adapter that is switched off for a reference, a critic while its generator is trained), and an earlier graph may still
+have to run."""
+
 
 class Trained:
     """The parameters of a module that are trained. Owned by an engine.
 
-    They require gradients, and most parameters of the module do not: see `MAX_SHARE`. One that is frozen later stays too. It
-    may be frozen for only one forward (an adapter that is switched off for a reference, a critic while its generator is
-    trained), and an earlier graph may still have to run.
+    They require gradients, and most parameters of the module do not: see `MAX_SHARE`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -42,6 +45,8 @@ class Trained:
         self._homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         """By id, the parameters that stay on the device, and the device where they were before."""
         self._asked: frozenset[int] = frozenset()
+        self._num_frozen: dict[int, int] = {}
+        """By id, the number of forwards with a graph in a row for which a parameter has required no gradient."""
         self._optimizers: RemovableHandle | None = None
         """The hook on the steps of all optimizers. See `_bring_state`."""
         self._guards: list[RemovableHandle] = []
@@ -68,7 +73,11 @@ class Trained:
         for parameter in known.values():
             if parameter.device != self._backend.device:
                 self._move(parameter)  # the user has moved it
-        wanted = known | {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
+        self._num_frozen = {
+            key: 0 if parameter.requires_grad else self._num_frozen.get(key, 0) + 1 for key, parameter in known.items()
+        }
+        wanted = {key: known[key] for key, number in self._num_frozen.items() if number <= MAX_FROZEN_PASSES}
+        wanted |= {id(ref.holder): ref.holder for ref in refs if is_trainable(ref) and not ref.path}
         if wanted.keys() == self._asked:
             return False
         self._asked = frozenset(wanted)
