@@ -30,6 +30,7 @@ TOPICS = {
         "patch_diffusers",
         "unpatch_diffusers",
         "free_slots",
+        "GroupOffloadStrategy",
     ),
     "Handles, statistics and plans": (
         "OffloadHandle",

@@ -16,6 +16,7 @@ from .integrations.diffusers import (
     patch_diffusers,
     unpatch_diffusers,
 )
+from .integrations.modular import GroupOffloadStrategy
 from .integrations.opening import from_pretrained
 from .integrations.reporting import write_report
 from .integrations.training import ActivationOffloadCallback
@@ -30,6 +31,7 @@ __all__ = [
     "GroupFileError",
     "GroupInfo",
     "GroupOffloadError",
+    "GroupOffloadStrategy",
     "ModuleError",
     "OffloadConfig",
     "OffloadHandle",

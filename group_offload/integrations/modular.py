@@ -17,11 +17,13 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..api import handle_of
 from ..base.arena import arenas
 from ..base.patching import around_once
+from ..errors import ConfigError
 from ..handle import OffloadHandle
 from ..runtime.convoy.steps import announce, begin_step
 
@@ -34,6 +36,40 @@ def hear_managers() -> None:
     manager: Any = importlib.import_module(_MANAGER)
     around_once(manager.AutoOffloadStrategy, "__call__", _choose_leaving)
     around_once(manager.CustomOffloadHook, "pre_forward", _pre_forward)
+
+
+class GroupOffloadStrategy:
+    """A strategy for a `ComponentsManager` of Modular Diffusers, some of whose models are group-offloaded.
+
+    Before the manager moves a whole model to the device, it evicts weights that offloaded models keep there, and only then
+    other whole models. An offloaded model gets space for the weights that its forward takes, not for all of its weights.
+    (Once a pipeline is offloaded, diffusers' own `AutoOffloadStrategy` does so too.)
+
+    Args:
+        memory_reserve_margin: Device memory to leave free for activations: bytes, or a size such as "3GB".
+
+    Raises:
+        ConfigError: diffusers isn't installed.
+
+    Example:
+        >>> enable_group_offload(pipe, exclude_modules=["vae"])
+        >>> manager.enable_auto_cpu_offload("cuda", offload_strategy=GroupOffloadStrategy())
+    """
+
+    def __init__(self, memory_reserve_margin: int | str = "3GB") -> None:
+        try:
+            hear_managers()
+        except ImportError as error:
+            raise ConfigError(
+                "GroupOffloadStrategy is for a ComponentsManager of diffusers, which isn't installed: pip install "
+                "'group-offload[diffusers]'"
+            ) from error
+        self._strategy: Any = sys.modules[_MANAGER].AutoOffloadStrategy(memory_reserve_margin)
+
+    def __call__(self, hooks: list[Any], model_id: str, model: nn.Module, execution_device: torch.device) -> list[Any]:
+        """The hooks of the models that leave the device before `model` comes."""
+        leaving: list[Any] = self._strategy(hooks, model_id, model, execution_device)
+        return leaving
 
 
 def _choose_leaving(

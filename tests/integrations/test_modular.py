@@ -12,7 +12,7 @@ from diffusers.modular_pipelines.components_manager import AutoOffloadStrategy
 from diffusers.utils import torch_utils
 from torch import nn
 
-from group_offload import apply_group_offloading
+from group_offload import GroupOffloadStrategy, apply_group_offloading
 from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
@@ -126,7 +126,8 @@ def test_only_what_a_pass_takes_counts(looks_away: bool, device: torch.device, m
     assert managed.are_there == [False]
 
 
-def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [AutoOffloadStrategy, GroupOffloadStrategy])
+def test_resident_weights_give_way_to_a_whole_model(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before another whole model does. Hazard: residents fill the device, and a component that a manager moves there finds no
     memory."""
     model, resident = make(), make()
@@ -139,7 +140,7 @@ def test_resident_weights_give_way_to_a_whole_model(monkeypatch: pytest.MonkeyPa
             assert torch.equal(device.get(forward(device, model, inputs(seed))), run(resident, inputs(seed)))
         kept = handle.stats().resident_bytes
         tell_of_room(monkeypatch, torch.device("cuda"), lambda: card.free_bytes)
-        strategy = AutoOffloadStrategy("0MB")
+        strategy = kind("0MB")
         assert strategy([], "whole", whole, device.device) == [] and handle.stats().resident_bytes == kept > num_bytes
         card.other_takes(card.free_bytes)
         with pytest.raises(torch.OutOfMemoryError):
