@@ -141,14 +141,15 @@ class Packer:
         return missing
 
     def check(self) -> None:
-        """Look at the packed files that are pinned, before anything is sent from them.
+        """Look at the packed files that are pinned, before anything is sent from them. (Reads of others tell.)
 
         Raises:
             GroupFileError: another program changed one since the last pass began: what was sent since may be wrong.
         """
         for part in _parts_of(self._groups):
-            if part.blob.packed is not None:
-                part.blob.packed.check()
+            packed = part.blob.packed
+            if packed is not None and packed.file is not None and not packed.is_read:
+                packed.file.source.check()
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""

@@ -78,14 +78,6 @@ class PackedImage:
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
 
-    def check(self) -> None:
-        """
-        Raises:
-            GroupFileError: another program changed the file that the packed bytes are pinned in. (Reads of others tell.)
-        """
-        if self.file is not None and not self.is_read:
-            self.file.source.check()
-
     @property
     def ram_bytes(self) -> int:
         """What the packed bytes take of pinned RAM."""
