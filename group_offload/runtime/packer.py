@@ -275,7 +275,7 @@ class Packer:
             generation = blob.generation
             plain = self._bring(blob, buffer[: blob.layout.num_bytes])
             packed = pack(plain, blob.layout, device, memory.begin)
-            image = None if packed is None else memory.image(packed.layout, generation)
+            image = None if packed is None else memory.image(packed.layout, generation, packed.data)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
         found = find_or_pack(self._folder, wanted_of(self._ids[part], blob), device)
@@ -291,7 +291,7 @@ class Packer:
         there = memory.begin(found.packed.packed_bytes)
         there.wait()
         found.read(there.result())
-        return self._noted(memory.image(found.packed, blob.generation), part, limit)
+        return self._noted(memory.image(found.packed, blob.generation, there.result()), part, limit)
 
     def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
         """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.
