@@ -141,14 +141,15 @@ class Packer:
         return missing
 
     def check(self) -> None:
-        """Look at the packed files that are pinned, before anything is sent from them.
+        """Look at the packed files that are pinned, before anything is sent from them. (Reads of others tell.)
 
         Raises:
             GroupFileError: another program changed one since the last pass began: what was sent since may be wrong.
         """
         for part in _parts_of(self._groups):
-            if part.blob.packed is not None:
-                part.blob.packed.check()
+            packed = part.blob.packed
+            if packed is not None and packed.file is not None and not packed.is_read:
+                packed.file.source.check()
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
@@ -274,7 +275,7 @@ class Packer:
             generation = blob.generation
             plain = self._bring(blob, buffer[: blob.layout.num_bytes])
             packed = pack(plain, blob.layout, device, memory.begin)
-            image = None if packed is None else memory.image(packed.layout, generation)
+            image = None if packed is None else memory.image(packed.layout, generation, packed.data)
             return image if isinstance(blob, RamBlob) else self._noted(image, part, limit)
         assert isinstance(blob, FileBlob)
         found = find_or_pack(self._folder, wanted_of(self._ids[part], blob), device)
@@ -290,7 +291,7 @@ class Packer:
         there = memory.begin(found.packed.packed_bytes)
         there.wait()
         found.read(there.result())
-        return self._noted(memory.image(found.packed, blob.generation), part, limit)
+        return self._noted(memory.image(found.packed, blob.generation, there.result()), part, limit)
 
     def _bring(self, blob: Blob, target: torch.Tensor) -> torch.Tensor:
         """Bring the plain bytes of a blob to memory of the CPU. Between weights are zeros, or what a file has there.

@@ -78,14 +78,6 @@ class PackedImage:
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
 
-    def check(self) -> None:
-        """
-        Raises:
-            GroupFileError: another program changed the file that the packed bytes are pinned in. (Reads of others tell.)
-        """
-        if self.file is not None and not self.is_read:
-            self.file.source.check()
-
     @property
     def ram_bytes(self) -> int:
         """What the packed bytes take of pinned RAM."""
@@ -171,34 +163,29 @@ class LockedMemory:
             wait: A function that returns once no copy is on its way: the pages stay locked until then.
         """
         self._limit, self._wait = limit, wait
-        self._found: list[tuple[torch.Tensor, PageLock | None]] = []
-        """What was begun last, once it is pinned."""
+        self._pinned: dict[int, tuple[torch.Tensor, PageLock | None]] = {}
+        """What is pinned, by its address. What was begun before, and given up, may be pinned later."""
 
     def begin(self, num_bytes: int) -> Task[torch.Tensor]:
         """Begin to make memory that is pinned, if the system allows it."""
         memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-        self._found = []  # another one: what was begun before, and given up, may be done later
-        return on_pool(
-            self._lock, memory, touch_all(memory), self._found
-        )  # touching has begun: none waits for a thread
+        return on_pool(self._lock, memory, touch_all(memory))  # touching has begun: none waits for a thread
 
-    def _lock(
-        self, memory: torch.Tensor, touched: Sequence[Task[None]], found: list[tuple[torch.Tensor, PageLock | None]]
-    ) -> torch.Tensor:
+    def _lock(self, memory: torch.Tensor, touched: Sequence[Task[None]]) -> torch.Tensor:
         for task in touched:
             task.wait()
         lock = self._limit.lock(memory, self._wait)
         by_driver = self._limit.allocate(memory.numel()) if lock is None else None
         memory = memory if by_driver is None else by_driver
         if lock is not None or by_driver is not None:
-            found.append((memory, lock))
+            self._pinned[memory.data_ptr()] = memory, lock
         return memory
 
-    def image(self, layout: PackedLayout, generation: int) -> PackedImage | None:
-        """What is in the memory that was made last; None if it is not pinned."""
-        if not self._found:
+    def image(self, layout: PackedLayout, generation: int, data: torch.Tensor) -> PackedImage | None:
+        """What is in memory that was made; None if it is not pinned."""
+        if data.data_ptr() not in self._pinned:
             return None
-        ((memory, lock),) = self._found
+        memory, lock = self._pinned[data.data_ptr()]
         return PackedImage(layout, generation, memory[: layout.packed_bytes], lock)
 
 

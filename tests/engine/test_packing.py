@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ from torch import nn
 
 from group_offload import ConfigError, DeviceError, GroupFileError, OffloadHandle, api, from_pretrained
 from group_offload.base import ram
-from group_offload.base.page_lock import LockLimit
 from group_offload.base.release import wait_for_releases
 from group_offload.base.tuning import tuning
 from group_offload.runtime import packer
@@ -222,23 +218,6 @@ def test_options(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         with pytest.raises((ConfigError, DeviceError), match=why):
             offload(nn.Linear(2, 2), pack=True)
-
-
-def test_memory_that_is_pinned_late_is_not_mistaken() -> None:
-    """Packing was refused device memory and began again, while a thread still pinned RAM for the first time."""
-    may_end = threading.Event()
-
-    def lock(memory: torch.Tensor, wait: Callable[[], None]) -> object:
-        return object() if memory.numel() == 8192 or may_end.wait(60) else None
-
-    memory = LockedMemory(cast(LockLimit, SimpleNamespace(lock=lock)), lambda: None)
-    given_up, wanted = memory.begin(4096), memory.begin(8192)
-    wanted.wait()
-    may_end.set()
-    given_up.wait()
-    layout = mock.Mock(packed_bytes=16)
-    assert memory.image(layout, 0) is not None
-    assert layout.cut.call_args.args[0].data_ptr() == wanted.result().data_ptr()
 
 
 # ---------------------------------------------------------------- files that are page-locked in the page cache
