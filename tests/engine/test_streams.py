@@ -634,11 +634,7 @@ CALLS = {
 WAITS_FOR_THREADS = {"slot.job.wait()", "job.wait()"}
 NO_ORDER = {("Reader", "_next"), ("Transfer", "_send_share")}
 """Waits that only keep a thread from going round in circles, and reads that only other GPUs have in vain."""
-
-
 SHARED = (convoy_lock, convoy_passes)
-
-
 WEIGHTS = (engine, passes, placer, packer, lookahead, memory)
 MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, berths, transfer, write_order, reader, staging, pinned)
 WAITS, without_wait = waits_of(MODULES, CALLS, WAITS_FOR_THREADS, NO_ORDER)
@@ -691,40 +687,6 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-FOUND_BY = {
-    "DeviceMemory.free-0": exercise,
-    "DeviceMemory.give_back-0": exercise,
-    "Passes._end_slots-0": exercise,
-    "Reader._fill-0": exercise,
-    "WriteOrder.wait_for_room-0": exercise,
-    "WriteOrder.wait_for_room-2": exercise,
-    "Transfer._send-0": exercise,
-    "Reader.order_behind_jobs-0": test_what_rests_in_ram_does_not_overtake_what_is_read,
-    "Transfer._wait_for_room-0": test_what_rests_in_ram_does_not_overtake_what_is_read,
-    "DeviceMemory.resident_slot-0": test_packed_weights_stay_on_the_device,
-    "LastCopies.synchronize_streams-0": test_packed_files_are_read,
-    "Slot.evict-0": test_slots_go_to_another_model_while_files_are_being_read,
-    "LastCopies.synchronize_streams-1": test_an_interrupt_in_the_middle_of_the_engine,
-    "Engine._release-0": test_files_are_being_read_when,
-    "LookAhead.wait_for_read-0": test_removed_after_an_interrupt_at_the_end_of_a_pass,
-    "Reader._end-1": test_removed_after_an_interrupt_at_the_end_of_a_pass,
-    "Reader._send-0": test_removed_after_an_interrupt_at_the_end_of_a_pass,
-    "Staging.close-0": test_removed_while_what_was_read_is_being_copied,
-    "Staging.give_back_after-0": test_removed_after_an_interrupt_at_the_end_of_a_pass,
-    "Transfer.recover-0": test_a_forward_that_raises_ends_the_reads_that_are_under_way,
-    "LookAhead.wait_for_read-1": test_what_could_not_be_read_ahead_is_read_again,
-    "Passes.release-1": test_memory_of_the_allocator_is_freed_after_another_stream_used_it,
-    "Reader._end-0": test_the_bytes_of_what_could_not_be_read_go_to_others,
-    "Passes._end_slots-1": test_slots_go_to_another_model_while_a_side_stream_reads_them,
-    "Arena.give_back-0": test_slots_go_to_another_model_after_a_refresh_on_its_stream,
-    "Arena.give_back-2": test_slots_go_back_to_the_allocator_while_another_stream_reads_them,
-    "Segment.fetch-0": test_weights_come_from_the_device,
-    "Segment.fetch-1": test_weights_come_from_the_device,
-    "LookAhead._take_ahead-0": test_what_was_read_ahead_in_vain_is_given_up,
-}
-"""The scenario that finds the missing wait, for the waits that many scenarios do without: it comes first, to take less time."""
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors in what weakref.finalize calls
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -733,10 +695,8 @@ def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: py
     mutant, text = without_wait(owner, name, index)
     monkeypatch.setattr(owner, name, mutant)
     try:
-        wait = f"{owner.__name__}.{name}-{index}"
         for _ in range(3):  # threads that read may be done by luck
-            found = scenarios_of_shared_passes() if sys.modules[owner.__module__] in SHARED else scenarios()
-            for scenario in sorted(found, key=lambda each: each.func is not FOUND_BY.get(wait)):
+            for scenario in scenarios_of_shared_passes() if sys.modules[owner.__module__] in SHARED else scenarios():
                 scenario()
     except AssertionError:
         return

@@ -1,5 +1,4 @@
-"""The tests of edits at rest once more, where the kernel no longer tells which pages were written. (Where it never did:
-`make portable`, and `is_told_of_edits` of test_streams.py.)
+"""The tests of edits at rest once more, where the kernel does not tell which pages were written: ever, or any more.
 
 Hazard: there edits are lost.
 """
@@ -33,10 +32,11 @@ for _module, _names in _EDITS.items():
         globals()[_name] = getattr(_module, _name)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(params=["never", "after set-up"], autouse=True)
 def _writes_are_not_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     page_map = PageMap(monkeypatch)
-    if request.node.callspec.params.get("tier") == "checkpoint":
+    arguments = request.node.callspec.params
+    if arguments.get("tier") == "checkpoint":
         pytest.skip("asks the page map where a weight lies")
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,12 @@ def _writes_are_not_told(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         page_map.refuse()
         return handle
 
-    for module in (rigs, test_checkpoint, test_files):
-        monkeypatch.setattr(module, "apply_group_offloading", apply)
+    if request.param == "never":
+        if arguments.get("with_folder") is False:
+            pytest.skip("offload_device='disk' alone is refused then")
+        page_map.refuse()
+    else:
+        for module in (rigs, test_checkpoint, test_files):
+            monkeypatch.setattr(module, "apply_group_offloading", apply)
     yield
     page_map.allow()
