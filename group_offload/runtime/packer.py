@@ -144,18 +144,35 @@ class Packer:
         """Look at the packed files that are pinned, before anything is sent from them. (Reads of others tell.)
 
         Raises:
-            GroupFileError: another program changed one since the last pass began: what was sent since may be wrong.
+            GroupFileError: another program changed one since the last pass began: what was sent since may be wrong. From now on
+                the weights are sent as they rest.
         """
+        errors: list[GroupFileError] = []
         for part in _parts_of(self._groups):
             packed = part.blob.packed
-            if packed is not None and packed.file is not None and not packed.is_read:
-                packed.file.source.check()
+            if packed is not None and packed.file is not None and not (packed.is_read or packed.is_lost):
+                try:
+                    packed.file.source.check()
+                except GroupFileError as error:
+                    errors.append(error)
+                    self._lose(part)
+        if errors:
+            raise errors[0]
 
     def lacking(self) -> list[Part]:
         """The parts that have no packed bytes, or out-of-date ones, and could have some."""
         parts = [part for part in _parts_of(self._groups) if self._could_pack(part)]
-        sent = ((part, part.blob.good_image) for part in parts)
+        for part in parts:
+            if part.blob.packed is not None and part.blob.packed.is_lost:  # the same file would be found again
+                self._lose(part)
+        sent = ((part, part.blob.good_image) for part in parts if part.may_pack)
         return [part for part, packed in sent if packed is None or packed.is_read != (part in self._to_read)]
+
+    def _lose(self, part: Part) -> None:
+        logger.warning("The packed weights of group %r are lost; the original ones are used.", self._ids[part])
+        part.blob.drop_packed()
+        part.may_pack = False
+        part.sent_generation = -1  # what is in the group's slot may be wrong, and is sent again
 
     def _could_pack(self, part: Part) -> bool:
         return part.may_pack and not part.blob.is_outdated and part.blob.detects_edits

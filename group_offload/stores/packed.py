@@ -14,8 +14,8 @@ read from there each time.
 
 What is read or locked the first time is compared with its hash, as the file may have been packed long ago. From then on the
 file is watched as every file is that weights are read from ([Note: Which file it is] in `source`), and with `verify_files` each
-read is compared. If it is damaged, or was changed, each forward or backward that needs it raises. The weights at rest are what
-they were.
+read is compared. If it is damaged, or was changed, the forward or backward that needs it raises, and later ones use the weights
+as they rest.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class PackedImage:
     @property
     def num_bytes(self) -> int:
         return self.layout.packed_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the packed bytes cannot be had any more, so that the blob is sent as it is."""
+        return self.file is not None and self.file.source.is_lost
 
     @property
     def ram_bytes(self) -> int:

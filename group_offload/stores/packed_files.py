@@ -75,10 +75,13 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
 class _PackedSource(SourceFile):
     """A packed group file. It is not the only place of its weights."""
 
+    is_lost = False
+
     def lost(self, position: int, what: str) -> GroupFileError:
+        self.is_lost = True
         return GroupFileError(
-            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost. If it fails "
-            f"again, delete the file and offload the model again: it is packed anew."
+            f"Cannot read the packed weights in {self.path} at byte {position:,}: {what}. No weight is lost: call the model "
+            f"again, and it uses the original ones. Delete the file to have it packed again when you offload next."
         )
 
 
