@@ -73,6 +73,15 @@ def by_roles(pipe: Any, device: torch.device, folder: Path) -> None:
             imported_before_patching(component, device, CPU, "leaf_level", **options)
 
 
+def the_denoiser(pipe: Any, device: torch.device, folder: Path) -> None:
+    """The others go to the device whole."""
+    for model in models_of(pipe).values():
+        if model is not pipe.transformer and not stock._is_group_offload_enabled(pipe.transformer):
+            model.to(device)
+    options = {"onload_device": device, "offload_device": CPU, "num_blocks_per_group": 1, "use_stream": device != CPU}
+    imported_before_patching(pipe.transformer, offload_type="block_level", **options)
+
+
 def one_by_one(pipe: Any, device: torch.device, folder: Path) -> None:
     """By a name that was imported before, and then by the method."""
     for name, model in models_of(pipe).items():
@@ -98,10 +107,11 @@ PROGRAMS: dict[str, Callable[[Any, torch.device, Path], object]] = {
     "leaves in files": lambda pipe, device, folder: pipe.enable_group_offload(
         device, CPU, "leaf_level", None, False, False, False, False, str(folder), "vae"
     ),
+    "the denoiser": the_denoiser,
     "one by one": one_by_one,
     "by roles": by_roles,
 }
-"""How programs call diffusers' group offloading: SD.Next ("blocks"), and others."""
+"""How programs call diffusers' group offloading: SD.Next ("blocks"), unsloth Studio ("the denoiser"), and others."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -121,7 +131,7 @@ def test_calls_of_programs(
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
     pipe.disable_group_offload()
-    assert any(handle.is_active for handle in handles.values()) == (name in ("one by one", "by roles"))
+    assert any(handle.is_active for handle in handles.values()) == (name in ("the denoiser", "one by one", "by roles"))
     for model in models_of(pipe).values():
         remove_group_offloading(model)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
