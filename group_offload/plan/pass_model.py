@@ -24,6 +24,7 @@ item at a time and in order of use: the drive reads, the link copies to the devi
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -117,8 +118,8 @@ class PassModel:
         self.used = list(dict.fromkeys(index for index, _ in self.uses))
         """The groups that are used, in the order of their first use."""
         self.compute_seconds = sum(seconds for _, seconds in self.uses)
-        self.device_budget = problem.device_budget or 0
         self.has_residents = problem.device_budget is not None
+        self.device_budget = sys.maxsize if problem.device_budget is None else problem.device_budget
         self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
     def choices(self, index: int, rest: Placement) -> list[Placement]:
@@ -153,10 +154,6 @@ class PassModel:
         drive = sum([self.read[index] * sent[index] for index in from_file])
         h2d = drive + sum([self.sent[index] * sent[index] for index in from_ram])
         return Footprint(slots, berths, on_device, h2d, drive, unpacked)
-
-    def fits(self, footprint: Footprint) -> bool:
-        """Whether a placement is within the device budget."""
-        return not self.has_residents or footprint.device_bytes <= self.device_budget
 
     def limit_seconds(self, footprint: Footprint) -> float:
         """How long a pass takes at least: compute, the link and the drive are each busy for so long."""

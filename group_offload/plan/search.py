@@ -16,8 +16,6 @@ from .placement import Placement, smallest_ram_bytes
 
 _AS_FAST = 1 - 1e-9
 """A placement takes the place of one found before if a pass takes less than this share of its time: rounding is no gain."""
-_NUM_DROPS = 32
-"""In so many steps all groups leave RAM, as long as that is faster."""
 _FEW_PLACEMENTS = 300
 """So many are all tried: those of 8 groups that stay or do not, or of 5 that may stay packed too."""
 _NUM_LEFT, _TAILS = (1, 2, 3, 4, 6), (4, 2)
@@ -35,13 +33,13 @@ Rests = tuple[Placement, ...]
 
 def find_fastest(model: PassModel) -> tuple[Rests, Sequence[Placement]]:
     """The rests and the placements of the fastest pass within the budgets."""
-    problem = model.problem
-    best, best_seconds = ((), ()), math.inf
+    best: tuple[Rests, Sequence[Placement]] = (), ()
+    best_seconds = math.inf
 
     def is_faster(rests: Rests, placements: Sequence[Placement]) -> bool:
         nonlocal best, best_seconds
         footprint, enough = model.footprint(placements), best_seconds * _AS_FAST
-        if model.fits(footprint) and model.limit_seconds(footprint) < enough:
+        if footprint.device_bytes <= model.device_budget and model.limit_seconds(footprint) < enough:
             seconds = model.run(placements, footprint)
             if seconds < enough:
                 best, best_seconds = (rests, placements), seconds
@@ -50,24 +48,15 @@ def find_fastest(model: PassModel) -> tuple[Rests, Sequence[Placement]]:
     for rests in _ways_to_rest(model):
         for placements in _ways_to_stay(model, rests):
             is_faster(rests, placements)
-    if model.has_packed and problem.rests is None and problem.ram_budget is not None:
-        # What is read plain is not unpacked, which may save more than RAM does.
-        in_ram = [i for i in _in_files(model)[::-1] if best[1][i] is Placement.RAM]
-        step = -(-len(in_ram) // _NUM_DROPS)
-        while in_ram and is_faster(*(_with_files(each, in_ram[:step]) for each in best)):
-            del in_ram[:step]
     assert best_seconds < math.inf  # the smallest budgets fit some rests
+    if model.has_packed and model.problem.rests is None and model.problem.ram_budget is not None:
+        # What is read plain is not unpacked: that can save more than RAM does.
+        for index in reversed(_spread(model)[-_MANY_USES:]):
+            if best[1][index] is Placement.RAM and model.groups[index].is_in_file:
+                fewer = (tuple(Placement.FILE if i == index else at for i, at in enumerate(each)) for each in best)
+                if not is_faster(*fewer):
+                    break
     return best
-
-
-def _with_files(placements: Sequence[Placement], indices: Sequence[int]) -> Rests:
-    return tuple(Placement.FILE if index in indices else at for index, at in enumerate(placements))
-
-
-def _in_files(model: PassModel) -> list[int]:
-    """The groups that files hold, those that are sent most often first."""
-    able = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
-    return sorted(able, key=lambda i: -model.num_sent[i])
 
 
 def _spread(model: PassModel) -> list[int]:
@@ -90,9 +79,9 @@ def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
     if problem.ram_budget is None:
         yield everything
         return
-    able = _in_files(model)
-    orders = [able]
-    if _differ(model):  # then a group that has no room may waste much of it
+    able = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
+    orders = [sorted(able, key=lambda i: -model.num_sent[i])]
+    if 2 * len(set(model.sizes)) > len(model.sizes) <= _MANY_USES:  # then a group without room may waste much of it
         by_size = sorted(able, key=lambda i: (not model.num_sent[i], -model.sent[i]))
         orders += [by_size[first:] + by_size[:first] for first in range(_NUM_LARGEST)]
     for order in orders:
@@ -129,11 +118,6 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
         for kept in [Placement.PACKED, Placement.DEVICE] if packed else [Placement.DEVICE]:
             yield from _filled_evenly(model, rests, sorted(able, key=model.used.index), kept)
     yield rests  # a resident can disturb how evenly the others come
-
-
-def _differ(model: PassModel) -> bool:
-    """Whether groups have many sizes, and are not too many."""
-    return 2 * len(set(model.sizes)) > len(model.sizes) <= _MANY_USES
 
 
 def _all_placements(

@@ -324,9 +324,8 @@ def test_plans_are_about_as_fast_as_the_fastest_known() -> None:
         plan = make_plan(golden(*problem))
         assert_sound(plan)
         over.append(plan.prediction.step_seconds / seconds - 1)
-    # What is predicted is asserted too: some plans are faster than those that were known.
-    assert sum(each < -0.02 for each in over) <= 4
-    assert max(over) <= 0.1 and sum(each > 0.02 for each in over) <= 5 and sum(over) / len(over) <= 0
+    assert min(over) >= -0.001  # what is predicted is asserted too
+    assert max(over) <= 0.1 and sum(each > 0.02 for each in over) <= 3 and sum(over) / len(over) <= 0.0012
 
 
 SHARES, MORE = st.one_of(st.none(), st.floats(0, 1)), st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0.01, 0.5))
@@ -337,21 +336,42 @@ SHARES, MORE = st.one_of(st.none(), st.floats(0, 1)), st.one_of(st.just(0.0), st
         st.sampled_from([*names])
         for names in (GOLDEN["models"], GOLDEN["machines"], ["plain", "packed", "packed files"])
     ),
-    *(SHARES, SHARES, MORE, MORE),
+    *(SHARES, SHARES, MORE, MORE, st.floats(0.1, 10)),
 )
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_more_memory_is_never_slower(
-    model: str, machine: str, kind: str, device: float | None, ram: float | None, more_device: float, more_ram: float
+    model: str,
+    machine: str,
+    kind: str,
+    device: float | None,
+    ram: float | None,
+    more_device: float,
+    more_ram: float,
+    faster: float,
 ) -> None:
-    """But for 5%: few fillings are tried, and what is packed is unpacked. Hazard: a plan for more memory is slower."""
+    """Not at all if groups have one size and are plain, on a link of any speed; else but for 5%, since few fillings are
+    tried. Hazard: a plan for more memory is slower."""
     problem, seconds = golden(model, machine, kind, None, None), []
+    are_alike = kind == "plain" and len(GOLDEN["models"][model]["sizes"]) == 1
+    if are_alike:
+        problem = replace(problem, speeds=replace(problem.speeds, h2d=problem.speeds.h2d * faster))
     total = sum(group.num_bytes for group in problem.groups)
     for device_share, ram_share in ((0.0, 0.0), (more_device, more_ram)):
         ram_bytes = None if ram is None else int((ram + ram_share) * total)
         least = smallest_device_bytes(within(problem, None, ram_bytes))
         device_bytes = None if device is None else least + int((device + device_share) * total)
         seconds.append(make_plan(within(problem, device_bytes, ram_bytes)).prediction.step_seconds)
-    assert seconds[1] <= seconds[0] * 1.05
+    assert seconds[1] <= seconds[0] * (1 + 1e-9 if are_alike else 1.05)
+
+
+def test_ram_is_left_where_unpacking_takes_longer_than_the_drive() -> None:
+    """Packed groups in RAM are unpacked for each use. Hazard: RAM for all of them made a forward 3.7 times slower."""
+    speeds = Speeds(h2d=1000 * MIB, drive=300 * MIB, unpack=80 * MIB)
+    problem = problem_of(packed(groups_of([100 * MIB] * 8)), speeds=speeds)
+    none, some, all_of_them = (
+        make_plan(within(problem, None, ram_bytes)).prediction.step_seconds for ram_bytes in (0, 300 * MIB, GIB)
+    )
+    assert all_of_them <= some <= none == pytest.approx(800 / 300, rel=0.01)
 
 
 def test_more_memory_is_one_more_group_where_groups_are_large() -> None:
