@@ -185,9 +185,10 @@ class DeviceOffloader:
         away = [stash for stash in stashes if stash.state is StashState.OFFLOADED]
         if not away:
             return 0
-        sources = [stash.host for stash in away if stash.host is not None]
-        left = [stash.left for stash in away if stash.left is not None]
-        memories, arrivals = self._streams.copy_back(sources, left, stream)
+        memories, born = self._streams.allocate((stash.num_bytes for stash in away), stream)
+        copies = [(memory, stash.host) for memory, stash in zip(memories, away, strict=True)]
+        after = [born, *(stash.left for stash in away if stash.left is not None)]
+        arrivals = self._streams.copy_back(copies, after)  # type: ignore[arg-type]
         for stash, memory, arrived in zip(away, memories, arrivals, strict=True):
             stash.memory, stash.streams = memory, [stream]
             stash.arrived = stash.guard = arrived

@@ -54,22 +54,24 @@ class CopyStreams:
             self._last_arrived = None
         return self._copy(copies, self._out)
 
-    def copy_back(
-        self, sources: Sequence[torch.Tensor], left: Iterable[Event], stream: Stream
-    ) -> tuple[list[torch.Tensor], list[Event]]:
-        """Copy host memory to new memory of the device, owned by `stream`, the current one.
-
-        Returns:
-            That memory, and *arrived* of each, recorded behind its copy.
-        """
-        memories = [self._arena.take(source.numel()) for source in sources]
+    def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
+        """Device memory for activations that come back, owned by `stream`, the current one, and *born*, recorded behind it."""
+        memories = [self._arena.take(num_bytes) for num_bytes in sizes]
         born = self._backend.new_event()
         born.record(stream)
-        for event in dict.fromkeys((born, *left)):
+        return memories, born
+
+    def copy_back(self, copies: Sequence[Copy], after: Iterable[Event]) -> list[Event]:
+        """Copy host memory to the device, behind `after`: *born*, and each *left*.
+
+        Returns:
+            *arrived* of each, recorded behind its copy.
+        """
+        for event in dict.fromkeys(after):
             self._back.wait_event(event)
-        arrivals = self._copy([*zip(memories, sources, strict=True)], self._back)
+        arrivals = self._copy(copies, self._back)
         self._last_arrived = arrivals[-1]
-        return memories, arrivals
+        return arrivals
 
     def _copy(self, copies: Sequence[Copy], stream: Stream) -> list[Event]:
         """Start the copies, in batches. Returns the event behind each."""

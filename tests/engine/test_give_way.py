@@ -82,7 +82,7 @@ def test_what_a_backward_takes(asked: Counter[str], tmp_path: Path) -> None:
 
 def test_what_activations_take(asked: Counter[str]) -> None:
     activations.check(training.plain, "random")
-    assert asked["streams.copy_back"]
+    assert asked["streams.allocate"]
 
 
 class LooksUp(Blocks):
