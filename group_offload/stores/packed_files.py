@@ -46,14 +46,6 @@ from .source import Contents, Piece, SourceFile
 logger = logging.getLogger("group_offload")
 
 
-def facts_of(found: os.stat_result) -> str:
-    """What changes if a byte of the file does: see [Note: Which file it is] in `source`.
-
-    Without the device, whose number may be another one after the next boot, or in the next container.
-    """
-    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
-
-
 def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout) -> PackedFrom | None:
     """The bytes of a file that a blob is made of.
 
@@ -69,7 +61,9 @@ def packed_from(source: SourceFile, pieces: Sequence[Piece], layout: BlobLayout)
         return None
     specs = [[spec.fqn, str(spec.dtype), spec.shape, spec.stride, spec.offset] for spec in layout.specs]
     place = json.dumps([[[piece.offset, piece.position, piece.num_bytes] for piece in pieces], specs])
-    return PackedFrom(str(source.path), facts_of(found), hashlib.sha256(place.encode()).hexdigest()[:32])
+    # Without the device, whose number may be another one after the next boot, or in the next container.
+    facts = f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
+    return PackedFrom(str(source.path), facts, hashlib.sha256(place.encode()).hexdigest()[:32])
 
 
 class _PackedSource(SourceFile):

@@ -163,7 +163,7 @@ class PackedFrom(NamedTuple):
     path: str
     """The checkpoint, or the group file."""
     facts: str
-    """What changes if a byte of that file does."""
+    """What changes if a byte of that file does: see [Note: Which file it is] in `source`."""
     place: str
     """A hash of where the weights lie in it, and of where they go."""
 

@@ -101,7 +101,9 @@ class Staging:
         while True:
             num_bytes = num_frames * self.frame_bytes
             memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-            self._pinned = PageLock.take(self._backend, memory, _no_wait)
+            self._pinned = PageLock.take(
+                self._backend, memory, lambda: None
+            )  # `close` waits for copies before it unpins
             if self._pinned is not None or num_frames <= _LEAST_FRAMES:
                 break
             num_frames = max(_LEAST_FRAMES, num_frames // 2)  # few that are pinned are faster than many that are not
@@ -110,7 +112,3 @@ class Staging:
 
     def _starts(self) -> list[int]:
         return [frame * self.frame_bytes for frame in reversed(range(self.num_bytes // self.frame_bytes))]
-
-
-def _no_wait() -> None:
-    """The memory is unpinned by `close`, which has waited for the copies."""
