@@ -23,8 +23,9 @@ DEVICES = ["cpu", "lazy", "random", "eager"]
 def on(device: str, model: nn.Module, seed: int = 0) -> Iterator[tuple[Put, Put]]:
     """Train a model that is on the device: how a tensor gets there, and how it comes back."""
     with training_on(device, seed) as (put, get):
-        for tensor in (*model.parameters(), *model.buffers()) if device != "cpu" else ():
-            tensor.data = put(tensor.data)
+        if device != "cpu":
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = put(tensor.data)
         yield put, get
 
 
