@@ -101,9 +101,7 @@ class Staging:
         while True:
             num_bytes = num_frames * self.frame_bytes
             memory = flat_view(map_anonymous(num_bytes), 0, num_bytes)
-            self._pinned = PageLock.take(
-                self._backend, memory, lambda: None
-            )  # `close` waits for copies before it unpins
+            self._pinned = PageLock.take(self._backend, memory, lambda: None)  # `close` has waited for copies
             if self._pinned is not None or num_frames <= _LEAST_FRAMES:
                 break
             num_frames = max(_LEAST_FRAMES, num_frames // 2)  # few that are pinned are faster than many that are not
