@@ -72,12 +72,9 @@ def _spread(model: PassModel) -> list[int]:
 def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
     """Where groups may rest within the RAM budget."""
     problem = model.problem
-    if problem.rests is not None:
-        yield problem.rests
-        return
     everything = tuple[Placement, ...](Placement.RAM for _ in model.groups)
-    if problem.ram_budget is None:
-        yield everything
+    if problem.rests is not None or problem.ram_budget is None:
+        yield problem.rests or everything
         return
     able = [i for i in dict.fromkeys([*_spread(model), *range(len(model.groups))]) if model.groups[i].is_in_file]
     orders = [sorted(able, key=lambda i: -model.num_sent[i])]
