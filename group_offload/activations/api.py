@@ -33,15 +33,15 @@ class ActivationOffloadHandle(NotCopied):
         """The FQNs of the groups, in registration order."""
         self._session: Session | None = Session(config, type(module).__name__)
         self._last_stats = ActivationStats()
-        self._gates: list[GroupGate] = []
+        self._gates = [GroupGate(self._session, name, group) for name, group in groups.items()]
         self._hooks: list[RemovableHandle] = []
         try:
             self._hooks.append(module.register_forward_pre_hook(partial(tell, HANDLE, "_enter")))
             self._hooks.append(module.register_forward_hook(partial(tell, HANDLE, "_leave"), always_call=True))
             module.__dict__[HANDLE] = self
-            for name, group in groups.items():
-                self._gates.append(GroupGate(self._session, name, group))
-                self._gates[-1].place()
+            for gate, group in zip(self._gates, groups.values(), strict=True):
+                group.__dict__[GROUP] = gate
+                gate.place()
         except BaseException:
             self.remove()
             raise

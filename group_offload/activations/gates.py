@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..base.compiled import Around, innermost
 from ..base.saved import unwatched
@@ -32,16 +33,19 @@ class GroupGate(Around):
         self.compiled = None
         self._session = session
         self._module = module
-        self._hook = module.register_forward_pre_hook(partial(tell, GROUP, "enter"))
-        module.__dict__[GROUP] = self
+        self._hook: RemovableHandle | None = None
 
     def place(self) -> None:
         """Put the gate outside of what the module compiles for itself; it may have been compiled since the last call."""
         around, call = innermost(self._module, self)
-        if call is not self and hasattr(call, "_torchdynamo_orig_callable"):
-            self._hook.remove()
+        if call is self:
+            return
+        if call is not None and hasattr(call, "_torchdynamo_orig_callable"):
+            self._unhook()
             self.compiled = call
             _put(self._module, around, self)
+        elif self._hook is None:
+            self._hook = self._module.register_forward_pre_hook(partial(tell, GROUP, "enter"))
 
     def enter(self) -> None:
         self._session.enter(self.name)
@@ -54,11 +58,16 @@ class GroupGate(Around):
         return self.compiled(*args, **kwargs)
 
     def remove(self) -> None:
-        self._hook.remove()
+        self._unhook()
         around, call = innermost(self._module, self)
         if call is self:
             _put(self._module, around, self.compiled)
         self._module.__dict__.pop(GROUP, None)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _put(module: nn.Module, around: Around | None, call: Callable[..., Any] | None) -> None:
