@@ -66,14 +66,14 @@ class HostPool:
         self._stats = stats
         self._wait = wait
         self._limit = LockLimit(backend)
-        self.segments: list[_Segment] = []
+        self._segments: list[_Segment] = []
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
         """A buffer of `num_bytes`. None if there is none, and the system pins no more."""
         size = _round_up(num_bytes)
-        found = next((each for segment in self.segments if (each := segment.cut(size)) is not None), None)
+        found = next((each for segment in self._segments if (each := segment.cut(size)) is not None), None)
         if found is None and not self._limit.was_refused and self._grow(size):
-            found = self.segments[-1].cut(size)
+            found = self._segments[-1].cut(size)
         if found is None:
             return None
         self._stats.used_host_bytes += size
@@ -84,7 +84,7 @@ class HostPool:
         """Take a buffer back."""
         size = _round_up(buffer.numel())
         self._stats.used_host_bytes -= size
-        for segment in self.segments:
+        for segment in self._segments:
             start = buffer.data_ptr() - segment.memory.data_ptr()
             if 0 <= start < segment.memory.numel():
                 segment.join(start, start + size)
@@ -112,7 +112,7 @@ class HostPool:
                 weakref.finalize(self, _keep_until, self._wait, memory).atexit = False
         # else every copy is done when it returns: pinning would gain nothing
         self._stats.host_bytes += size
-        self.segments.append(_Segment(memory, lock))
+        self._segments.append(_Segment(memory, lock))
         return True
 
 

@@ -31,6 +31,8 @@ class StashState(Enum):
     """In host memory only."""
     RELOADED = auto()
     """In host memory; and on the device, or on its way there."""
+    LOST = auto()
+    """Nowhere: an interrupt broke off work on it. See [Note: Interrupts of activation offloading]."""
 
 
 @dataclass(eq=False, repr=False)
@@ -40,11 +42,12 @@ class Stash:
     Only its offloader changes it, under the session's lock.
     """
 
-    offloader: DeviceOffloader
     memory: torch.Tensor | None
     """The bytes on the device, as uint8: an alias of the saved storage, or memory that was allocated for a copy back."""
     streams: list[Stream]
     """The streams that wait for `guard` before `memory` is freed. The first one owns the memory."""
+    remains: deque[Remains]
+    """Where it leaves what its offloader has to clean up once it is dead."""
     num_bytes: int
     state: StashState = StashState.ON_DEVICE
     position: int = -1
@@ -58,11 +61,16 @@ class Stash:
     guard: Event | None = None
     """The copy that still uses `memory`; None once `streams` have waited for it."""
 
+    def lose(self) -> None:
+        """Free all bytes. Call it only when no copy is under way."""
+        self.state = StashState.LOST
+        self.memory = self.host = self.guard = self.left = self.arrived = None
+
     def __del__(self) -> None:
         # This runs at any time, in any thread, perhaps in the middle of the offloader's own work. So it only leaves a note.
-        if self.state is not StashState.ON_DEVICE:
+        if self.state is not StashState.ON_DEVICE and self.state is not StashState.LOST:
             memory = None if self.guard is None else self.memory
-            self.offloader.remains.append((memory, self.guard, self.streams, self.host))
+            self.remains.append((memory, self.guard, self.streams, self.host))
 
 
 class DeviceOffloader:
@@ -83,15 +91,11 @@ class DeviceOffloader:
         """Copies of a batch share an event: a stream that waited for one need not wait for the next."""
         self.remains: deque[Remains] = deque()
         """What dead stashes left behind, in whichever thread they died."""
-        self.is_broken = False
-        """Whether an interrupt broke off work here: nobody knows where the bytes of its stashes are."""
 
     def abandon(self) -> None:
-        """Return once no copy is under way that was started here, and no memory is pinned. Call no other method afterwards."""
-        self.is_broken = True
+        """Return once no copy is under way that was started here. Call no other method afterwards."""
         self._streams.drain()
         self.remains.clear()
-        self._pool.segments.clear()
         self._stats.host_bytes = self._stats.used_host_bytes = 0
 
     # To host memory

@@ -16,13 +16,14 @@ the forward is, and copies are enqueued behind all operations that saved (some f
 [Note: Interrupts of activation offloading]
 Ctrl-C, or an error that isn't expected here, may break off an offloader's work between any two steps. Then nobody knows which
 of its bytes are where. So all work is done in methods that are `_guarded`. After such a break the guard waits for the copies
-that are under way, before anything that they use is freed, and abandons the offloader. The next forward gets a new one. A graph
-with stashes of an abandoned one refuses its backward.
+that are under way, before anything that they use is freed. It abandons the offloader and marks all stashes as lost, which
+frees their bytes. The next forward gets a new offloader. A graph that has lost a stash refuses its backward.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
@@ -41,7 +42,7 @@ from ..base.torch_internals import (
 )
 from ..errors import GroupOffloadError, ModuleError, StateError
 from .config import ActivationConfig
-from .offloader import DeviceOffloader, Stash
+from .offloader import DeviceOffloader, Stash, StashState
 from .packed import PackedView, bytes_of, needed_part
 from .stats import ActivationStats
 from .tape import Tape, lowest, weights_of
@@ -98,6 +99,8 @@ class Session:
         self._lock = threading.RLock()  # autograd runs backward in a thread of its own
         self._offloader: DeviceOffloader | None = None
         """None until the first forward whose device is known, and after an interrupt."""
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        """The tapes of forwards that run, and of graphs that are alive."""
         self._is_whole = True
         """No thread is in the middle of the offloader's work, or was when an error broke it off."""
         self._current = _Current()
@@ -122,6 +125,8 @@ class Session:
     def _abandon(self) -> None:
         if self._offloader is not None:
             self._offloader.abandon()
+        for tape in self._tapes:  # only now that no copy is under way
+            tape.lose()
         self._offloader = None
         self._is_whole = True
 
@@ -171,6 +176,7 @@ class Session:
         for device in sorted(devices, key=str):
             if self._config.offloads(device):
                 self._offloader_on(device)
+        self._tapes.add(tape)
         if self._offloader is not None:
             self._offloader.clean_up()
             tape.home = self._offloader.backend.current_stream()
@@ -253,7 +259,7 @@ class Session:
         if tape.home is None:
             tape.home = stream
         streams = [stream] if stream == tape.home else [stream, tape.home]
-        stash = Stash(offloader, bytes_of(tensor, start, end), streams, num_bytes)
+        stash = Stash(bytes_of(tensor, start, end), streams, offloader.remains, num_bytes)
         tape.add(key, storage, stash)
         tape.mark(stash)
         return PackedView(tensor, stash, start, tape)
@@ -268,16 +274,16 @@ class Session:
 
     @_guarded
     def _restore(self, packed: PackedView) -> torch.Tensor:
-        offloader = packed.stash.offloader
-        if offloader.is_broken:
+        if packed.stash.state is StashState.LOST:
             raise StateError(
                 f"An interrupt or an error stopped a forward or a backward of {self._title} while its activations were being "
                 f"copied, so what this graph saved is lost. Call the forward again, then its backward."
             )
-        stream = offloader.backend.current_stream()
+        assert self._offloader is not None
+        stream = self._offloader.backend.current_stream()
         if packed.tape.reached != packed.position:
-            self._arrive(packed, offloader, stream)
-        return packed.view(offloader.restore(packed.stash, stream))
+            self._arrive(packed, self._offloader, stream)
+        return packed.view(self._offloader.restore(packed.stash, stream))
 
     def _arrive(self, packed: PackedView, offloader: DeviceOffloader, stream: Stream) -> None:
         """Backward has reached a group, on `stream`: fetch the rest of the group, and those that come next."""

@@ -55,8 +55,9 @@ class CopyStreams:
         return self._copy(copies, self._out)
 
     def allocate(self, sizes: Iterable[int], stream: Stream) -> tuple[list[torch.Tensor], Event]:
-        """Device memory for activations that come back, owned by `stream`, the current one, and *born*, recorded behind it."""
-        memories = [self._arena.take(num_bytes) for num_bytes in sizes]
+        """Device memory for activations that come back, owned by `stream`, and *born*, recorded behind it."""
+        owner = None if stream == self._backend.current_stream() else stream  # None is faster
+        memories = [self._arena.take(num_bytes, owner) for num_bytes in sizes]
         born = self._backend.new_event()
         born.record(stream)
         return memories, born

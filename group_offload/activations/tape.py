@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.device import Stream
 from ..base.saved import Pack, Unpack, hooks_in_force, unwatched
-from .offloader import Stash
+from .offloader import Stash, StashState
 
 Key = tuple[int, int, int, int]
 """A storage, the version of its content, and which part of it: first byte and number of bytes."""
@@ -87,7 +87,7 @@ class Tape:
         """The stash of the same bytes, if this forward saved them before."""
         found = self.known.get(key)
         stash = None if found is None else found[1]()
-        return None if stash is None or stash.offloader.is_broken else stash
+        return None if stash is None or stash.state is StashState.LOST else stash
 
     def add(self, key: Key, storage: torch.UntypedStorage, stash: Stash) -> None:
         self.known[key] = StorageWeakRef(storage), weakref.ref(stash)  # type: ignore[no-untyped-call]
@@ -99,12 +99,18 @@ class Tape:
             self.stashes[-1].append(weakref.ref(stash))
 
     def at(self, position: int) -> Iterator[Stash]:
-        """The stashes of a position that are alive, in the order in which backward needs them."""
+        """The stashes of a position that are alive and not lost, in the order in which backward needs them."""
         if 0 <= position < len(self.stashes):
             for reference in reversed(self.stashes[position]):
                 stash = reference()
-                if stash is not None and not stash.offloader.is_broken:
+                if stash is not None and stash.state is not StashState.LOST:
                     yield stash
+
+    def lose(self) -> None:
+        """Let all stashes go of their bytes. See [Note: Interrupts of activation offloading]."""
+        for position in range(len(self.stashes)):
+            for stash in self.at(position):
+                stash.lose()
 
 
 def weights_of(root: nn.Module) -> list[torch.Tensor]:
