@@ -31,6 +31,18 @@ from .config import OffloadConfig
 from .errors import ConfigError, ModuleError
 from .weights import ParamSlot, TensorRef, plain_tensors
 
+LEAF_TYPES = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+    nn.Embedding,
+)
+"""Layers that diffusers' leaf level makes groups (`_GO_LC_SUPPORTED_PYTORCH_LAYERS`). Other weights go with their owner."""
+
 READS_ITS_CHILDREN = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -211,7 +223,9 @@ def _leaf_units(root: nn.Module, config: OffloadConfig, modules: dict[str, nn.Mo
     for path, module in modules.items():
         if any(part in taken for part in _ancestors(path)):
             continue
-        if isinstance(module, torch.jit.ScriptModule) or (path and _moves_whole(module)):
+        if isinstance(module, torch.jit.ScriptModule) or (
+            path and (isinstance(module, LEAF_TYPES) or _moves_whole(module))
+        ):
             taken.add(path)
             unit = units.setdefault(module, _Unit(f"{config.group_prefix}{path}", openers=[module]))
             unit.paths.append(path)
