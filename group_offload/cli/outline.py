@@ -76,6 +76,10 @@ def find_models(path: Path) -> tuple[dict[str, FoundModel], dict[str, str]]:
             a pipeline: all of its parts are like this.)
         ConfigError: diffusers or transformers is not installed.
     """
+    if path.is_file():
+        raise GroupFileError(
+            f"{path} is a file. Pass the folder that it is in: a variant is read from a folder of its own."
+        )
     if not (path / "model_index.json").exists():
         return {"": _find(path, _variant_in(path))}, {}
     models, left_out, unknown = dict[str, FoundModel](), dict[str, str](), list[GroupFileError]()

@@ -32,10 +32,11 @@ _GUIDERS = "diffusers.guiders.guider_utils"
 
 
 def hear_managers() -> None:
-    """Let managers ask what [Note: Who makes room] says."""
-    manager: Any = importlib.import_module(_MANAGER)
-    around_once(manager.AutoOffloadStrategy, "__call__", _choose_leaving)
-    around_once(manager.CustomOffloadHook, "pre_forward", _pre_forward)
+    """Let managers ask what [Note: Who makes room] says, if there may be any. (diffusers 0.36 warns as the module is imported.)"""
+    manager: Any = sys.modules.get(_MANAGER)
+    if manager is not None:
+        around_once(manager.AutoOffloadStrategy, "__call__", _choose_leaving)
+        around_once(manager.CustomOffloadHook, "pre_forward", _pre_forward)
 
 
 class GroupOffloadStrategy:
@@ -58,13 +59,14 @@ class GroupOffloadStrategy:
 
     def __init__(self, memory_reserve_margin: int | str = "3GB") -> None:
         try:
-            hear_managers()
+            manager = importlib.import_module(_MANAGER)
         except ImportError as error:
             raise ConfigError(
                 "GroupOffloadStrategy is for a ComponentsManager of diffusers, which isn't installed: pip install "
                 "'group-offload[diffusers]'"
             ) from error
-        self._strategy: Any = sys.modules[_MANAGER].AutoOffloadStrategy(memory_reserve_margin)
+        hear_managers()
+        self._strategy: Any = manager.AutoOffloadStrategy(memory_reserve_margin)
 
     def __call__(self, hooks: list[Any], model_id: str, model: nn.Module, execution_device: torch.device) -> list[Any]:
         """The hooks of the models that leave the device before `model` comes."""
@@ -82,17 +84,17 @@ def _choose_leaving(
     """
     handle = handle_of(model)
     if handle is not None:
-        needed = handle.missing_bytes
-        return ask(strategy, hooks, model_id, SimpleNamespace(get_memory_footprint=lambda: needed), execution_device)
-    # Later releases of diffusers have another name for it.
-    margin = getattr(strategy, "memory_reserve_margin", 0) or getattr(strategy, "memory_reserve", 0)
-    needed = margin + sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
-    for arena in arenas():
-        short = needed - arena.backend.free_bytes()
-        if arena.backend.device == execution_device and short > 0:
-            arena.give_way(short)
-            arena.backend.release_unused()
-    return ask(strategy, hooks, model_id, model, execution_device)
+        size = handle.missing_bytes
+    else:
+        size = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
+        # Later releases of diffusers have another name for it.
+        margin = getattr(strategy, "memory_reserve_margin", 0) or getattr(strategy, "memory_reserve", 0)
+        for arena in arenas():
+            short = margin + size - arena.backend.free_bytes()
+            if arena.backend.device == execution_device and short > 0:
+                arena.give_way(short)
+                arena.backend.release_unused()
+    return ask(strategy, hooks, model_id, SimpleNamespace(get_memory_footprint=lambda: size), execution_device)
 
 
 def _pre_forward(call: Callable[..., Any], hook: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +107,7 @@ def make_room(module: nn.Module) -> None:
     hook, handle, manager = module.__dict__.get("_hf_hook"), handle_of(module), sys.modules.get(_MANAGER)
     if manager is None or handle is None or not isinstance(hook, manager.CustomOffloadHook):
         return
+    hear_managers()
     others = [
         other
         for other in hook.other_hooks or ()

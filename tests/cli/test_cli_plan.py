@@ -160,7 +160,7 @@ def test_variants(tmp_path: Path, run: Terminal) -> None:
     assert find_models(tmp_path)[0][""].variant is None and found["models"][0]["num_bytes"] == 2048
     assert "variant=" not in found["call"]
     named = tmp_path / "diffusion_pytorch_model.fp16.safetensors"
-    assert "Not a directory. Pass the folder of a model" in run("plan", named, status=2)
+    assert f"{named} is a file. Pass the folder that it is in" in run("plan", named, status=2)
 
 
 # ---------------------------------------------------------------- checkpoints that are none

@@ -12,6 +12,20 @@ from torch.nn.utils import parametrizations
 from .models import WIDTH, Block, Blocks, Model
 
 
+class ReadsItsParts(nn.Linear):
+    """A layer with weights that reads those of its children, in ways that its source does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)])
+        self.gain = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down, up = [part.weight for part in self.parts]
+        gain = dict(self.named_parameters())["gain.weight"] + getattr(self, "bias")
+        return F.linear(x * gain, self.weight + up @ down)
+
+
 def wrapped(*layers: nn.Module) -> Blocks:
     """Each layer inside a block of its own."""
     return Blocks(*(nn.Sequential(layer) for layer in layers))
@@ -163,6 +177,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "recursive": lambda: Blocks(Recursive(), Recursive()),
     "shared module": SharedModule,
     "shared block": shared_block,
+    "reads_its_parts": lambda: wrapped(ReadsItsParts(), nn.Linear(WIDTH, WIDTH), ReadsItsParts()),
     "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), spectral_normed()),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm as root": weight_normed,

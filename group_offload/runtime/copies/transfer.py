@@ -102,29 +102,30 @@ class Transfer:
         landing: Landing,
         *,
         job: ReadJob | None = None,
+        alone: bool = False,
     ) -> Job | None:
         """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
             job: The job that `read_ahead` gave for these blobs, if any.
+            alone: Whether other GPUs will not bring their shares.
 
         Returns:
             A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
         with in_profile("onload", *dict.fromkeys(placed.label for placed in blobs)):
             if self.sharing is not None and self.sharing.crew is not None:
-                return self._send_share(self.sharing, blobs, landing, job)
+                return self._send_share(self.sharing, self.sharing.parts_of(blobs, alone=alone), landing, job)
             return self._send(_moves_of(blobs), landing, job)
 
     def _send_share(
         self,
         sharing: Sharing,
-        blobs: Sequence[PlacedBlob | PlacedImage],
+        parts: Sequence[Part],
         landing: Landing,
         job: ReadJob | None,
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
-        parts = sharing.parts_of(blobs)
         if job is not None and any(not part.part_bytes for part in parts):
             job.cancel()  # it has this rank's share only
             job = None

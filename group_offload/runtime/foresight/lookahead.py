@@ -117,8 +117,8 @@ class LookAhead:
 
     def onload_now(self, group: Group) -> None:
         """Start the blobs of a group that is needed and was not predicted."""
-        self._looks_again = self._use_stream
-        self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream))
+        alone = self._looks_again = self._use_stream
+        self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream), alone=alone)
 
     def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
         """Let the host wait for the drive, not for the device. A read that failed is tried once more. Returns the slot."""
@@ -288,7 +288,7 @@ class LookAhead:
                 return each is group
         return False
 
-    def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]]) -> None:
+    def _send(self, run: list[Group], slot: Slot[Group], evicted: list[Slot[Group]], *, alone: bool = False) -> None:
         self._before_send(run)
         if self.memory.resident_limit:
             for group in run:
@@ -301,7 +301,7 @@ class LookAhead:
         self.counters.onloads += len(run)
         try:
             landing = Landing(slot.memory, after, slot.ready, berths)
-            slot.job = self.transfer.send(blobs, landing, job=job)
+            slot.job = self.transfer.send(blobs, landing, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self.memory.free(slot)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,10 +40,11 @@ _MIN_GAIN = 1.1
 """Weights have to arrive faster by this factor than without sharing."""
 
 
-def _leave(crew: Courier) -> None:
+def _leave(crew: weakref.ref[Courier]) -> None:
     """The process ends. If that is because of an error, the others shall know."""
-    if getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
-        crew.leave_all()
+    found = crew()
+    if found is not None and getattr(sys, "last_value", None) is None and sys.exc_info()[0] is None:
+        found.leave_all()
 
 
 _crews: dict[tuple[object, ...], tuple[Any, Roll, Courier | None]] = {}
@@ -109,7 +111,7 @@ def crew_of(backend: Backend, roll: Roll, model: str) -> tuple[Courier | None, s
         return None, str(error)
     crew = Courier(backend, board, [*roll.peers.values()], link, speeds)
     # `atexit` is not called in children of Python.
-    Finalize(None, _leave, (crew,), exitpriority=100)
+    Finalize(None, _leave, (weakref.ref(crew),), exitpriority=100)
     _crews[key] = world, roll, crew
     return crew, ""
 

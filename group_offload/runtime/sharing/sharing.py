@@ -59,7 +59,6 @@ not among them: those of the first rank count.)"""
 class Part:
     """What a rank sends of one group, or all of it if nobody else does."""
 
-    label: str
     at: int
     """The byte of the slot that the group begins at."""
     moves: list[Move]
@@ -303,13 +302,13 @@ class Sharing:
 
     # ---------------------------------------------------------------- what is sent
 
-    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage]) -> list[Part]:
-        """What this rank sends of each group."""
+    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage], *, alone: bool) -> list[Part]:
+        """What this rank sends of each group; all of it if `alone`, because the other ranks will not need it now."""
         crew = self.crew
         assert crew is not None
         if crew.error is not None:
             raise again(crew.error)  # the slot may be one that another rank still writes to
-        alone = self._model in crew.alone
+        alone = alone or self._model in crew.alone
         found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
@@ -324,7 +323,7 @@ class Sharing:
                     part_bytes = part_of(num_bytes, crew.num_ranks)
             if part_bytes:
                 digest = self._digest_of(label, mine, at)
-            found.append(Part(label, at, moves, mine, key, digest, num_bytes, part_bytes))
+            found.append(Part(at, moves, mine, key, digest, num_bytes, part_bytes))
         return found
 
     def moves_of(self, parts: Sequence[Part]) -> list[Move]:
