@@ -32,7 +32,7 @@ _GUIDERS = "diffusers.guiders.guider_utils"
 
 
 def hear_managers() -> None:
-    """Let managers ask what [Note: Who makes room] says, if there may be any. (diffusers 0.36 warns as the module is imported.)"""
+    """Let managers ask what [Note: Who makes room] says. (Nothing is imported for that: diffusers 0.36 warns as it is.)"""
     manager: Any = sys.modules.get(_MANAGER)
     if manager is not None:
         around_once(manager.AutoOffloadStrategy, "__call__", _choose_leaving)

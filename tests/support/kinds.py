@@ -22,8 +22,8 @@ class ReadsItsParts(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         down, up = [part.weight for part in self.parts]
-        gain = dict(self.named_parameters())["gain.weight"] + getattr(self, "bias")
-        return F.linear(x * gain, self.weight + up @ down)
+        weights = dict(self.named_parameters())
+        return F.linear(x * weights["gain.weight"] + weights["bias"], self.weight + up @ down)
 
 
 def wrapped(*layers: nn.Module) -> Blocks:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -302,7 +302,7 @@ class Sharing:
 
     # ---------------------------------------------------------------- what is sent
 
-    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage], *, alone: bool) -> list[Part]:
+    def parts_of(self, blobs: Sequence[PlacedBlob | PlacedImage], *, alone: bool = False) -> list[Part]:
         """What this rank sends of each group; all of it if `alone`, because the other ranks will not need it now."""
         crew = self.crew
         assert crew is not None
