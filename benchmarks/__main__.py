@@ -19,10 +19,10 @@ NAMES = {
     "training": "a LoRA over frozen weights that are offloaded",
     "activations": "training steps with activations on the device, recomputed, and offloaded",
     "hooks": "the host's work for one group",
-    "quantised": "quantised weights of several kinds: resident, under this package, under diffusers' group offloading",
+    "quantized": "quantized weights of several kinds: resident, under this package, under diffusers' group offloading",
     "shared": "forwards that share passes: guidance, and requests of several threads",
     "several": "one model on several GPUs of a host: alone, replicated, and with each bringing a share of every group",
-    "packing": "packed weights: how many bytes are left, and how fast they are packed and unpacked",
+    "compression": "compressed weights: how many bytes are left, and how fast they are compressed and decompressed",
 }
 
 

@@ -17,11 +17,11 @@ ENGINES = ("resident", "ours", "diffusers", "accelerate", "cache-dit", "fsdp2", 
 WORDS: dict[str, dict[str, Any]] = {
     "block": {"offload_type": "block_level", "num_blocks_per_group": 1},
     "leaf": {"offload_type": "leaf_level"},
-    "packed": {"pack": True},
-    "pack": {"pack": True},
+    "compressed": {"compress": True},
+    "compress": {"compress": True},
     "auto": {"vram_budget": "auto"},
-    "share": {"share_passes": True},
-    "auto share": {"share_passes": "auto"},
+    "interleave": {"interleave_forwards": True},
+    "auto interleave": {"interleave_forwards": "auto"},
     "stream": {"use_stream": True},
     "record_stream": {"use_stream": True, "record_stream": True},
     "no stream": {"use_stream": False},
@@ -39,7 +39,7 @@ WORDS: dict[str, dict[str, Any]] = {
     **{word: {} for word in ("warm", "cold", "expand", "noexpand")},
 }
 """What the parts of a name stand for. This package copies ahead by itself where there are streams; diffusers has to be told."""
-_OURS = {"pack", "vram_budget", "ram_budget", "share_passes", "embeddings_on_cpu", "offload_device"}
+_OURS = {"compress", "vram_budget", "ram_budget", "interleave_forwards", "embeddings_on_cpu", "offload_device"}
 _WORD = re.compile(
     "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True))
     + r"|(?:vram|budget|ram)=[^\s+,]+|@[^\s+,]+|\d+ steps"
@@ -60,11 +60,11 @@ class Arm:
     is_from_checkpoint: bool = False
     """The model comes from `from_pretrained`: its weights are views of mapped files."""
     is_again: bool = False
-    """It was set up once before, in the same folder, which has kept what was packed."""
+    """It was set up once before, in the same folder, which has kept what was compressed."""
     is_cold: bool = False
     """Nothing of the files is in the page cache."""
     locked_bytes: int | None = None
-    """The system lets so much memory be page-locked."""
+    """The system lets so much memory be pinned."""
     lacks_scan: bool = False
     """The kernel is older than Linux 6.7, which finds edits quickly."""
     ram_limit_bytes: int | None = None
@@ -77,7 +77,7 @@ class Arm:
         if self.engine == "diffusers":  # of pipelines, it has streams if nothing is said
             return bool(self.options.get("use_stream", True))
         is_special = self.engine in ("cache-dit", "model", "sequential")
-        return is_special or bool(self.options.keys() & {"pack", "vram_budget"})
+        return is_special or bool(self.options.keys() & {"compress", "vram_budget"})
 
 
 def arm_of(name: str) -> Arm:
@@ -140,8 +140,8 @@ BASIC = (
 )
 ARMS = (
     *BASIC,
-    *(f"ours {cut} packed" for cut in CUTS),
-    *(f"ours block packed, {source}" for source in ("checkpoint", "checkpoint, again", "disk")),
+    *(f"ours {cut} compressed" for cut in CUTS),
+    *(f"ours block compressed, {source}" for source in ("checkpoint", "checkpoint, again", "disk")),
     *(f"ours {cut}, checkpoint" for cut in CUTS),
     *(f"ours {cut}, checkpoint, not locked" for cut in CUTS),
     *(f"{engine}, disk" for engine in ("diffusers block+stream", "diffusers leaf+stream", "ours block", "ours leaf")),
@@ -189,6 +189,6 @@ def apply_to_pipeline(engine: str, pipe: Any, device: torch.device, options: Map
     else:
         from group_offload import enable_group_offload
 
-        least = {"vram_budget": None, "share_passes": False}
+        least = {"vram_budget": None, "interleave_forwards": False}
         return dict(enable_group_offload(pipe, onload_device=device, **{**least, **options}))
     return {}

@@ -5,9 +5,9 @@ An arm is an engine and what it is told, joined by "+":
     resident                           all weights on the device, with nothing held: the bits of all others are compared with it
     ours                               this package with the least memory
     ours+auto, ours+budget=7GiB        with a `vram_budget`, and with ram=12GiB a `ram_budget`
-    ours+auto+pack, ours+leaf          packed weights, leaf level
+    ours+auto+compress, ours+leaf          compressed weights, leaf level
     ours+checkpoint                    weights stay in the files
-    ours+share                         the calls of a step of guidance share passes
+    ours+interleave                         the calls of a step of guidance share passes
     diffusers, diffusers+block         diffusers' group offloading with streams: leaf level, or block level
     model, sequential                  diffusers' model offloading, and accelerate's of single layers
 
@@ -40,7 +40,7 @@ from .pipelines import PIPELINES, Pipeline
 
 CHUNK_BYTES, GRAIN_BYTES = 512 << 20, 32 << 20
 """What is held consists of such pieces. The last one is a multiple of the grain: torch's allocator rounds none of them up."""
-DEFAULTS = ("resident", "ours", "ours+auto", "ours+auto+pack", "diffusers")
+DEFAULTS = ("resident", "ours", "ours+auto", "ours+auto+compress", "diffusers")
 
 
 # ------------------------------------------------------------------------------------------------ the ballast

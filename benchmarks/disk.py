@@ -23,7 +23,7 @@ from .models import Model, make_model
 
 READ_BYTES = 16 << 20
 DRIVE_BYTES = 4 << 30
-"""How much of the files is read, at least, to tell the drive's speed."""
+"""How much of the files is read, at least, to tell the disk's speed."""
 NUM_THREADS = 8
 _BLOCK = 4096
 
@@ -95,7 +95,7 @@ def measure_drive(files: Sequence[Path], speeds: list[float], at_most: int = 2) 
     try:
         speeds.append(size_of(chosen) / read_all(chosen, direct=True))
     except OSError as error:
-        say(f"the drive's speed is not known: {error}")
+        say(f"the disk's speed is not known: {error}")
     else:
         say(f"plain reader, {NUM_THREADS} threads: {speeds[-1] / 1e9:.2f} GB/s")
 
@@ -108,7 +108,7 @@ def drop_page_cache(files: Sequence[Path], *, may_drop_all: bool) -> None:
     """
     for file in files:
         with suppress(OSError), file.open("rb") as opened:
-            os.fsync(opened.fileno())  # what is not on the drive yet cannot be dropped
+            os.fsync(opened.fileno())  # what is not on the disk yet cannot be dropped
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if may_drop_all:
         os.sync()
@@ -117,7 +117,7 @@ def drop_page_cache(files: Sequence[Path], *, may_drop_all: bool) -> None:
 
 
 def transferred() -> dict[str, int]:
-    """Bytes that this process has had read from drives, and written to them; {} where the kernel does not tell."""
+    """Bytes that this process has had read from disks, and written to them; {} where the kernel does not tell."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -160,7 +160,7 @@ def apart(work: Callable[..., None], *args: Any) -> None:
 
 
 def save(models: Mapping[Path, Model], device: str, shard_bytes: int | None) -> None:
-    """Write the weights of `make_model`. They are on the drive, and in the page cache, afterwards."""
+    """Write the weights of `make_model`. They are on the disk, and in the page cache, afterwards."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     for folder, model in models.items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .machine import ALLOCATION, SYNCHRONISATION
+from .machine import ALLOCATION, SYNCHRONIZATION
 
 MIN_GAP_US = 1000.0
 
@@ -57,7 +57,7 @@ def facts_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     gaps = [(a, b) for (_, a), (b, _) in pairwise(busy) if b - a > MIN_GAP_US]
     driver: dict[str, list[float]] = {}
     for call in calls:
-        if SYNCHRONISATION.match(call["name"]) or ALLOCATION.match(call["name"]):  # with what follows: cuMemAlloc_v2
+        if SYNCHRONIZATION.match(call["name"]) or ALLOCATION.match(call["name"]):  # with what follows: cuMemAlloc_v2
             driver.setdefault(call["name"], []).append(call["dur"] / 1e6)
     return {
         "span_s": (ended - begun) / 1e6,

@@ -25,19 +25,19 @@ PROFILED_STEPS = 3
 GIB = 1 << 30
 QUIET = {"GROUP_OFFLOAD_PROGRESS_BAR": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The environment of processes."""
-SYNCHRONISATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
+SYNCHRONIZATION = re.compile(r"(cuda(Stream|Device|Event)|cu(Stream|Ctx|Event))Synchronize")
 """The host waits for the device."""
 ALLOCATION = re.compile(
     r"cuda(Malloc|Free|MallocAsync|FreeAsync|MallocHost|HostAlloc|FreeHost|HostRegister|HostUnregister)"
     r"|cuMem(Alloc|Free|Create|Release|Map|Unmap|HostAlloc|FreeHost|HostRegister|HostUnregister)"
 )
-"""Memory of the device, or page-locked memory, is taken from the driver or given back. Most of these wait, too."""
+"""Memory of the device, or pinned memory, is taken from the driver or given back. Most of these wait, too."""
 
 
 # ------------------------------------------------------------------------------------------------ facts
 
 
-QUANTISERS = ("torchao", "bitsandbytes", "optimum-quanto", "gguf", "sdnq")
+QUANTIZERS = ("torchao", "bitsandbytes", "optimum-quanto", "gguf", "sdnq")
 
 
 def measure_machine(device: torch.device) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def measure_machine(device: torch.device) -> dict[str, Any]:
         "ram_bytes": psutil.virtual_memory().total,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *QUANTISERS)},
+        **{name: _version(name) for name in ("diffusers", "accelerate", "transformers", *QUANTIZERS)},
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),  # they change how fast RAM is copied
         "pinned_h2d_bytes_per_s": None if is_cpu else link_speed(device),
     }
@@ -66,7 +66,7 @@ def _version(package: str) -> str | None:
 
 
 def link_speed(device: torch.device) -> float:
-    """Bytes a second from page-locked RAM to the device: the median of all times but the first."""
+    """Bytes a second from pinned RAM to the device: the median of all times but the first."""
     host = torch.empty(BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True)
     copy = partial(torch.empty_like(host, device=device).copy_, host, non_blocking=True)
     return BANDWIDTH_BYTES / statistics.median([timed(copy, device)[0] for _ in range(8)][1:])
@@ -207,7 +207,7 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
     All threads count. The wait for the end of the step, which is the benchmark's, does not. All are None where torch's profiler
     sees no calls.
     """
-    names = ("host_synchronisations", "device_allocations", "driver_calls")
+    names = ("host_synchronizations", "device_allocations", "driver_calls")
     counts: dict[str, Any] = dict.fromkeys(names)
     if device.type != "cuda":
         return counts
@@ -242,9 +242,9 @@ def count_driver_calls(step: Callable[[], object], device: torch.device) -> dict
     def count(pattern: re.Pattern[str]) -> dict[str, int]:
         return {name: number for name, number in sorted(calls.items()) if number and pattern.fullmatch(name)}
 
-    synchronisations, allocations = count(SYNCHRONISATION), count(ALLOCATION)
+    synchronizations, allocations = count(SYNCHRONIZATION), count(ALLOCATION)
     return {
-        "host_synchronisations": sum(synchronisations.values()),
+        "host_synchronizations": sum(synchronizations.values()),
         "device_allocations": sum(allocations.values()),
-        "driver_calls": {**synchronisations, **allocations},
+        "driver_calls": {**synchronizations, **allocations},
     }

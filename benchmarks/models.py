@@ -251,7 +251,7 @@ def warm_up(model: Model, device: torch.device) -> None:
 
 def _fill(module: nn.Module, model: Model, device: torch.device, *, resident: bool) -> None:
     """Replace the meta weights of `module` by random ones: norms' scales close to 1, all others close to 0."""
-    # Page-locked memory is never given back to the system: who needs none takes none.
+    # Pinned memory is never given back to the system: who needs none takes none.
     staging = None if resident else torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     owners: dict[nn.Parameter, list[str]] = {}  # tied weights have several names
     for name, weight in module.named_parameters(remove_duplicate=False):
@@ -270,7 +270,7 @@ def _fill(module: nn.Module, model: Model, device: torch.device, *, resident: bo
 
 
 def _to_ram(values: torch.Tensor, staging: torch.Tensor) -> torch.Tensor:
-    """`values` in ordinary RAM. By way of a page-locked buffer, which is three times as fast."""
+    """`values` in ordinary RAM. By way of a pinned buffer, which is three times as fast."""
     if values.device.type == "cpu":
         return values
     ram = torch.empty_like(values, device="cpu")

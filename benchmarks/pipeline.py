@@ -88,8 +88,8 @@ class Stages:
     def end(self) -> dict[str, Any]:
         """ "sent_bytes" go to the device: by each step and, last, by the decoding. The first step's are the encoders', too."""
         self._look()
-        drive_bytes = disk.transferred().get("read_bytes", 0) - self._drive
-        found = {**self._seconds, "steps": self._steps, "sent_bytes": self._sent_bytes, "drive_bytes": drive_bytes}
+        disk_bytes = disk.transferred().get("read_bytes", 0) - self._drive
+        found = {**self._seconds, "steps": self._steps, "sent_bytes": self._sent_bytes, "disk_bytes": disk_bytes}
         return found if self.trace is None else {**found, "trace": self.trace.facts}
 
     def end_step(self, pipe: Any, number: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def row_of(arm: reports.Arm) -> dict[str, Any]:
         "bits": _bits(arm),
         "errors": "; ".join([*([str(len(failed))] if failed else []), *texts, *filter(None, [arm.get("error")])]),
         "taken_bytes": arm.get("device_taken_bytes") or None,
-        "from_the_drive_bytes": images[0].get("drive_bytes") or None if images else None,
+        "from_the_drive_bytes": images[0].get("disk_bytes") or None if images else None,
     }
     if last.get("steps"):
         first, *later = last["steps"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .machine import GIB, QUANTISERS
+from .machine import GIB, QUANTIZERS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MAX_WIDTH = 48
@@ -68,7 +68,7 @@ _TITLES = {
     "setup_s": "set-up",
     "rss_bytes": "RSS",
     "rss_peak_bytes": "RSS peak",
-    "host_synchronisations": "waits",
+    "host_synchronizations": "waits",
 }
 _TITLES |= {"device_allocations": "allocations", "group_peak_bytes": "RSS + cache", "device_reserved_bytes": "reserved"}
 
@@ -134,10 +134,10 @@ def render(
     """
     model, machine = report["model"], report["machine"]
     facts = [model[key] for key in ("name", "what", "inputs", "goes_in") if key in model]
-    found = [f"{name} {machine[name]}" for name in ("torch", "diffusers", *QUANTISERS) if machine.get(name)]
+    found = [f"{name} {machine[name]}" for name in ("torch", "diffusers", *QUANTIZERS) if machine.get(name)]
     facts.append(", ".join([f"one {machine['device']}", *found, *([report["date"]] if report.get("date") else [])]))
     if report.get("drive"):
-        facts.append(f"a plain reader got {max(report['drive']) / 1e9:.2f} GB/s of the drive")
+        facts.append(f"a plain reader got {max(report['drive']) / 1e9:.2f} GB/s of the disk")
     processes = [*report["arms"].values(), *report.get("kinds", {}).values(), *report.get("ram", {}).values()]
     refusals = {each["group_error"] for each in processes if "group_error" in each}
     facts += [f"RAM was not restricted: {refusal}" for refusal in sorted(refusals)]

@@ -31,7 +31,7 @@ from .models import Draw, Model, find, make_inputs
 from .options import add, model_of, sizes_of
 
 SLOW_STEPS = 2
-"""Timed steps of arms that read a drive."""
+"""Timed steps of arms that read a disk."""
 LORA_RANK = 16
 SHARES = {"one GPU": None, "each alone": False, "shared": True, "resident": False, "FSDP2": False}
 """How an arm ends, and whether its ranks share. None: one GPU runs, and the others wait."""
@@ -143,7 +143,7 @@ def _titled(name: str, num_ranks: int) -> str:
 
 COLUMNS = (
     *("setup_s", "step_s", "forward_s", "backward_s", "predicted_s", "in_a_row_s", "host_s", "of_one"),
-    *("is_equal", "gathered_bytes", "drive_bytes", "missed", "anonymous_bytes"),
+    *("is_equal", "gathered_bytes", "disk_bytes", "missed", "anonymous_bytes"),
 )
 
 
@@ -168,7 +168,7 @@ def judge(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for key in COLUMNS
             if key.endswith("_s") and ranks[0].get(key) is not None
         }
-        for key in ("missed", "anonymous_bytes", "drive_bytes"):
+        for key in ("missed", "anonymous_bytes", "disk_bytes"):
             row[key] = sum(each.get(key) or 0 for each in ranks)
         row["gathered_bytes"] = int(ranks[0]["gathered_bytes"])
         compared = rows.get(reference, row if name == reference else {})
@@ -217,7 +217,7 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
         dist.barrier()
         if rank == 0 or arm.share is not None:
             share = "auto" if arm.share and device.type == "cpu" else arm.share  # which uses weights in place
-            sharing = {"process_group": dist.group.WORLD, "share": share}
+            sharing = {"process_group": dist.group.WORLD, "shard_transfers": share}
             sharing = sharing if arm.share is not None and arm.engine == "ours" else {}
             with torch.set_grad_enabled(is_training):
                 measured = (train if is_training else infer)(arm, module, job, device, sharing)
@@ -280,7 +280,7 @@ def infer(
         "host_s": launched / num_steps,
         "output": machine.sha256(output),
         **{key: (value - before[key]) / num_steps for key, value in _counts(handle).items()},
-        "drive_bytes": (disk.transferred().get("read_bytes", 0) - drive) / num_steps,
+        "disk_bytes": (disk.transferred().get("read_bytes", 0) - drive) / num_steps,
         **_plan_of(handle),
     }
     if handle is not None:
@@ -293,7 +293,7 @@ def _counts(handle: Any) -> dict[str, float]:
     if handle is None:
         return {"gathered_bytes": 0}
     stats = handle.stats()
-    return {"gathered_bytes": stats.bytes_gathered, "stalls": stats.stalls}
+    return {"gathered_bytes": stats.bytes_from_peers, "stalls": stats.stalls}
 
 
 def _plan_of(handle: Any) -> dict[str, Any]:
@@ -301,7 +301,8 @@ def _plan_of(handle: Any) -> dict[str, Any]:
         return {"missed": 0, "plan": ""}
     details = handle.plan.details
     predicted = None if details is None else details.prediction.step_seconds
-    return {"missed": handle.stats().gathers_missed, "plan": " ".join(handle.plan.notes), "predicted_s": predicted}
+    missed = handle.stats().peer_transfers_missed
+    return {"missed": missed, "plan": " ".join(handle.plan.notes), "predicted_s": predicted}
 
 
 def train(

@@ -1,7 +1,7 @@
 """Forwards that share passes, with and without it: the calls of a step of guidance, and requests of several threads.
 
 The arms of one kind run the same loops in one process, over one model, and their bits are compared. `pipeline` measures
-pipelines that do it: `--pipeline wan --arms ours ours+share`.
+pipelines that do it: `--pipeline wan --arms ours ours+interleave`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle, apply_group_offloading, free_slots
+from group_offload import OffloadHandle, apply_group_offloading, free_device_buffers
 from group_offload.plan.budgets import parse_bytes
 
 from . import disk, machine
@@ -33,7 +33,7 @@ DEFAULT = ("guidance", "threads")
 ARMS = (*DEFAULT, "files")
 """The third is two calls a step, weights in the checkpoint's files, with little RAM."""
 FEW_STEPS, FEW_WARM_UP = 2, 3
-"""Of arms that read a drive. From the third step on, calls share passes."""
+"""Of arms that read a disk. From the third step on, calls share passes."""
 
 
 class Request:
@@ -95,7 +95,7 @@ def run_loops(
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return {
         "step_s": (time.perf_counter() - start) / job["steps"],
-        "drive_bytes": (disk.transferred().get("read_bytes", 0) - read) / job["steps"],
+        "disk_bytes": (disk.transferred().get("read_bytes", 0) - read) / job["steps"],
         "output_sha256": [machine.sha256(request.latents) for request in requests],
     }
 
@@ -112,7 +112,7 @@ def work(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
         if way == "resident":
             module.to(device)
         else:
-            handles = [apply_group_offloading(module, device, job["where"], share_passes=way == "shared")]
+            handles = [apply_group_offloading(module, device, job["where"], interleave_forwards=way == "shared")]
         setup = time.perf_counter() - start
         for what in job["arms"]:
             machine.forget_device_peak(device)
@@ -122,11 +122,12 @@ def work(job: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
             for stats, handle in zip(before, handles, strict=True):
                 later, num_steps = handle.stats(), job["steps"] + job["warm_up"]
                 moved = sum(later.bytes_onloaded.values()) - sum(stats.bytes_onloaded.values())
-                arm |= {"moved_bytes": moved / num_steps, "num_shared": later.passes_shared - stats.passes_shared}
+                num_shared = later.forwards_interleaved - stats.forwards_interleaved
+                arm |= {"moved_bytes": moved / num_steps, "num_shared": num_shared}
             machine.say(f"{what}, {way}: {arm['step_s']:.3f} s")
         for handle in handles:
             handle.remove()
-        free_slots()
+        free_device_buffers()
     return {"arms": found}
 
 
@@ -170,7 +171,7 @@ def judge(report: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-COLUMNS = ("step_s", "of_alone", "num_shared", "moved_bytes", "drive_bytes", "peak_bytes", "is_equal")
+COLUMNS = ("step_s", "of_alone", "num_shared", "moved_bytes", "disk_bytes", "peak_bytes", "is_equal")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,7 @@ def add_lora(model: nn.Module, rank: int) -> None:
 class LikeTorchtune(torch.autograd.graph.saved_tensors_hooks):
     """The way of torchtune's `OffloadActivations` with streams, in short.
 
-    Each tensor goes to page-locked memory of torch's own, on a stream of its own, and the last five copies are waited for
+    Each tensor goes to pinned memory of torch's own, on a stream of its own, and the last five copies are waited for
     at the most; in backward each is brought back when it is asked for.
     """
 

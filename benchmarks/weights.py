@@ -117,7 +117,7 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
             "speeds": asdict(handle.plan.details.problem.speeds),
             "predicted_s": prediction.step_seconds,
             "h2d_bytes": prediction.h2d_bytes,
-            "drive_bytes": prediction.drive_bytes,
+            "disk_bytes": prediction.disk_bytes,
         }
     hashes = [machine.sha256(output) for output in outputs]
     if not torch.isfinite(outputs[-1]).all():
@@ -131,7 +131,7 @@ def run_arm(arm: Arm, model: Model, job: Mapping[str, Any], begin: Callable[[], 
 
 @contextmanager
 def _little_locked(most_bytes: int) -> Iterator[None]:
-    """As under WSL2, and in containers: so much memory is page-locked, and no more."""
+    """As under WSL2, and in containers: so much memory is pinned, and no more."""
     from group_offload.base.device import AcceleratorBackend
 
     locked: dict[int, int] = {}
@@ -226,12 +226,12 @@ def _prepare_limited(files: list[Path], speeds: list[float], drop: Callable[[], 
 COLUMNS = (
     *("step_s", "step_min_s", "step_max_s", "in_a_row_s", "from_the_drive_bytes", "predicted_s", "x_limit"),
     *("first_step_s", "setup_s", "device_peak_bytes", "device_reserved_bytes", "rss_bytes", "rss_peak_bytes"),
-    *("group_peak_bytes", "host_synchronisations", "device_allocations", "bit_equal"),
+    *("group_peak_bytes", "host_synchronizations", "device_allocations", "bit_equal"),
 )
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The arms beside the resident one, and beside what the link and the drive allow.
+    """The arms beside the resident one, and beside what the link and the disk allow.
 
     The limit is the longest of compute, what is sent, and what is read.
     """
@@ -242,7 +242,7 @@ def render(report: Mapping[str, Any]) -> str:
         if "step_s" not in row:
             continue
         if "predicted_s" in row and "step_s" in whole:
-            limits = whole["step_s"], row["h2d_bytes"] / link if link else 0, row["drive_bytes"] / drive if drive else 0
+            limits = whole["step_s"], row["h2d_bytes"] / link if link else 0, row["disk_bytes"] / drive if drive else 0
             row["x_limit"] = row["step_s"] / max(limits)
         if "output_sha256" in whole:
             row["bit_equal"] = row["output_sha256"] == whole["output_sha256"] and row["is_same_every_step"]

@@ -29,7 +29,7 @@ TOPICS = {
         "write_report",
         "patch_diffusers",
         "unpatch_diffusers",
-        "free_slots",
+        "free_device_buffers",
         "GroupOffloadStrategy",
     ),
     "Handles, statistics and plans": (
@@ -46,7 +46,7 @@ TOPICS = {
         "ActivationStats",
         "ActivationOffloadCallback",
     ),
-    "Errors": ("GroupOffloadError", "ConfigError", "DeviceError", "ModuleError", "StateError", "GroupFileError"),
+    "Errors": ("GroupOffloadError", "ConfigError", "DeviceError", "ModuleError", "StateError", "StorageError"),
 }
 _DEFAULT = " Default: "
 

@@ -56,5 +56,5 @@ image = pipe(
 image.save(args.output)
 
 for name, handle in handles.items():
-    print(f"\n{name}: {handle.stats().passes} calls\n{handle.plan}")
+    print(f"\n{name}: {handle.stats().forward_passes} calls\n{handle.plan}")
 print(f"\nWrote an image of {size} x {size} pixels in {steps} steps to {args.output}.")

@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(description="Qwen-Image from files, with little
 parser.add_argument("prompt", nargs="?", default="a lighthouse in the fog")
 parser.add_argument("--model", default="Qwen/Qwen-Image", help="a name on the hub, or a folder")
 parser.add_argument(
-    "--folder", default="offload", help="a folder on a fast drive, for weights that are cast, if there are any"
+    "--folder", default="offload", help="a folder on a fast disk, for weights that are cast, if there are any"
 )
 parser.add_argument("--ram", default="12GiB", help="RAM for the whole process")
 parser.add_argument("--output", default="qwen-image.png")
@@ -39,7 +39,7 @@ pipe = from_pretrained(
     dtype=torch.bfloat16,
     offload_to_disk_path=args.folder,
     ram_budget=args.ram,
-    share_passes=True,  # guidance makes two calls in each step: the weights are read and sent once for both
+    interleave_forwards=True,  # guidance makes two calls in each step: the weights are read and sent once for both
     **options,
 )
 image = pipe(

@@ -1,7 +1,7 @@
 """A server for FLUX.1 that works on four requests at once, and sends the weights once for all of them.
 
-Each request runs in a thread of its own. With `share_passes=True` the steps of all requests meet: each block is copied to the
-GPU once, and every request computes with it. Images are the same, bit for bit, as if each request ran alone.
+Each request runs in a thread of its own. With `interleave_forwards=True` the steps of all requests meet: each block is copied
+to the GPU once, and every request computes with it. Images are the same, bit for bit, as if each request ran alone.
 
     python examples/serve.py
     curl "http://127.0.0.1:8000/?prompt=a+lighthouse+in+the+fog&seed=1" > lighthouse.png
@@ -40,7 +40,7 @@ if args.tiny:
     args.model, options, args.tries, args.port = tiny.flux(), tiny.ON_CPU, True, 0
     size, steps = 64, 24
 
-pipe = from_pretrained(FluxPipeline, args.model, dtype=torch.bfloat16, share_passes=True, **options)
+pipe = from_pretrained(FluxPipeline, args.model, dtype=torch.bfloat16, interleave_forwards=True, **options)
 seats = threading.Semaphore(args.threads)
 encoding = threading.Lock()  # tokenizers are for one thread at a time
 

@@ -114,8 +114,8 @@ def qwen_image(folder: str = "tiny-qwen-image") -> str:
 def pictures(folder: str = "tiny-pictures") -> str:
     """A folder of small pictures to train with."""
     Path(folder).mkdir(exist_ok=True)
-    for number, colour in enumerate(("red", "green", "blue")):
-        Image.new("RGB", (48, 64), colour).save(Path(folder) / f"{number}.png")
+    for number, color in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (48, 64), color).save(Path(folder) / f"{number}.png")
     return folder
 
 

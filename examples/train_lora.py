@@ -91,6 +91,6 @@ FluxPipeline.save_lora_weights(args.output, transformer_lora_layers=get_peft_mod
 
 stats = handles["transformer"].stats()
 print(f"\ntransformer\n{handles['transformer'].plan}")
-print(f"{stats.onloads} onloads in {stats.passes} forwards and {stats.backward_passes} backwards.")
+print(f"{stats.onloads} onloads in {stats.forward_passes} forwards and {stats.backward_passes} backwards.")
 print(f"{stats.trainable_bytes / 2**20:.2f} MiB of LoRA on the device.")
 print(f"Wrote the LoRA to {args.output}. Use it with pipe.load_lora_weights({args.output!r}).")

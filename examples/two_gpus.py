@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         train(pipe, 2 if args.tiny else 100)
     if dist.get_rank() == 0:
         print(handles["transformer"].plan)
-        gathered = handles["transformer"].stats().bytes_gathered
+        gathered = handles["transformer"].stats().bytes_from_peers
         print(f"{gathered / 2**20:.1f} MiB came from other GPUs. (Groups below 2 MiB are not shared.)")
     dist.barrier()
     dist.destroy_process_group()

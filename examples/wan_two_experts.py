@@ -19,7 +19,7 @@ from group_offload import from_pretrained, handles_of
 parser = argparse.ArgumentParser(description="Wan 2.2 with two experts on a card with 16 GB.")
 parser.add_argument("prompt", nargs="?", default="a lighthouse in the fog")
 parser.add_argument("--model", default="Wan-AI/Wan2.2-T2V-A14B-Diffusers", help="a name on the hub, or a folder")
-parser.add_argument("--folder", default="offload", help="a folder on a fast drive, for the weights that are cast")
+parser.add_argument("--folder", default="offload", help="a folder on a fast disk, for the weights that are cast")
 parser.add_argument("--output", default="wan.gif")
 parser.add_argument("--tiny", action="store_true", help="random weights, on the CPU, in seconds")
 args = parser.parse_args()
@@ -37,7 +37,7 @@ pipe = from_pretrained(
     args.model,
     dtype={"vae": torch.float32, "default": torch.bfloat16},
     offload_to_disk_path=args.folder,
-    share_passes=True,  # guidance makes two calls in each step: the weights are sent once for both
+    interleave_forwards=True,  # guidance makes two calls in each step: the weights are sent once for both
     **options,
 )
 frames = pipe(
@@ -55,5 +55,5 @@ frames = pipe(
 export_to_gif(frames, args.output)  # export_to_video writes an mp4, if imageio is installed
 
 for name, handle in handles_of(pipe).items():
-    print(f"\n{name}: {handle.stats().passes} calls\n{handle.plan}")
+    print(f"\n{name}: {handle.stats().forward_passes} calls\n{handle.plan}")
 print(f"\nWrote a video of {len(frames)} frames, {width} x {height} pixels, in {steps} steps to {args.output}.")

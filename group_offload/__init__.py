@@ -5,9 +5,9 @@ from .activations import (
     ActivationStats,
     apply_activation_offloading,
 )
-from .api import apply_group_offloading, free_slots, handle_of, remove_group_offloading
+from .api import apply_group_offloading, free_device_buffers, handle_of, remove_group_offloading
 from .config import OffloadConfig, OffloadType
-from .errors import ConfigError, DeviceError, GroupFileError, GroupOffloadError, ModuleError, StateError
+from .errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError, StorageError
 from .handle import GroupInfo, OffloadHandle, OffloadStats
 from .integrations.diffusers import (
     disable_group_offload,
@@ -16,8 +16,8 @@ from .integrations.diffusers import (
     patch_diffusers,
     unpatch_diffusers,
 )
+from .integrations.loading import from_pretrained
 from .integrations.modular import GroupOffloadStrategy
-from .integrations.opening import from_pretrained
 from .integrations.reporting import write_report
 from .integrations.training import ActivationOffloadCallback
 from .plan.report import OffloadPlan
@@ -28,7 +28,6 @@ __all__ = [
     "ActivationStats",
     "ConfigError",
     "DeviceError",
-    "GroupFileError",
     "GroupInfo",
     "GroupOffloadError",
     "GroupOffloadStrategy",
@@ -39,11 +38,12 @@ __all__ = [
     "OffloadStats",
     "OffloadType",
     "StateError",
+    "StorageError",
     "apply_activation_offloading",
     "apply_group_offloading",
     "disable_group_offload",
     "enable_group_offload",
-    "free_slots",
+    "free_device_buffers",
     "from_pretrained",
     "handle_of",
     "handles_of",

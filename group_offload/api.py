@@ -61,7 +61,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             module class's `_group_offload_block_modules`.
         exclude_kwargs: Names of the forward's keyword arguments that aren't moved to the device. Default: the module
             class's `_skip_keys`.
-        verify_files: Compare each read from a file, by hash, with the bytes that were written, or first read. Takes a
+        verify_checksums: Compare each read from a file, by hash, with the bytes that were written, or first read. Takes a
             core's time, and files aren't pinned in the page cache. By name only.
         vram_budget: VRAM for this process: bytes, `"8GiB"`, `"80%"` of the device's memory, or `"auto"` for what is
             free or reserved by this process already, asked in each forward. Keeps as many groups resident as fit
@@ -72,13 +72,13 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             `offload_to_disk_path` is given. On the CPU the budget covers all RAM that offloading takes. By name only.
         embeddings_on_cpu: Look up embedding tables of 64 MiB or more on the CPU, and transfer only the rows that a
             call needs. A table moves like other weights if another module holds it too, if it is trained, or with
-            `verify_files`. By name only.
-        pack: Compress bfloat16 weights without loss to about 0.7 of their size, fp8 to 0.72 to 0.9: RAM holds a pinned
+            `verify_checksums`. By name only.
+        compress: Compress bfloat16 weights without loss to about 0.7 of their size, fp8 to 0.72 to 0.9: RAM holds a pinned
             compressed copy, which is sent in their place, and the device decompresses it. With
             `offload_to_disk_path` compressed bytes are in that folder too, and what doesn't fit in RAM is read from
             there. Weights that are in no file stay in RAM uncompressed too, so that they can be read. Tensors that
             barely shrink are left as they are. Needs Triton. By name only.
-        share_passes: Run forwards of several threads, or the calls of one guidance step, block by block, loading each
+        interleave_forwards: Run forwards of several threads, or the calls of one guidance step, block by block, loading each
             block once. `"auto"` does so on a GPU where the plan says that it saves time, for the denoisers of diffusers
             that tests have tried, unless a class, a forward or an attention processor of yours is inside. With True you
             vouch, for any class, that a forward depends on its inputs and the weights alone. Forwards for which that is
@@ -86,7 +86,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
         process_group: The processes that offload the same module, each on its own GPU: a
             `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension. The GPUs of one host each load a
             shard of every group and exchange them. All ranks make the same calls, in the same order. By name only.
-        share: True lets these GPUs share loads, False lets each process load everything, `"auto"` picks what is
+        shard_transfers: True lets these GPUs share loads, False lets each process load everything, `"auto"` picks what is
             faster, which is measured during set-up. By name only.
 
     Returns:
@@ -100,7 +100,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             frozen weights of it; or another rank of `process_group` has another module.
         StateError: the module is offloaded with other options, or a part of it is offloaded already; or another rank of
             `process_group` is missing, or has failed.
-        GroupFileError: the folder cannot be written, or is too small. The module is left as it was.
+        StorageError: the folder cannot be written, or is too small. The module is left as it was.
         TypeError: an option has no such name.
 
     Example:
@@ -156,7 +156,7 @@ def remove_group_offloading(module: nn.Module) -> None:
         handle.remove()
 
 
-def free_slots() -> None:
+def free_device_buffers() -> None:
     """Return the device memory that offloaded modules keep for their next forward to the device's allocator.
 
     The memory is also returned when the last offloaded module is gone. Modules that are running keep their memory; the others

@@ -17,8 +17,8 @@ import torch
 from .base.device import Backend, backend_for, default_device, is_cpu_build, say_that_the_cpu_computes
 from .base.pagemap import can_detect_writes
 from .base.text import did_you_mean
+from .compression.codec import can_decompress
 from .errors import ConfigError, DeviceError
-from .packing.codec import can_unpack
 from .plan.budgets import Budget, Default, is_budget, parse_budget, total_ram
 
 
@@ -53,14 +53,14 @@ class OffloadOptions:
     low_cpu_mem_usage: bool = False
     offload_to_disk_path: str | os.PathLike[str] | None = None
     _: KW_ONLY
-    verify_files: bool = False
+    verify_checksums: bool = False
     vram_budget: int | str | None = None
     ram_budget: int | str | None = None
     embeddings_on_cpu: bool = True
-    pack: bool = False
-    share_passes: bool | str = False
+    compress: bool = False
+    interleave_forwards: bool | str = False
     process_group: Any = None
-    share: bool | str = "auto"
+    shard_transfers: bool | str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,27 +136,27 @@ class OffloadConfig:
     use_stream: bool
     record_stream: bool
     low_cpu_mem_usage: bool
-    rests_in_files: bool
+    is_stored_on_disk: bool
     """Weights stay in the files that they were loaded from, or are written to new ones."""
     offload_to_disk_path: Path | None
     """Folder for files that have to be written."""
-    verify_files: bool
+    verify_checksums: bool
     vram_budget: Budget | None
     """VRAM for the whole process."""
     ram_budget: Budget | None
     """RAM for the whole process."""
     embeddings_on_cpu: bool
     """Look up large embedding tables on the CPU, and transfer only the rows that a call needs."""
-    pack: bool
+    compress: bool
     """Compress weights."""
-    share_passes: bool | Literal["auto"]
+    interleave_forwards: bool | Literal["auto"]
     """Run forwards of several threads, or of a guidance step, block by block; "auto": those of diffusers' denoisers,
     where that saves time."""
     process_group: Any
     """The `torch.distributed.ProcessGroup` of the processes that offload the same module; None for this one alone."""
-    share: bool | Literal["auto"]
+    shard_transfers: bool | Literal["auto"]
     """Each GPU of a host loads a shard of every group, and the others send the rest; "auto": where that is faster."""
-    ram_share: int | None
+    ram_quota_bytes: int | None
     """Bytes of RAM for weights in files, if several modules share a budget."""
     block_modules: tuple[str, ...] | None
     exclude_kwargs: tuple[str, ...]
@@ -171,7 +171,7 @@ class OffloadConfig:
     @property
     def offload_device(self) -> str:
         """Where weights are stored: `"cpu"` or `"disk"`."""
-        return "disk" if self.rests_in_files else "cpu"
+        return "disk" if self.is_stored_on_disk else "cpu"
 
     @property
     def is_leaf_level(self) -> bool:
@@ -184,9 +184,9 @@ class OffloadConfig:
         return self.vram_budget is not None or self.ram_budget is not None
 
     @property
-    def may_lock_files(self) -> bool:
+    def may_pin_files(self) -> bool:
         """True if files may be pinned in the page cache."""
-        return self.backend.has_streams and not (self.low_cpu_mem_usage or self.verify_files)
+        return self.backend.has_streams and not (self.low_cpu_mem_usage or self.verify_checksums)
 
     @property
     def num_slots(self) -> int:
@@ -220,8 +220,8 @@ class OffloadConfig:
             raise ConfigError(
                 "record_stream=True contradicts use_stream=False: pass use_stream=True, or drop record_stream."
             )
-        if options.pack:
-            _check_packing(options, backend)
+        if options.compress:
+            _check_compression(options, backend)
         kind, count = _as_offload_type(options.offload_type), options.num_blocks_per_group
         if kind is OffloadType.LEAF_LEVEL and (count not in (None, 1) or options.block_modules is not None):
             raise ConfigError(
@@ -234,17 +234,17 @@ class OffloadConfig:
             onload_device=backend.device,
             offload_type=kind,
             num_blocks_per_group=_as_count(1 if count is None else count),
-            rests_in_files=is_disk or path is not None,
+            is_stored_on_disk=is_disk or path is not None,
             offload_to_disk_path=None if path is None else _as_path(path),
             vram_budget=parse_budget(_vram_of(options, backend), "vram_budget", backend.total_bytes()),
             ram_budget=parse_budget(options.ram_budget, "ram_budget", total_ram()),
-            ram_share=None,
+            ram_quota_bytes=None,
             block_modules=None if blocks is None else _as_names(blocks, "block_modules"),
             exclude_kwargs=_as_names(kwargs or (), "exclude_kwargs"),
             group_prefix=group_prefix,
             process_group=None if options.process_group is None else _as_group(options.process_group),
-            share=_share_of(options, backend),
-            share_passes=_share_passes_of(options, backend),
+            shard_transfers=_sharding_of(options, backend),
+            interleave_forwards=_interleaving_of(options, backend),
             **flags,
         )
         if given is None and not backend.has_streams:
@@ -273,51 +273,52 @@ def _vram_of(options: ModelOptions, backend: Backend) -> Any:
     return vram
 
 
-def _check_packing(options: ModelOptions, backend: Backend) -> None:
-    """Refuse `pack=True` where other options, or the device, leave nothing to pack or to unpack with."""
+def _check_compression(options: ModelOptions, backend: Backend) -> None:
+    """Refuse `compress=True` where other options, or the device, leave nothing to compress or to decompress with."""
     if not backend.has_streams:
         raise ConfigError(
-            f"pack=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
+            f"compress=True needs a GPU, but onload_device is {str(backend.device)!r}, which uses weights in RAM in place. "
             f"Drop it."
         )
-    if not can_unpack(backend.device):
-        raise DeviceError(f"pack=True needs Triton on {str(backend.device)!r}. Run `pip install triton`, or drop it.")
+    if not can_decompress(backend.device):
+        raise DeviceError(f"compress=True needs Triton on '{backend.device}'. Run `pip install triton`, or drop it.")
     if options.low_cpu_mem_usage:
         raise ConfigError(
-            "pack=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. Drop one."
+            "compress=True contradicts low_cpu_mem_usage=True: edits to unpinned weights can't be detected. Drop one."
         )
 
 
-def _share_passes_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
-    share_passes = _as_bool_or_auto(options.share_passes, "share_passes")
-    has_ranks = options.process_group is not None and options.share is not False
-    if share_passes is True and has_ranks:
+def _interleaving_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
+    interleave_forwards = _as_bool_or_auto(options.interleave_forwards, "interleave_forwards")
+    has_ranks = options.process_group is not None and options.shard_transfers is not False
+    if interleave_forwards is True and has_ranks:
         raise ConfigError(
-            "share_passes=True can't be combined with process_group. Drop one, or pass share=False so that each "
-            "process loads its own weights."
+            "interleave_forwards=True can't be combined with process_group. Drop one, or pass shard_transfers=False so that "
+            "each process loads its own weights."
         )
     # On the CPU there is little to gain.
-    return False if share_passes == "auto" and (has_ranks or not backend.has_streams) else share_passes
+    return False if interleave_forwards == "auto" and (has_ranks or not backend.has_streams) else interleave_forwards
 
 
-def _share_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
-    """`share`, as it goes with other options and with the system."""
-    share = _as_bool_or_auto(options.share, "share")
-    if share is True and options.process_group is None:
-        raise ConfigError("share=True needs process_group: the processes whose GPUs share the weights.")
-    if options.process_group is None or share is False:
-        return share
+def _sharding_of(options: ModelOptions, backend: Backend) -> bool | Literal["auto"]:
+    """`shard_transfers`, as it goes with other options and with the system."""
+    shard = _as_bool_or_auto(options.shard_transfers, "shard_transfers")
+    if shard is True and options.process_group is None:
+        raise ConfigError("shard_transfers=True needs process_group: the processes whose GPUs share the weights.")
+    if options.process_group is None or shard is False:
+        return shard
     is_blind = backend.has_streams and not can_detect_writes()
-    if share is True and options.verify_files:
+    if shard is True and options.verify_checksums:
         raise ConfigError(
-            "verify_files=True contradicts share=True, with which each process reads only a part of each file. Drop one, or "
-            "pass share=False so that each process loads its own weights."
+            "verify_checksums=True contradicts shard_transfers=True, with which each process reads only a part of each file. "
+            "Drop one, or pass shard_transfers=False so that each process loads its own weights."
         )
-    if share is True and is_blind:
+    if shard is True and is_blind:
         raise ConfigError(
-            "share=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass share='auto'."
+            "shard_transfers=True needs /proc/self/pagemap to detect edits of weights, and it isn't readable. Pass "
+            "shard_transfers='auto'."
         )
-    return False if options.verify_files or is_blind else share
+    return False if options.verify_checksums or is_blind else shard
 
 
 def _is_cpu(value: Any) -> bool:

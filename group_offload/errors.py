@@ -5,7 +5,7 @@ GroupOffloadError
 │   └── DeviceError                      a device does not exist, or lacks something that was asked for
 ├── ModuleError          (ValueError)    a module cannot be offloaded as it is
 ├── StateError           (RuntimeError)  a call does not fit the state of the module
-└── GroupFileError       (OSError)       a group file, checkpoint or folder cannot be read or written
+└── StorageError       (OSError)       a group file, checkpoint or folder cannot be read or written
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StateError(GroupOffloadError, RuntimeError):
     """The call doesn't fit the state that the module is in."""
 
 
-class GroupFileError(GroupOffloadError, OSError):
+class StorageError(GroupOffloadError, OSError):
     """A group file, a checkpoint or the folder of group files can't be written or read."""
 
 

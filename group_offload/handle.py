@@ -26,15 +26,15 @@ from .stores.moves import Tier
 class OffloadStats(Shown):
     """Counts, bytes and seconds since a module was offloaded. `print` and notebooks show them as a table."""
 
-    passes: int
+    forward_passes: int
     """Forwards of the module, or of a part of it that was called by itself."""
     backward_passes: int
     """Runs of autograd that needed weights, or that called modules again for a gradient checkpoint."""
-    passes_shared: int
-    """Forwards that ran block by block together with others. See `share_passes`."""
-    passes_predicted: int
+    forwards_interleaved: int
+    """Forwards that ran block by block together with others. See `interleave_forwards`."""
+    forwards_speculated: int
     """Forwards that ran together with the first call of a step, before they were called."""
-    passes_discarded: int
+    forwards_discarded: int
     """Those of them whose results were discarded, because something else was called."""
     onloads: int
     """Flat buffers of weights loaded to the device."""
@@ -44,17 +44,17 @@ class OffloadStats(Shown):
     copies: int
     """Copy commands issued, in both directions."""
     bytes_onloaded: dict[str, int]
-    """Bytes loaded to the device, by tier: "ram", "pageable ram", "file". Packed weights count with their packed bytes."""
-    bytes_unpacked: int
+    """Bytes loaded to the device, by tier: "ram", "pageable", "disk". Compressed weights count with their compressed bytes."""
+    bytes_decompressed: int
     """Bytes of weights that the device has decompressed."""
     bytes_read: dict[str, int]
-    """Bytes from files, by how they were read: "locked" (pinned in the page cache and copied from there), "page cache" (read
-    through it), "direct" (read from disk). See `GroupInfo.way`."""
-    bytes_gathered: int
+    """Bytes from files, by how they were read: "pinned" (pinned in the page cache and copied from there), "page cache" (read
+    through it), "direct" (read from disk). See `GroupInfo.read_mode`."""
+    bytes_from_peers: int
     """Bytes of weights that other GPUs of the host have sent. See `process_group`."""
-    gathers_missed: int
+    peer_transfers_missed: int
     """Groups that this process sent its shard of and then loaded alone, because the others didn't need them then."""
-    tensors_brought_back: int
+    tensors_copied_back: int
     """Tensors that a forward changed, and that were copied back from the device."""
     rebuilds: int
     """Times that the groups were rebuilt because modules, or the form of weights, changed."""
@@ -65,9 +65,9 @@ class OffloadStats(Shown):
     trainable_bytes: int
     """Device memory of the parameters that are trained. They are in no group."""
     host_bytes: int
-    """RAM of offloaded weights, pinned or not, and of packed copies. A file takes none unless it is pinned."""
-    packed_bytes: int
-    """The part of `host_bytes` that is packed."""
+    """RAM of offloaded weights, pinned or not, and of compressed copies. A file takes none unless it is pinned."""
+    compressed_bytes: int
+    """The part of `host_bytes` that is compressed."""
     pinned_bytes: int
     """The part of `host_bytes` that is pinned."""
     staging_bytes: int
@@ -87,18 +87,18 @@ class GroupInfo:
     group_id: str
     """The name of the group, made of the names of its modules."""
     tier: str
-    """Where the group is stored: "ram", "pageable ram" or "file"."""
-    where: str
+    """Where the group is stored: "ram", "pageable" or "disk"."""
+    location: str
     """The name of the group's file, or the kind of RAM."""
-    way: str
-    """How the file is read: "locked" (pinned in the page cache), "page cache" (read through it), or "direct" (from disk, where
+    read_mode: str
+    """How the file is read: "pinned" (pinned in the page cache), "page cache" (read through it), or "direct" (from disk, where
     RAM is scarce; pages that are in the page cache are still read from there). Empty for RAM."""
     num_tensors: int
     """Parameters and buffers of the group."""
     num_bytes: int
     """Bytes of the group, alignment of its tensors included."""
-    packed_bytes: int
-    """Bytes of the group's packed copy: in pinned RAM, or in a file that is read (`tier` is "file"); 0 if there is none."""
+    compressed_bytes: int
+    """Bytes of the group's compressed copy: in pinned RAM, or in a file that is read (`tier` is "disk"); 0 if there is none."""
 
 
 class OffloadHandle(Shown, NotCopied):
@@ -131,41 +131,36 @@ class OffloadHandle(Shown, NotCopied):
         """The groups, in registration order."""
         return tuple(_describe(group) for group in self._live.groups)
 
-    @property
-    def missing_bytes(self) -> int:
-        """Device memory that the next forward takes for weights, beyond what the module holds now."""
-        return self._live.placer.missing_bytes
-
     def stats(self) -> OffloadStats:
         """Counts and bytes since the module was offloaded."""
         engine = self._live
         counters, transfer = engine.counters, engine.transfer
         blobs = [part.blob for group in engine.groups for part in group.parts]
         in_files = sum(blob.layout.num_bytes for blob in blobs if blob.tier is Tier.FILE)
-        packed = sum(group.packed_ram_bytes for group in engine.groups)
+        compressed = sum(group.compressed_ram_bytes for group in engine.groups)
         return OffloadStats(
-            passes=counters.passes,
+            forward_passes=counters.passes,
             backward_passes=counters.backward_passes,
-            passes_shared=counters.shared,
-            passes_predicted=counters.predicted,
-            passes_discarded=counters.discarded,
+            forwards_interleaved=counters.shared,
+            forwards_speculated=counters.predicted,
+            forwards_discarded=counters.discarded,
             onloads=counters.onloads,
             stalls=counters.stalls,
             copies=transfer.num_copies,
             bytes_onloaded={tier.value: num_bytes for tier, num_bytes in transfer.bytes_sent.items()},
-            bytes_unpacked=transfer.bytes_unpacked,
+            bytes_decompressed=transfer.bytes_decompressed,
             bytes_read=transfer.bytes_read,
-            bytes_gathered=0 if engine.sharing is None else engine.sharing.bytes_gathered,
-            gathers_missed=0 if engine.sharing is None else engine.sharing.num_alone,
-            tensors_brought_back=counters.brought_back,
+            bytes_from_peers=0 if engine.sharing is None else engine.sharing.bytes_from_peers,
+            peer_transfers_missed=0 if engine.sharing is None else engine.sharing.num_alone,
+            tensors_copied_back=counters.brought_back,
             rebuilds=counters.rebuilds,
             peak_device_bytes=counters.peak_device_bytes,
             resident_bytes=engine.memory.resident_bytes,
             trainable_bytes=engine.trained.num_bytes,
-            host_bytes=packed
+            host_bytes=compressed
             + sum(blob.pinned_bytes if blob.tier is Tier.FILE else blob.layout.num_bytes for blob in blobs),
-            packed_bytes=packed,
-            pinned_bytes=packed + sum(blob.pinned_bytes for blob in blobs),
+            compressed_bytes=compressed,
+            pinned_bytes=compressed + sum(blob.pinned_bytes for blob in blobs),
             staging_bytes=transfer.reader.staging_bytes,
             file_bytes=in_files,
         )
@@ -185,8 +180,10 @@ class OffloadHandle(Shown, NotCopied):
         with engine.lock:
             counters = engine.counters
             notes = [] if engine.sharing is None else [engine.sharing.describe()]
-            if counters.shared or engine.config.share_passes is True:
-                notes.append(f"share_passes: {counters.shared} of {counters.passes} forwards ran together with others.")
+            if counters.shared or engine.config.interleave_forwards is True:
+                notes.append(
+                    f"interleave_forwards: {counters.shared} of {counters.passes} forwards ran together with others."
+                )
             return OffloadPlan(
                 self._name,
                 engine.placer.current_plan(),
@@ -208,7 +205,7 @@ class OffloadHandle(Shown, NotCopied):
 
         Raises:
             StateError: a forward or backward of the module is in progress.
-            GroupFileError: a file with weights cannot be read any more. The module stays offloaded.
+            StorageError: a file with weights cannot be read any more. The module stays offloaded.
         """
         if self._engine is None:
             return
@@ -241,7 +238,7 @@ class OffloadHandle(Shown, NotCopied):
         if self._engine is None:
             return [], [repr(self)]
         rows = [("group", "tensors", "size", "stored in")]
-        rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.where) for g in self.groups]
+        rows += [(g.group_id, str(g.num_tensors), describe_bytes(g.num_bytes), g.location) for g in self.groups]
         total, buffers = describe_bytes(sum(group.num_bytes for group in self.groups)), self._live.placer.slot_bytes
         through = f" through {describe_bytes(buffers)} of buffers" if buffers else ""
         summary = f"{self._name}: {total} in {len(rows) - 1} groups, computed on {self.config.onload_device}{through}."
@@ -259,27 +256,27 @@ def _value_text(name: str, value: Any) -> str:
 
 def _describe(group: Group) -> GroupInfo:
     blobs = [part.blob for part in group.parts]
-    packed_bytes, in_ram = group.packed_bytes, group.packed_ram_bytes
+    compressed_bytes, in_ram = group.compressed_bytes, group.compressed_ram_bytes
     tier = blobs[0].tier.value if blobs and not in_ram else Tier.RAM.value
     return GroupInfo(
         group_id=group.group_id,
-        tier=Tier.FILE.value if packed_bytes > in_ram else tier,
-        where=_where(group),
-        way=", ".join(dict.fromkeys(blob.way for blob in blobs if isinstance(blob, FileBlob))),
+        tier=Tier.FILE.value if compressed_bytes > in_ram else tier,
+        location=_location_of(group),
+        read_mode=", ".join(dict.fromkeys(blob.read_mode for blob in blobs if isinstance(blob, FileBlob))),
         num_tensors=sum(len(part.refs) for part in group.parts),
         num_bytes=sum(blob.layout.num_bytes for blob in blobs),
-        packed_bytes=packed_bytes,
+        compressed_bytes=compressed_bytes,
     )
 
 
-def _where(group: Group) -> str:
-    """The names of the files or of the RAM that the weights are stored in, and what of them is packed."""
-    in_ram, from_files = group.packed_ram_bytes, group.packed_bytes - group.packed_ram_bytes
+def _location_of(group: Group) -> str:
+    """The names of the files or of the RAM that the weights are stored in, and what of them is compressed."""
+    in_ram, from_files = group.compressed_ram_bytes, group.compressed_bytes - group.compressed_ram_bytes
     return (
-        (", ".join(dict.fromkeys(part.blob.where for part in group.parts)) or "no weights")
+        (", ".join(dict.fromkeys(part.blob.location for part in group.parts)) or "no weights")
         + (", rows are looked up there" if group.is_table else "")
-        + (f", packed to {describe_bytes(in_ram)} in RAM" if in_ram else "")
-        + (f", packed to {describe_bytes(from_files)} in files" if from_files else "")
+        + (f", compressed to {describe_bytes(in_ram)} in RAM" if in_ram else "")
+        + (f", compressed to {describe_bytes(from_files)} in files" if from_files else "")
     )
 
 

@@ -91,9 +91,9 @@ class GroupSpec:
     """Whether this is the weight of one embedding, whose rows are looked up on the CPU. It never moves."""
     joined: tuple[str, ...] = ()
     """The ids of the groups that were joined to this one."""
-    height: int = 0
+    nesting: int = 0
     """0 if the modules need no other group inside, else one more than the highest group that they need there. Groups of one
-    height share memory, one after another; groups of different heights are needed at the same time."""
+    nesting level share memory, one after another; groups of different nesting levels are needed at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +153,7 @@ def partition(
         least = min(tuning().min_window_bytes, sum(sizes) // 8)
         largest = min([tuning().max_run_bytes, *sizes[: config.num_slots][-1:]])
         groups = _join(groups, followers, max(least, largest))
-    return _with_heights(groups, modules)
+    return _with_nesting(groups, modules)
 
 
 def _block_units(root: nn.Module, config: OffloadConfig) -> Iterator[_Unit]:
@@ -297,7 +297,7 @@ def _tables(
 
     (With `max_norm` a call changes the table, and the device computes norms in another order.)
     """
-    if not config.embeddings_on_cpu or config.verify_files:  # a hash is that of a whole table
+    if not config.embeddings_on_cpu or config.verify_checksums:  # a hash is that of a whole table
         return
     methods = ((module, name) for module in modules.values() for name in ("forward", *methods_of(module)))
     read = cache(
@@ -465,7 +465,7 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
     )
 
 
-def _with_heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[GroupSpec, ...]:
+def _with_nesting(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) -> tuple[GroupSpec, ...]:
     needs: dict[nn.Module, list[int]] = {}
     for index, group in enumerate(groups):
         for module in dict.fromkeys(map(_module_of, group.openers)):
@@ -479,15 +479,15 @@ def _with_heights(groups: tuple[GroupSpec, ...], modules: dict[str, nn.Module]) 
         for part in _ancestors(path) if here else ():
             for outer in needs.get(modules[part], ()):
                 inside[outer].update(index for index in here if index != outer)
-    heights: dict[int, int] = {}
+    nestings: dict[int, int] = {}
 
-    def height(index: int) -> int:
-        if index not in heights:
-            heights[index] = 0  # ends the walk at a module that contains itself
-            heights[index] = max((1 + height(other) for other in inside[index]), default=0)
-        return heights[index]
+    def nesting(index: int) -> int:
+        if index not in nestings:
+            nestings[index] = 0  # ends the walk at a module that contains itself
+            nestings[index] = max((1 + nesting(other) for other in inside[index]), default=0)
+        return nestings[index]
 
-    return tuple(replace(group, height=height(index)) for index, group in enumerate(groups))
+    return tuple(replace(group, nesting=nesting(index)) for index, group in enumerate(groups))
 
 
 def holds_tensors(module: nn.Module) -> bool:

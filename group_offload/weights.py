@@ -1,6 +1,6 @@
 """What the weights of a module are made of: the plain tensors inside of a tensor subclass, and beside it.
 
-A weight of a quantised layer is a tensor subclass. Some have plain tensors inside, and tell which (`__tensor_flatten__`:
+A weight of a quantized layer is a tensor subclass. Some have plain tensors inside, and tell which (`__tensor_flatten__`:
 torchao, quanto). Others have memory of their own, and keep scales beside it as attributes (bitsandbytes). Plain tensors are
 what moves. On the device another subclass around them stands in for the first kind (`WrappedHolder`).
 """
@@ -85,7 +85,7 @@ class TensorRef:
 def plain_tensors(
     fqn: str, tensor: torch.Tensor, owner: nn.Module | None = None
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors of `tensor`: itself, or those inside of a (quantised) tensor subclass, or also those beside it.
+    """The plain tensors of `tensor`: itself, or those inside of a (quantized) tensor subclass, or also those beside it.
 
     Args:
         owner: The module that holds `tensor`.
@@ -218,7 +218,7 @@ def tracks_version(tensor: torch.Tensor) -> bool:
 
 
 class WrappedHolder:
-    """A parameter that is a tensor subclass around plain tensors (a quantised weight).
+    """A parameter that is a tensor subclass around plain tensors (a quantized weight).
 
     It is not enough to bind the inner tensors to a slot, because kernels ask the wrapper for its device. While the group is
     onloaded, another wrapper around the views of the slot stands in for the parameter in its modules.

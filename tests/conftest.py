@@ -72,7 +72,7 @@ def _skipped_if_refused() -> Iterator[None]:
         yield
     except ConfigError as error:
         if IS_PORTABLE and is_refused(error):
-            pytest.skip("weights cannot rest in their checkpoint on such a system, which set-up said")
+            pytest.skip("weights cannot are stored in their checkpoint on such a system, which set-up said")
         raise
 
 
@@ -121,11 +121,11 @@ def _fixed_seeds() -> None:
 def _patches_of_all_tests() -> Iterator[None]:
     """What holds in every test. The fixture `monkeypatch` is the test's own: it may undo that."""
     with pytest.MonkeyPatch.context() as patch:
-        # Some thousand files are written; on many a drive each would take milliseconds. A closed file is an error still.
+        # Some thousand files are written; on many a disk each would take milliseconds. A closed file is an error still.
         patch.setattr("os.fsync", os.fstat)
         # Nothing is measured behind a test's back, and nothing written to the user's folders.
-        patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
+        patch.setattr("group_offload.runtime.budget.memory_budget.known_speeds", lambda *args, **options: KNOWN_SPEEDS)
         # The models of most tests are smaller than what is worth taking in turns: here it is worth it all the same.
-        # Their files are small enough to be locked in the page cache: then nothing would ever be read.
-        tune(patch, min_window_bytes=0, locked_share=0.0)
+        # Their files are small enough to be pinned in the page cache: then nothing would ever be read.
+        tune(patch, min_window_bytes=0, pinned_share=0.0)
         yield

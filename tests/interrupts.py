@@ -33,9 +33,9 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 import group_offload
-from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_slots
+from group_offload import StateError, apply_activation_offloading, apply_group_offloading, free_device_buffers
 from group_offload.base.saved import Kept
-from group_offload.runtime.foresight.succession import Succession
+from group_offload.runtime.prefetch.phase_order import PhaseOrder
 
 from .support import models, simulated
 from .support.activations import on
@@ -43,7 +43,7 @@ from .support.asserts import same_bits
 from .support.folders import headers_in
 from .support.inside import engine_of
 from .support.models import WIDTH, Model
-from .support.on_device import lay_in_file, packing
+from .support.on_device import compression, lay_in_file
 from .support.simulated import SimulatedDevice, use_simulated_device
 from .support.training import DIM, TOKENS
 from .support.training import make as make_trained
@@ -163,7 +163,7 @@ def contained(work: Callable[[], T]) -> T:
 
 
 class Wide(nn.Module):
-    """Frozen layers that are worth packing."""
+    """Frozen layers that are worth compressing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,15 +217,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "simulated ram leaf": {"offload_type": "leaf_level"},
     "simulated record_stream": {"record_stream": True},
     "simulated no stream": {"use_stream": False},
-    "simulated ram, not locked": {"low_cpu_mem_usage": True},
+    "simulated ram, not pinned": {"low_cpu_mem_usage": True},
     "simulated files": {"in_files": True},
     "simulated files leaf": {"in_files": True, "offload_type": "leaf_level"},
     "simulated checkpoint": {"in_checkpoint": True},
     "simulated budget": {"vram_budget": 30_000, "in_checkpoint": True},
     "simulated, blocks that a hook may skip": {"has_skips": True},
-    "simulated packed": {"pack": True},
-    "simulated packed files": {"pack": True, "in_checkpoint": True, "reads_packed": True},
-    "simulated packed, budget": {"pack": True, "vram_budget": 150_000},
+    "simulated compressed": {"compress": True},
+    "simulated compressed files": {"compress": True, "in_checkpoint": True, "reads_compressed": True},
+    "simulated compressed, budget": {"compress": True, "vram_budget": 150_000},
     "simulated pipeline": {"in_checkpoint": True, "in_pipeline": True},
     "simulated pipeline, budget": {"vram_budget": 30_000, "in_pipeline": True},
 }
@@ -252,9 +252,9 @@ class Rig:
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = dict(SCENARIOS[scenario])
         tune(stack.enter_context(pytest.MonkeyPatch.context()), device_margin_bytes=0)
-        if self.options.get("pack"):
-            stack.enter_context(packing(locked_share=0.0 if self.options.pop("reads_packed", False) else 0.5))
-        self.resident = make(is_wide=bool(self.options.get("pack")))
+        if self.options.get("compress"):
+            stack.enter_context(compression(pinned_share=0.0 if self.options.pop("reads_compressed", False) else 0.5))
+        self.resident = make(is_wide=bool(self.options.get("compress")))
         self.model = copy.deepcopy(self.resident)
         if self.options.pop("has_skips", False):
             for block in (*self.resident.blocks, *self.model.blocks):
@@ -263,7 +263,7 @@ class Rig:
             self.options["offload_to_disk_path"] = self.folder
         self._in_checkpoint = self.options.pop("in_checkpoint", False)
         self.in_pipeline = self.options.pop("in_pipeline", False)
-        """Whether the other model is foreseen to come after the first one."""
+        """Whether the other model is predicted to come after the first one."""
         if self._in_checkpoint:
             self.options["offload_to_disk_path"] = self.folder
             lay_in_file(self.model, self.folder / "model.safetensors")
@@ -283,9 +283,9 @@ class Rig:
         self.handle = apply_group_offloading(self.model, "cpu", **self.options)
         if self.in_pipeline:
             models = [engine_of(each)._passes for each in (self.handle, self.other_handle)]
-            succession = Succession(models, models, models)
+            phase_order = PhaseOrder(models, models, models)
             for each in models:
-                each.succession = succession
+                each.phase_order = phase_order
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), self.running():
@@ -333,7 +333,7 @@ class Rig:
             if self.device is None:
                 return
             if self.in_pipeline:
-                free_slots()  # which either model may have, as the next pass was foreseen
+                free_device_buffers()  # which either model may have, as the next pass was predicted
             gc.collect()
             self.device.synchronize()
             held = self.device.allocated_bytes
@@ -347,7 +347,7 @@ class Rig:
         with self.running():
             pairs = zip(self.model.state_dict().items(), self.resident.state_dict().values(), strict=True)
             for (name, actual), expected in pairs:
-                assert torch.equal(actual, expected), f"{name} at rest is wrong"
+                assert torch.equal(actual, expected), f"{name} while offloaded is wrong"
 
     def look_unoffloaded(self) -> None:
         """The module is what it was before."""
@@ -381,16 +381,16 @@ class Rig:
         self.other_handle.remove()
         self.look_unoffloaded()
         if self.device is not None:
-            free_slots()
+            free_device_buffers()
             gc.collect()  # what an interrupt broke off may be held by its own traceback
             _empty_leaked_graphs()
             self.device.synchronize()
             held = self.device.pinned_bytes, self.device.allocated_bytes
-            assert held == (0, 0), f"{held[0]} bytes stay locked, {held[1]} on the device"
+            assert held == (0, 0), f"{held[0]} bytes stay pinned, {held[1]} on the device"
 
 
 def _empty_leaked_graphs() -> None:
-    """torch never frees a graph in whose backward an unpack hook raised, anybody's: its memory is not the engine's."""
+    """torch never frees a graph in whose backward an decompress hook raised, anybody's: its memory is not the engine's."""
     for each in gc.get_objects():
         if type(each) is Kept:
             each._tensor = torch.empty(0)
@@ -447,7 +447,7 @@ def _remove(rig: Rig, strike: Any) -> None:
 def _free(rig: Rig, strike: Any) -> None:
     rig.look(num_passes=4)  # until groups stay on the device
     with strike:
-        free_slots()
+        free_device_buffers()
 
 
 _ALL = (_forward, _changed, _refresh, _backward, _free, _apply, _remove)
@@ -555,7 +555,7 @@ def sweep(scenario: str, operation: str, places: Places, error: type[BaseExcepti
             look_at_last(rig)
             return
         if operation == "free":
-            free_slots()  # once more: events that are spared twice would be those of two slots
+            free_device_buffers()  # once more: events that are spared twice would be those of two slots
             spare = engine_of(rig.handle).memory._spare_events
             assert len({id(event) for event in spare}) == len(spare)
         if number % 2 or leaves_files:

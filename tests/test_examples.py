@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import runpy
@@ -14,21 +13,22 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from PIL import Image
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples import demo
-from group_offload import OffloadHandle, OffloadStats
 
 from .support.simulated import SimulatedDevice, use_simulated_device
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "tiny"))
-HERE = [script for script in SCRIPTS if script not in ("quantised", "two_gpus")]
+HERE = [script for script in SCRIPTS if script not in ("quantized", "two_gpus")]
 """Importing torchao prints warnings, so that one runs in a process of its own. The other one is several processes."""
 SHARED = ("serve", "wan_two_experts")
 """Their forwards share passes. (On the CPU none do with a `ram_budget`, which Qwen-Image has.)"""
@@ -75,24 +75,18 @@ def check(said: str) -> None:
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell runs twice, and then all of them again. The image is the resident pipeline's; handles and stats are tables."""
     monkeypatch.setenv("TINY", "1")
-    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
-    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names: dict[str, object] = {}
-    images, tables = [], []
-    for code in [*(code for code in codes for _ in range(2)), *codes]:
-        *statements, last = ast.parse(code).body
-        if not isinstance(last, ast.Expr):
-            exec(code, names)
-            continue
-        exec(compile(ast.Module(statements, []), "notebook.ipynb", "exec"), names)
-        shown = eval(compile(ast.Expression(last.value), "notebook.ipynb", "eval"), names)
-        images += [shown.tobytes()] if isinstance(shown, Image.Image) else []
-        tables += [shown._repr_html_()] if isinstance(shown, OffloadHandle | OffloadStats) else []
-    assert len(tables) == 6 and all("<table" in table for table in tables)
-    exec(codes[3].rpartition("\n")[0], names)  # offloading was disabled
-    resident = names["image"]
-    assert isinstance(resident, Image.Image)
-    assert images[0] == images[1] != images[2] == resident.tobytes()  # the first cell makes a checkpoint of its own
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, EXAMPLES))))
+    notebook = nbformat.read(str(EXAMPLES / "notebook.ipynb"), as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    runs = [*(cell for cell in cells for _ in range(2)), *cells, cells[3]]  # the last when offloading is disabled
+    notebook.cells = [nbformat.v4.new_code_cell(cell.source) for cell in runs]
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": Path.cwd()}}).execute()
+    shown = [
+        output.data for cell in notebook.cells for output in cell.outputs if output.output_type == "execute_result"
+    ]
+    assert sum("<table" in data.get("text/html", "") for data in shown) == 6
+    images = [data["image/png"] for data in shown if "image/png" in data]
+    assert images[0] == images[1] != images[2] == images[3]  # the first cell makes a checkpoint of its own
 
 
 @pytest.mark.parametrize("script", HERE)
@@ -100,13 +94,13 @@ def test_tiny(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(script, "--tiny")
     said = capsys.readouterr().out
     check(said)
-    shared = [int(number) for number in re.findall(r"share_passes: (\d+) of \d+ forwards", said)]
+    shared = [int(number) for number in re.findall(r"interleave_forwards: (\d+) of \d+ forwards", said)]
     assert max(shared) > 0 if script in SHARED else not any(shared)
 
 
-@pytest.mark.parametrize("script", ["quantised", "two_gpus"])
+@pytest.mark.parametrize("script", ["quantized", "two_gpus"])
 def test_tiny_in_processes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if script == "quantised" and importlib.util.find_spec("torchao") is None:
+    if script == "quantized" and importlib.util.find_spec("torchao") is None:
         for arguments, status in (["--tiny"], 0), ([], 1):
             with pytest.raises(SystemExit) as end:
                 run(script, *arguments)
@@ -117,7 +111,7 @@ def test_tiny_in_processes(script: str, capsys: pytest.CaptureFixture[str]) -> N
     command = [sys.executable, str(EXAMPLES / f"{script}.py"), "--tiny"]
     said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True)
     check(said)
-    assert script == "quantised" or "0.0 MiB came from other GPUs" in said  # which CPUs do not send
+    assert script == "quantized" or "0.0 MiB came from other GPUs" in said  # which CPUs do not send
 
 
 @pytest.mark.parametrize("script", [script for script in HERE if script not in ("train_lora", "serve")])

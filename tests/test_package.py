@@ -21,7 +21,7 @@ LAYERS = (
     {"errors"},
     {"base"},
     {"activations"},  # know nothing of weights
-    {"packing"},
+    {"compression"},
     {"stores"},
     {"plan"},
     {"report"},

@@ -33,7 +33,7 @@ FILES = (
 BARS = (
     ("diffusers", "diffusers", "diffusers group offloading"),
     ("ours+auto", "ours", "group_offload"),
-    ("ours+auto+pack", "packed", "group_offload, pack=True"),
+    ("ours+auto+compress", "compressed", "group_offload, compress=True"),
 )
 """The arm in the results, the class of its bar, and what readers see."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BASE = 440, 443, 34, 430, 112, 338
@@ -41,10 +41,10 @@ MOST_SECONDS = 5.4
 BAR, GAP = 27, 3
 STYLE = """<style>
 .ground{fill:#fff}.halo{stroke:#fff;stroke-width:4px;paint-order:stroke}.ink{fill:#1f2328}.soft{fill:#57606a}.grid{stroke:#d8dee4}.limit{stroke:#1f2328}
-.diffusers{fill:#c9851b}.ours{fill:#1f6f9f}.packed{fill:#6fb7dd}
+.diffusers{fill:#c9851b}.ours{fill:#1f6f9f}.compressed{fill:#6fb7dd}
 @media (prefers-color-scheme:dark){
 .ground{fill:#0d1117}.halo{stroke:#0d1117}.ink{fill:#e6edf3}.soft{fill:#9da7b1}.grid{stroke:#30363d}.limit{stroke:#e6edf3}
-.diffusers{fill:#e0a13a}.ours{fill:#3f97cf}.packed{fill:#9ad3f2}}
+.diffusers{fill:#e0a13a}.ours{fill:#3f97cf}.compressed{fill:#9ad3f2}}
 </style>"""
 
 

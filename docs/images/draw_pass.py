@@ -34,13 +34,13 @@ def x_of(time: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * time / (schedule()[NUM_BLOCKS][5] + 0.9)
 
 
-def box(lane: str, start: float, end: float, label: str, colour: str, *, is_pale: bool = False) -> list[str]:
+def box(lane: str, start: float, end: float, label: str, color: str, *, is_pale: bool = False) -> list[str]:
     height = HEIGHTS.get(lane, 32)
     end = min(end, schedule()[NUM_BLOCKS][5] + 0.9)
     if start >= end:
         return []
     place = f'x="{x_of(start):.1f}" y="{LANES[lane]}" width="{x_of(end) - x_of(start) - 1.5:.1f}" height="{height}"'
-    shape = f'<rect {place} rx="3" fill="{colour}" fill-opacity="{0.25 if is_pale else 1}"/>'
+    shape = f'<rect {place} rx="3" fill="{color}" fill-opacity="{0.25 if is_pale else 1}"/>'
     at = (x_of(start) + x_of(end)) / 2
     return [
         shape,
@@ -61,12 +61,12 @@ def draw() -> str:
     parts += [text(16, LANES["drive"] + 44, "threads read into the staging ring, past the slots", size=12, fill="#555")]
     times = schedule()
     for at, (read, was_read, send, was_sent, compute, computed) in enumerate(times):
-        colour, slot = SLOTS[at % 2], ("slot A", "slot B")[at % 2]
+        color, slot = SLOTS[at % 2], ("slot A", "slot B")[at % 2]
         name = f"block {at}" if at < NUM_BLOCKS else f"next {at - NUM_BLOCKS}"
         parts += box("drive", read, was_read, name, "#777777")
-        parts += box("link", send, was_sent, name, colour)
-        parts += box(slot, send, computed, f"holds {name}", colour, is_pale=True)
-        parts += box("compute", compute, computed, name, colour)
+        parts += box("link", send, was_sent, name, color)
+        parts += box(slot, send, computed, f"holds {name}", color, is_pale=True)
+        parts += box("compute", compute, computed, name, color)
         if at < NUM_BLOCKS:  # the ready event
             parts += [
                 line(x_of(was_sent) - 1, LANES["link"] + 32, x_of(was_sent) - 1, LANES["compute"], "#444", dash="3 3")

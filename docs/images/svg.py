@@ -29,8 +29,8 @@ def text(x: float, y: float, content: str, anchor: str = "start", **style: Any) 
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dash: str = "none", width: float = 1) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, color: str, *, dash: str = "none", width: float = 1) -> str:
     return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}" '
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}" '
         f'stroke-dasharray="{dash}"/>'
     )

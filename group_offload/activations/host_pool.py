@@ -11,7 +11,7 @@ import torch
 
 from ..base.device import Backend
 from ..base.mapping import flat_view, map_anonymous
-from ..base.page_lock import LockLimit
+from ..base.pinning import PinLimit
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
 from .stats import ActivationStats
@@ -65,7 +65,7 @@ class HostPool:
         self._backend = backend
         self._stats = stats
         self._wait = wait
-        self._limit = LockLimit(backend)
+        self._limit = PinLimit(backend)
         self._segments: list[_Segment] = []
 
     def take(self, num_bytes: int) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ class Holding:
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
-        """What rings and berths are cut from; None before the first pass, and once another module took it over."""
+        """What rings and compressed buffers are cut from; None before the first pass, and once another module took it over."""
         self.pooled_bytes = 0
         """The bytes of slots in no ring, allocated just in time."""
         self.resident_bytes = 0
@@ -37,7 +37,7 @@ class Holding:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of slots and berths, without residents."""
+        """The bytes of slots and compressed buffers, without residents."""
         return (0 if self.memory is None else self.memory.numel()) + self.pooled_bytes
 
     @property
@@ -66,7 +66,7 @@ class Arena:
     back, and copies of any kind are *needed*: if the device refuses them, residents are evicted until it does not, or none is
     left (`take`, `retried`). Residents are *spare*: if the device refuses one, the group streams like the others
     (`take_spare`). A resident is a copy of a group that is stored elsewhere, so evicting it costs one more copy, and never
-    bits. What is worth least goes first: residents of models that the running one may displace (`Succession.protected_from`),
+    bits. What is worth least goes first: residents of models that the running one may displace (`PhaseOrder.protected_from`),
     then its own that are needed last, then those of the other models.
 
     The model's own allocations bypass the arena. If one is refused, a gate calls `give_way` and repeats its call

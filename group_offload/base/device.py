@@ -217,13 +217,13 @@ class Backend:
             kernel(source, target)
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
-        """Pin host memory in place. See `PageLock`, which everything but tests uses.
+        """Pin host memory in place. See `PinnedPages`, which everything but tests uses.
 
         Args:
-            undo: Gets the call that unlocks the memory, before it is locked: so an interrupt leaves nothing locked. The call
-                does nothing if the memory is not locked.
+            undo: Gets the call that unpins the memory, before it is pinned: so an interrupt leaves nothing pinned. The call
+                does nothing if the memory is not pinned.
             read_only: Whether nothing will ever be copied to the memory. Pages of a file that is mapped read-only can be
-                locked so.
+                pinned so.
 
         Returns:
             False if the device refuses.
@@ -350,18 +350,18 @@ class AcceleratorBackend(Backend):
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address, num_bytes = memory.data_ptr(), memory.numel()
         flags = _REGISTER_READ_ONLY if read_only else 0
-        locked: list[Any] = []
-        unlocked: list[Any] = []
+        pinned: list[Any] = []
+        unpinned: list[Any] = []
 
         def unpin() -> None:
-            if locked and int(locked[0]) == 0 and not unlocked:
-                unlocked.extend(map(runtime.cudaHostUnregister, (address,)))
+            if pinned and int(pinned[0]) == 0 and not unpinned:
+                unpinned.extend(map(runtime.cudaHostUnregister, (address,)))
 
         undo.append(unpin)
         with torch.cuda.device(self.device):
             # `extend` calls the driver and keeps its answer in C code: an interrupt comes before both or after both.
-            locked.extend(map(runtime.cudaHostRegister, (address,), (num_bytes,), (flags,)))
-            if int(locked[0]) == 0:
+            pinned.extend(map(runtime.cudaHostRegister, (address,), (num_bytes,), (flags,)))
+            if int(pinned[0]) == 0:
                 if self._can_copy_from(memory):
                     return True
                 unpin()
@@ -372,7 +372,7 @@ class AcceleratorBackend(Backend):
         return False
 
     def _can_copy_from(self, memory: torch.Tensor) -> bool:
-        """Whether the first and the last bytes of locked memory arrive. Drivers may lock memory that they cannot copy from."""
+        """Whether the first and the last bytes of pinned memory arrive. Drivers may lock memory that they cannot copy from."""
         try:
             for end in (memory[:_TRIED_BYTES], memory[-_TRIED_BYTES:]):
                 # No byte of `back` is right before it is copied, whatever was in this memory before.

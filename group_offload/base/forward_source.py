@@ -56,7 +56,7 @@ Step = str | int | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _AttributePath:
     """`name.a[0].b` in the source of a function: a variable, and the way from there."""
 
     name: str
@@ -64,15 +64,15 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _Access:
     """A place that a function reads or calls; for a call of another function, no place and that function's name.
 
     `given` has the arguments that are places themselves: by position, or by name.
     """
 
-    place: _Place | None
+    place: _AttributePath | None
     function: str = ""
-    given: tuple[tuple[int | str, _Place], ...] = ()
+    given: tuple[tuple[int | str, _AttributePath], ...] = ()
     is_call: bool = False
 
 
@@ -184,7 +184,7 @@ def _follow(function: Any, given: Mapping[int | str, nn.Module], found: UsedPart
                     _follow(getattr(type(held), "__call__", None), behind_self, found)  # noqa: B004
 
 
-def _reached(modules: Mapping[str, nn.Module], place: _Place) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:
+def _reached(modules: Mapping[str, nn.Module], place: _AttributePath) -> Iterator[tuple[nn.Module, tuple[Step, ...]]]:
     """The last module on the way to a place, and the steps that lead on from there. An open index leads to several."""
     start = modules.get(place.name)
     pending = [] if start is None else [(start, place.steps)]
@@ -209,7 +209,7 @@ def _found(table: Any, name: Any) -> Any:
 
 
 @lru_cache(_MOST_KNOWN)
-def _uses_in(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[_Use, ...], Mapping[str, Any]]:
+def _uses_in(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[_Access, ...], Mapping[str, Any]]:
     """The names of a function's arguments, what it uses of them, and its globals."""
     try:
         function = inspect.unwrap(function)
@@ -218,21 +218,21 @@ def _uses_in(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[_Use,
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, ValueError, SyntaxError, AttributeError):
         return (), (), {}  # there is no source, or it is a part of an expression (a lambda)
-    reader = _Reader(names)
+    reader = _SourceVisitor(names)
     reader.visit(tree)
     return names, tuple(reader.uses), function.__globals__
 
 
-class _Reader(ast.NodeVisitor):
+class _SourceVisitor(ast.NodeVisitor):
     """Collects what one function does with the modules that it is given, and with variables that stand for parts of them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self._places = {name: _Place(name) for name in names}
+        self._places = {name: _AttributePath(name) for name in names}
         if names:
             self._places["super()"] = self._places[names[0]]
-        self.uses: dict[_Use, None] = {}
+        self.uses: dict[_Access, None] = {}
 
-    def _place(self, node: ast.expr) -> _Place | None:
+    def _place(self, node: ast.expr) -> _AttributePath | None:
         if isinstance(node, ast.Name):
             return self._places.get(node.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
@@ -248,10 +248,10 @@ class _Reader(ast.NodeVisitor):
                 with suppress(ValueError):
                     index = ast.literal_eval(node.slice)
                     step = index if isinstance(index, (int, str)) else None
-            return _Place(start.name, (*start.steps, step))
+            return _AttributePath(start.name, (*start.steps, step))
         return None
 
-    def _bind(self, target: ast.expr, place: _Place | None) -> None:
+    def _bind(self, target: ast.expr, place: _AttributePath | None) -> None:
         if isinstance(target, ast.Name) and place is not None:
             self._places.setdefault(target.id, place)
 
@@ -271,7 +271,7 @@ class _Reader(ast.NodeVisitor):
             sources, targets = node.iter.args, node.target.elts[node.iter.func.id == "enumerate" :]
         for source, target in zip(sources, targets, strict=False):
             place = self._place(source)
-            self._bind(target, place and _Place(place.name, (*place.steps, None)))
+            self._bind(target, place and _AttributePath(place.name, (*place.steps, None)))
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -279,7 +279,7 @@ class _Reader(ast.NodeVisitor):
         if place is None:
             self.visit(node.value)
         elif isinstance(node.ctx, ast.Load) and not (len(place.steps) > 1 and node.attr in _NEEDS_NO_VALUES):
-            self.uses[_Use(place)] = None
+            self.uses[_Access(place)] = None
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id in _LOOKS_ONLY:
@@ -290,10 +290,10 @@ class _Reader(ast.NodeVisitor):
         place = self._place(node.func)
         if place is None and isinstance(node.func, ast.Attribute) and node.func.attr == "forward" and given[:1]:
             # `Block.forward(self.block, x)` is `self.block.forward(x)`
-            place = _Place(given[0][1].name, (*given[0][1].steps, "forward"))
+            place = _AttributePath(given[0][1].name, (*given[0][1].steps, "forward"))
             given = tuple((at - 1 if isinstance(at, int) else at, value) for at, value in given[1:])
         if place is not None and not (len(place.steps) > 1 and place.steps[-1] in _NEEDS_NO_VALUES):
-            self.uses[_Use(place, given=given, is_call=True)] = None
+            self.uses[_Access(place, given=given, is_call=True)] = None
         elif isinstance(node.func, ast.Name) and given:
-            self.uses[_Use(None, node.func.id, given)] = None
+            self.uses[_Access(None, node.func.id, given)] = None
         self.generic_visit(node)

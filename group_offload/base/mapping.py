@@ -232,7 +232,7 @@ def forget_writes(address: int, num_bytes: int) -> None:
     """Drop what was written to whole pages of a private mapping: they show the mapped bytes again."""
     if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
         error = _last_error()
-        # A process may have locked all of its memory (mlockall), and locked pages are not dropped.
+        # A process may have pinned all of its memory (mlockall), and pinned pages are not dropped.
         if error.errno != errno.EINVAL or _libc.munlock(address, num_bytes):
             raise error
         if _libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):

@@ -1,7 +1,7 @@
 """Which files in a folder of ours may be believed.
 
 [Note: Files of others]
-What a group file or a packed file says decides what is computed. So each of them is opened by `Owners.open`, and
+What a group file or a compressed file says decides what is computed. So each of them is opened by `Owners.open`, and
 believed only if no other user can have written it, and none can write to it:
 
 - It is a regular file, under its own name: links are not followed.

@@ -23,7 +23,7 @@ from .system import num_cores, on_fork
 T = TypeVar("T")
 
 MIN_THREADS, MAX_THREADS = 4, 16
-"""A drive is fast only with several reads at once, however few cores there are."""
+"""A disk is fast only with several reads at once, however few cores there are."""
 
 
 def num_threads() -> int:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from ..errors import GroupFileError
+from ..errors import StorageError
 from . import system
 from .tuning import tuning
 
@@ -95,7 +95,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
 
 
 def _wait_for_lock(fd: int, folder: Path) -> bool:
-    start, patience, is_said = time.monotonic(), tuning().setup_patience_seconds, False
+    start, patience, is_said = time.monotonic(), tuning().setup_timeout_seconds, False
     while True:
         try:
             system.lock(fd)
@@ -119,7 +119,7 @@ def _wait_for_lock(fd: int, folder: Path) -> bool:
 
 
 def temporary_name(name: str) -> str:
-    """The name of a file that is going to be `name`. It cannot be foreseen."""
+    """The name of a file that is going to be `name`. It cannot be predicted."""
     return f".{name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
 
 
@@ -133,14 +133,14 @@ def _sync_folder(folder: Path) -> None:
 def check_path(path: Path) -> None:
     """
     Raises:
-        GroupFileError: no file can be written there: its folder does not exist or is read-only, it is a folder itself, or it is
+        StorageError: no file can be written there: its folder does not exist or is read-only, it is a folder itself, or it is
             no path.
     """
     if "\0" in str(path):
-        raise GroupFileError(f"Cannot write {str(path)!r}: a path cannot contain the character \\0.")
+        raise StorageError(f"Cannot write {str(path)!r}: a path cannot contain the character \\0.")
     if not path.parent.is_dir():
-        raise GroupFileError(f"Cannot write {path}: {path.parent} is not a folder.")
+        raise StorageError(f"Cannot write {path}: {path.parent} is not a folder.")
     if path.is_dir():
-        raise GroupFileError(f"Cannot write {path}: it is a folder. Pass the name of a file in it.")
+        raise StorageError(f"Cannot write {path}: it is a folder. Pass the name of a file in it.")
     if not path.exists() and not os.access(path.parent, os.W_OK):
-        raise GroupFileError(f"Cannot write {path}: no files can be created in {path.parent}.")
+        raise StorageError(f"Cannot write {path}: no files can be created in {path.parent}.")

@@ -34,15 +34,15 @@ class Tally:
         self._sizes[owner] = num_bytes
 
 
-locked = Tally()
-"""The bytes of files that this process has page-locked. The kernel still counts their pages as reclaimable."""
+pinned = Tally()
+"""The bytes of files that this process has pinned. The kernel still counts their pages as reclaimable."""
 
 
 def available_ram() -> int:
     """The bytes that this process may take before the system has to swap. The page cache counts, where it can be given up.
 
     The figure is the system's own estimate, or less if a control group of the process (a container) is nearer to its limit. The
-    bytes that are page-locked in the page cache are subtracted, because both count them as reclaimable.
+    bytes that are pinned in the page cache are subtracted, because both count them as reclaimable.
     """
     wait_for_releases()
     found = [ram_of_machine("available")]
@@ -50,11 +50,11 @@ def available_ram() -> int:
         with suppress(OSError, ValueError):
             room = int((folder / limit).read_text()) - int((folder / usage).read_text())
             found.append(room + _cached_bytes(folder / "memory.stat"))
-    return max(0, min(found) - locked.num_bytes)
+    return max(0, min(found) - pinned.num_bytes)
 
 
 def ram_in_use() -> int:
-    """The bytes of RAM that this process takes, without the weights that rest in the page cache, locked there or not.
+    """The bytes of RAM that this process takes, without the weights that are stored in the page cache, pinned there or not.
 
     Where the system does not tell them apart, all pages of files count. Where it tells nothing, that is 0.
     """
@@ -71,7 +71,7 @@ def ram_in_use() -> int:
         name, _, value = line.partition(":")
         if name in ("RssAnon", "RssShmem", "RssFile"):
             found[name] = int(value.split()[0]) << 10
-    of_files = max(0, found.get("RssFile", 0) - locked.num_bytes)
+    of_files = max(0, found.get("RssFile", 0) - pinned.num_bytes)
     return found.get("RssAnon", 0) + found.get("RssShmem", 0) + min(of_files, _MAX_LIBRARY_BYTES)
 
 

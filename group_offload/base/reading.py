@@ -16,7 +16,7 @@ logger = logging.getLogger("group_offload")
 MIN_BYTES_PER_THREAD = 1 << 20
 """Fewer bytes are not worth handing to another thread."""
 BLOCK = 4096
-"""Direct reads begin and end at multiples of this size, in the file and in memory. No drive asks for a larger one."""
+"""Direct reads begin and end at multiples of this size, in the file and in memory. No disk asks for a larger one."""
 _MAX_BYTES_PER_CALL = 16 << 20
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT, errno.ENOSYS, errno.ENOTTY}
 """The errors of file systems, sandboxes and odd memory that do not support direct reads."""

@@ -110,7 +110,7 @@ def expect_open(fd: int) -> None:
 
 
 def max_locked_bytes() -> int | None:
-    """The bytes that this process may page-lock by itself (`ulimit -l`); None if the system sets no limit."""
+    """The bytes that this process may pin by itself (`ulimit -l`); None if the system sets no limit."""
     if not hasattr(resource, "RLIMIT_MEMLOCK"):
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -122,7 +122,7 @@ def user() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def name_of_drive(number: int) -> str:
+def name_of_disk(number: int) -> str:
     """A text for `st_dev`."""
     return f"{os.major(number)}:{os.minor(number)}" if hasattr(os, "major") else str(number)
 

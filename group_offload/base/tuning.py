@@ -10,16 +10,16 @@ from typing import Any
 class Tuning:
     # RAM and files
     segment_bytes: int = 256 << 20
-    """The size of a segment that blobs are packed into. A larger blob has a segment alone. A segment is page-locked while
+    """The size of a segment that blobs are put into. A larger blob has a segment alone. A segment is pinned while
     the next one is filled."""
-    locked_share: float = 0.5
-    """Share of the available RAM that may be page-locked when no ram_budget is given."""
+    pinned_share: float = 0.5
+    """Share of the available RAM that may be pinned when no ram_budget is given."""
     relief_seconds: float = 1.0
-    """The time between two steps in which page-locked files are given up because RAM runs short."""
+    """The time between two steps in which pinned files are given up because RAM runs short."""
     min_mapped_piece_bytes: int = 32 << 20
     """The least size of the pieces that memory is filled in when it is mapped twice."""
     touched_bytes: int = 32 << 20
-    """What one thread gives pages to before memory is page-locked."""
+    """What one thread gives pages to before memory is pinned."""
     table_bytes: int = 64 << 20
     """The least size of an embedding table whose rows are gathered where it rests. The host waits for the indices in each
     call, which takes as long as a smaller table takes on the link."""
@@ -27,11 +27,11 @@ class Tuning:
     """A look into the page map takes longer than this only if the mapped bytes were read: the kernel looks at the pages that
     are present."""
 
-    min_packed_bytes: int = 1 << 20
-    """The least size of a blob that is packed: a smaller one saves less time on the link than two launches take."""
+    min_compressed_bytes: int = 1 << 20
+    """The least size of a blob that is compressed: a smaller one saves less time on the link than two launches take."""
     strip_bytes: int = 63 << 20
-    """The size of a strip of an image that is packed, at most. What does not pack takes a little more than its own bytes, and
-    may take 64 MiB. A smaller strip takes less memory of the device, and more launches."""
+    """The size of a strip of an image that is compressed, at most. What does not compress takes a little more than its own
+    bytes, and may take 64 MiB. A smaller strip takes less memory of the device, and more launches."""
 
     # Copies and reads
     max_run_bytes: int = 8 << 20
@@ -42,13 +42,13 @@ class Tuning:
     """The size of a chunk of a file: large enough for Python's share of the time to be small, small enough for all threads
     to be busy with one group."""
     leaf_chunk_bytes: int = 32 << 20
-    """The size of a chunk of RAM that is not page-locked, at leaf level, where many groups take Python's time besides."""
+    """The size of a chunk of RAM that is not pinned, at leaf level, where many groups take Python's time besides."""
     small_chunk_bytes: int = 6 << 20
-    """The size of a chunk where RAM is scarce. The drive takes so long then that Python's share does not matter."""
+    """The size of a chunk where RAM is scarce. The disk takes so long then that Python's share does not matter."""
     num_frames: int = 18
     """Chunks in RAM: two more than threads, so that all threads can read while some chunks are copied from."""
     num_leaf_frames: int = 15
-    """The number of these chunks. Together they fit into 512 MiB of page-locked memory."""
+    """The number of these chunks. Together they fit into 512 MiB of pinned memory."""
 
     # Device memory
     min_window_bytes: int = 4 << 20
@@ -79,32 +79,32 @@ class Tuning:
     """What is sent and gathered to find out whether sharing pays."""
 
     # Patience
-    share_patience_seconds: float = 0.02
+    shard_timeout_seconds: float = 0.02
     """How long a pass waits for other ranks in all, beside what sharing saves: they are a little apart."""
     share_setup_seconds: float = 300.0
     """How long a set-up waits for the other ranks. They may load the model at different speeds."""
-    share_limit_seconds: float = 60.0
+    shard_read_timeout_seconds: float = 60.0
     """How long the parts of a group may be on their way from all ranks, of which each has begun, before sharing ends."""
-    turn_patience_seconds: float = 30.0
+    turn_timeout_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
-    convoy_wait_seconds: float = 0.1
+    interleave_wait_seconds: float = 0.1
     """How long forwards that share passes wait for those that came along last time. A pass of a large model takes longer."""
-    convoy_patience_seconds: float = 10.0
+    participant_timeout_seconds: float = 10.0
     """How long forwards that share passes let others go first that came before them, or may come along."""
-    backward_patience_seconds: float = 3600.0
+    backward_timeout_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
-    setup_patience_seconds: float = 600.0
+    setup_timeout_seconds: float = 600.0
     """How long a set-up waits for the lock on the folder. Writing a large model takes minutes."""
     seconds_until_said: float = 1.0
     """After this time of waiting for a lock the log says so."""
 
     # The command `doctor`
     tried_file_bytes: int = 64 << 20
-    """The size of the file that is written, page-locked and read. A smaller one takes too little time to tell a speed."""
-    tried_lock_bytes: int = 8 << 30
-    """The RAM that is page-locked to see where the system refuses, at most: also at most a quarter of what is available."""
-    tried_lock_seconds: float = 3.0
-    """The time after which no more of it is locked."""
+    """The size of the file that is written, pinned and read. A smaller one takes too little time to tell a speed."""
+    tried_pin_bytes: int = 8 << 30
+    """The RAM that is pinned to see where the system refuses, at most: also at most a quarter of what is available."""
+    tried_pin_seconds: float = 3.0
+    """The time after which no more of it is pinned."""
 
     def ring(self, *, is_scarce: bool, is_of_leaves: bool) -> tuple[int, int]:
         """The size of a chunk, and the number of chunks that are in staging memory at once.

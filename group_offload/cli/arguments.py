@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..base.device import Backend, backend_for, default_device
-from ..errors import ConfigError, DeviceError, GroupFileError
+from ..errors import ConfigError, DeviceError, StorageError
 from ..plan.budgets import parse_bytes
 
 
@@ -88,10 +88,10 @@ def find_checkpoint(name: str) -> Path:
     """A file or folder; or what `huggingface_hub` has downloaded before as `name` (owner/model, or a folder in it).
 
     Raises:
-        GroupFileError: there is neither.
+        StorageError: there is neither.
     """
     if not name:
-        raise GroupFileError("MODEL is empty. Pass the folder of a model; . is the current folder.")
+        raise StorageError("MODEL is empty. Pass the folder of a model; . is the current folder.")
     path = os.path.expanduser(name)
     if not path.startswith("~") and os.path.exists(path):  # Path.exists raises if the name is too long
         return Path(path)
@@ -103,7 +103,7 @@ def find_checkpoint(name: str) -> Path:
             found = Path(snapshot_download("/".join(parts[:2]), local_files_only=True), *parts[2:])
             if found.exists() and any(found.rglob("*.safetensors")):  # a part of it may have been downloaded
                 return found
-    raise GroupFileError(
+    raise StorageError(
         f"There is no {name}: no such file or folder, and no downloaded model. A model of the hub: hf download "
         f"{'/'.join(parts[:2]) if is_on_hub(name) else 'OWNER/MODEL'}"
     )

@@ -26,16 +26,16 @@ import torch
 
 from .. import __version__
 from ..base.device import Backend, backend_for
-from ..base.page_lock import LockLimit, careful_bytes, is_wsl2
 from ..base.pagemap import can_detect_writes, scans_quickly
+from ..base.pinning import PinLimit, careful_bytes, is_wsl2
 from ..base.ram import available_ram
 from ..base.system import advise, max_locked_bytes, ram_of_machine
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
-from ..errors import GroupFileError
+from ..errors import StorageError
 from ..plan import speeds
 from ..plan.budgets import auto_ram, total_ram
-from ..plan.speeds import device_name, measure_drive, measure_link
+from ..plan.speeds import device_name, measure_disk, measure_link
 from ..stores.pinned import Segment
 from .arguments import add_device, add_json, chosen_backend, new_command, path_of
 from .output import say, say_meanwhile
@@ -46,7 +46,7 @@ _CPU = "not needed: the CPU computes from RAM"
 _SLOW_LINK = 10e9
 """Bytes per second. PCIe 3 x16 carries 12 GB/s, PCIe 4 x16 25 GB/s."""
 _SLOW_DRIVE = 1e9
-"""Bytes per second. SATA drives, disks and most network drives are slower, NVMe drives are faster."""
+"""Bytes per second. SATA and hard disks and most network disks are slower, NVMe drives are faster."""
 _LIBRARIES = ("diffusers", "accelerate", "safetensors", "transformers", "peft")
 
 
@@ -114,7 +114,7 @@ def _ask(probe: Callable[[Machine], Row], machine: Machine) -> Row:
     """The row of a probe, or one that says how the probe failed."""
     try:
         return probe(machine)
-    except GroupFileError:
+    except StorageError:
         raise  # about the folder, which is an argument
     except Exception as error:  # a system or a driver may fail in any way, and the other rows still come
         return Row(f"unknown: {_in_one_line(error)}", UNKNOWN)
@@ -126,10 +126,10 @@ def _in_one_line(error: Exception) -> str:
 
 @contextmanager
 def _file_to_try(folder: Path) -> Iterator[Path]:
-    """A file of random bytes that are on the drive and not in the page cache.
+    """A file of random bytes that are on the disk and not in the page cache.
 
     Raises:
-        GroupFileError: the folder is none, or cannot be written to.
+        StorageError: the folder is none, or cannot be written to.
     """
     size = tuning().tried_file_bytes
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def _file_to_try(folder: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
             advise(file.fileno(), 0, 0, "DONTNEED")
         except OSError as error:
-            raise GroupFileError(
+            raise StorageError(
                 f"Cannot write to {folder}: {error.strerror or error}. Pass a folder on the disk of your models that you can "
                 f"write to, with {describe_bytes(size)} free."
             ) from error
@@ -170,7 +170,7 @@ def _page_map(machine: Machine) -> Row:
     return Row(found, MISSING, "Allow this process to read /proc/self/pagemap; sandboxes such as gVisor don't.")
 
 
-def _page_locking(machine: Machine) -> Row:
+def _pinning(machine: Machine) -> Row:
     """Pins RAM as that of weights is pinned, segment by segment, and gives it back."""
     soft = max_locked_bytes()
     said = f"ulimit -l: {'unlimited' if soft is None else describe_bytes(soft)}"
@@ -178,19 +178,19 @@ def _page_locking(machine: Machine) -> Row:
         said += f"; WSL2 pins at most half of its RAM, {describe_bytes(careful_bytes())}"
     if not machine.backend.has_streams:
         return Row(f"{_CPU} ({said})")
-    limit, until = LockLimit(machine.backend), time.monotonic() + tuning().tried_lock_seconds
-    most = int(min(tuning().tried_lock_bytes, available_ram() // 4, careful_bytes()))
-    tried, held = 0, list[Segment]()  # what is dropped is unlocked
+    limit, until = PinLimit(machine.backend), time.monotonic() + tuning().tried_pin_seconds
+    most = int(min(tuning().tried_pin_bytes, available_ram() // 4, careful_bytes()))
+    tried, held = 0, list[Segment]()  # what is dropped is unpinned
     while tried < most and not limit.was_refused and time.monotonic() < until:
         held.append(Segment(min(tuning().segment_bytes, most - tried), machine.backend, pin=True, wait=lambda: None))
         held[-1].fill([])
         held[-1].lock(limit)
         tried += held[-1].bytes.numel()
-    locked = limit.num_locked + limit.num_by_driver
-    found, verdict, remedy = f"pinned {describe_bytes(locked)} of {describe_bytes(tried)}", SLOWER, ""
+    pinned = limit.num_pinned + limit.num_by_driver
+    found, verdict, remedy = f"pinned {describe_bytes(pinned)} of {describe_bytes(tried)}", SLOWER, ""
     if limit.was_refused:
         found += ", then the system refused: the rest is copied through a staging buffer"
-        verdict = SLOWER if locked else MISSING
+        verdict = SLOWER if pinned else MISSING
         remedy = "`ulimit -l unlimited`; containers: `--ulimit memlock=-1` and more `--memory`; WSL2: `memory=` in .wslconfig."
     elif limit.num_by_driver:
         found += (
@@ -237,7 +237,7 @@ def _device(machine: Machine) -> Row:
 def _link(machine: Machine) -> Row:
     if not machine.backend.has_streams:
         return Row(_CPU)
-    measured = measure_link(machine.backend, min(speeds.LINK_BYTES, tuning().tried_lock_bytes))
+    measured = measure_link(machine.backend, min(speeds.LINK_BYTES, tuning().tried_pin_bytes))
     found = f"{measured / 1e9:.1f} GB/s from RAM to the device{_kept('h2d', device_name(machine.backend), measured)}"
     if measured >= _SLOW_LINK:
         return Row(found)
@@ -245,19 +245,19 @@ def _link(machine: Machine) -> Row:
     return Row(found, SLOWER, remedy)
 
 
-def _drive(machine: Machine) -> Row:
+def _disk(machine: Machine) -> Row:
     folder = machine.folder.resolve()
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
     kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown file system"
-    speed, problem = measure_drive(folder, speeds.MIN_DRIVE_BYTES)
+    speed, problem = measure_disk(folder, speeds.MIN_DISK_BYTES)
     if speed is None:  # it holds no model whose files are large enough
         with _file_to_try(folder) as file:
-            speed, problem = measure_drive(file, file.stat().st_size)
+            speed, problem = measure_disk(file, file.stat().st_size)
     found = f"{kind}, {describe_bytes(shutil.disk_usage(folder).free)} free"
     if speed is None:
         return Row(f"{found}; not measured: {problem}", UNKNOWN)
-    found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('drive', speeds.filesystem_of(folder), speed)}"
-    remedies = ["Keep models on an NVMe drive; under WSL2 outside of /mnt."] if speed < _SLOW_DRIVE else []
+    found += f", {speed / 1e9:.2f} GB/s from disk to RAM{_kept('disk', speeds.filesystem_of(folder), speed)}"
+    remedies = ["Keep models on an NVMe disk; under WSL2 outside of /mnt."] if speed < _SLOW_DRIVE else []
     if problem:  # O_DIRECT is refused: reads go through the page cache
         found += f". {problem}"
         remedies.append("Keep models that are larger than RAM on a local ext4, XFS or btrfs disk.")
@@ -291,6 +291,6 @@ def _versions(machine: Machine) -> Row:
 
 
 PROBES: dict[str, Callable[[Machine], Row]] = {
-    probe.__name__[1:]: probe for probe in (_page_map, _page_locking, _ram, _device, _link, _drive, _versions)
+    probe.__name__[1:]: probe for probe in (_page_map, _pinning, _ram, _device, _link, _disk, _versions)
 }
 """The rows, in their order."""

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..errors import GroupFileError
+from ..errors import StorageError
 from .output import say_meanwhile
 
 _MOST_SECONDS = 10
@@ -28,7 +28,7 @@ def sketched(name: str) -> Iterator[Path]:
         name: `owner/model`, or a folder in it: `owner/model/transformer`.
 
     Raises:
-        GroupFileError: the hub has no such model, does not answer, or wants a token.
+        StorageError: the hub has no such model, does not answer, or wants a token.
     """
     owner, model, *inside = name.split("/")
     repository = f"{owner}/{model}"
@@ -38,16 +38,16 @@ def sketched(name: str) -> Iterator[Path]:
             _sketch(repository, PurePosixPath(*inside), Path(temporary))
         except Exception as error:  # the library's, and those of the one that it speaks HTTP with
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
-            raise GroupFileError(
+            raise StorageError(
                 f"There is no file or folder {name}, it is not downloaded, and the hub does not give it: {reason}. If it needs "
                 f"a token: hf auth login. Without a network, download it where there is one: hf download {repository}"
             ) from error
         if not folder.is_dir():
-            raise GroupFileError(f"{repository} has no folder {'/'.join(inside)}.")
+            raise StorageError(f"{repository} has no folder {'/'.join(inside)}.")
         try:
             yield folder
-        except GroupFileError as error:
-            raise GroupFileError(str(error).replace(temporary, repository)) from error
+        except StorageError as error:
+            raise StorageError(str(error).replace(temporary, repository)) from error
 
 
 def _sketch(repository: str, inside: PurePosixPath, folder: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from .. import __version__
 from ..errors import GroupOffloadError
-from . import doctor, pack, plan
+from . import compress, doctor, plan
 from .output import complain
 
 OK, FAILED = 0, 2
@@ -49,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="group-offload", description=__doc__)
     parser.add_argument("--version", action="version", version=f"group-offload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, pack, doctor):
+    for command in (plan, compress, doctor):
         command.add_command(commands)
     return parser

@@ -16,24 +16,24 @@ import torch
 from ..base.ram import available_ram
 from ..base.text import describe_bytes, describe_seconds, html_paragraph
 from ..base.tuning import tuning
-from ..errors import ConfigError, GroupFileError
-from ..integrations.sharing import NUM_STEPS
-from ..plan.placement import ASSUMED_UNPACK, Placement, Problem, Speeds, smallest_device_bytes
+from ..errors import ConfigError, StorageError
+from ..integrations.ram_split import NUM_STEPS
+from ..plan.placement import ASSUMED_DECOMPRESS, Placement, Problem, Speeds, smallest_device_bytes
 from ..plan.planner import Plan, make_plan
-from ..plan.ram_shares import ComponentLoad, share_ram
+from ..plan.ram_split import ComponentLoad, share_ram
 from ..plan.report import OffloadPlan
-from ..plan.speeds import ASSUMED_DRIVE, ASSUMED_H2D, filesystem_of, recorded
+from ..plan.speeds import ASSUMED_DISK, ASSUMED_H2D, filesystem_of, recorded
 from ..report.page import write_page
-from ..runtime.convoy.contract import DENOISERS
+from ..runtime.interleave.contract import DENOISERS
 from .arguments import add_json, dtype_of, find_checkpoint, is_on_hub, new_command, path_of, positive_size_of, size_of
 from .hub import sketched
-from .outline import Outline, find_models, outline_of, read_json
+from .meta_model import MetaModel, find_models, meta_model_of, read_json
 from .output import say
 
 _PROCESS_RAM = "1.5GiB"
 _PLACES = {
     Placement.DEVICE: "on the device",
-    Placement.PACKED: "on the device, packed",
+    Placement.COMPRESSED: "on the device, compressed",
     Placement.RAM: "pinned RAM",
     Placement.FILE: "file",
 }
@@ -53,17 +53,17 @@ def add_command(commands: Any) -> None:
     text = "the part of --vram for activations (default: 0)"
     add("--activations", metavar="SIZE", type=size_of, default=0, help=text)
     text = f"the part of --ram for Python, torch and the driver (default: {_PROCESS_RAM}, a guess)"
-    add("--process-ram", metavar="SIZE", type=size_of, default=_PROCESS_RAM, help=text)
+    add("--host-overhead", metavar="SIZE", type=size_of, default=_PROCESS_RAM, help=text)
     text = "the dtype that weights are cast to, such as bfloat16 (default: that of the files)"
     add("--dtype", type=dtype_of, help=text)
-    text = "compress bfloat16 weights to an assumed 0.72 of their size, as pack=True does"
-    add("--pack", action="store_true", help=text)
+    text = "compress bfloat16 weights to an assumed 0.72 of their size, as compress=True does"
+    add("--compress", action="store_true", help=text)
     add("--step-seconds", type=_seconds, metavar="S", help="compute time of one forward (default: unknown)")
     text = "forwards of a pipeline's denoiser (default: %(default)s)"
     add("--steps", type=_number, default=NUM_STEPS, metavar="N", help=text)
     text = "{}, such as {}, per second (default: as doctor measured)"
-    add("--h2d", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
-    add("--drive", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
+    add("--h2d-speed", metavar="SPEED", type=positive_size_of, help=text.format("RAM to device", "25GB"))
+    add("--disk-speed", metavar="SPEED", type=positive_size_of, help=text.format("disk to RAM", "3.5GB"))
     text = "write a page: groups, bottleneck"
     add_json(plan)
     add("--html", metavar="FILE.html", type=path_of, help=text)
@@ -87,7 +87,7 @@ class _Component:
     """A model and its plan."""
 
     name: str
-    outline: Outline
+    outline: MetaModel
     uses: int
     plan: Plan
 
@@ -115,7 +115,7 @@ _Speeds = Mapping[str, tuple[int, str]]
 def _plan(arguments: argparse.Namespace) -> int:
     try:
         path = find_checkpoint(arguments.model)
-    except GroupFileError:
+    except StorageError:
         if not is_on_hub(arguments.model) or find_spec("huggingface_hub") is None:
             raise
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -133,7 +133,9 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     """
     speeds = _speeds(arguments, weights)
     found, left_out = find_models(path)
-    models = {name: outline_of(model, arguments.dtype, packs=arguments.pack) for name, model in found.items()}
+    models = {
+        name: meta_model_of(model, arguments.dtype, compresses=arguments.compress) for name, model in found.items()
+    }
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
     sentences = [
         "All times are predicted; nothing has run.",
@@ -166,9 +168,9 @@ def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     kept, found = recorded(), dict[str, tuple[int, str]]()
     device = next((name for name in reversed(kept["h2d"]) if not name.startswith("CPU ")), "")
     for name, given, where, assumed in (
-        ("h2d", arguments.h2d, device, ASSUMED_H2D),
-        ("drive", arguments.drive, filesystem_of(path), ASSUMED_DRIVE),
-        ("unpack", None, device, ASSUMED_UNPACK),
+        ("h2d", arguments.h2d_speed, device, ASSUMED_H2D),
+        ("disk", arguments.disk_speed, filesystem_of(path), ASSUMED_DISK),
+        ("decompress", None, device, ASSUMED_DECOMPRESS),
     ):
         measured = kept[name].get(where)
         if given is not None:
@@ -180,7 +182,7 @@ def _speeds(arguments: argparse.Namespace, path: Path) -> _Speeds:
     return found
 
 
-def _components(models: Mapping[str, Outline], arguments: argparse.Namespace, speeds: Speeds) -> list[_Component]:
+def _components(models: Mapping[str, MetaModel], arguments: argparse.Namespace, speeds: Speeds) -> list[_Component]:
     """
     Raises:
         ConfigError: a budget is too small. The message names the smallest that works for all models.
@@ -219,15 +221,15 @@ def _components(models: Mapping[str, Outline], arguments: argparse.Namespace, sp
 
 
 def _shares(
-    models: Mapping[str, Outline], uses: Mapping[str, int], arguments: argparse.Namespace
+    models: Mapping[str, MetaModel], uses: Mapping[str, int], arguments: argparse.Namespace
 ) -> dict[str, int | None]:
     """RAM for the weights of each model. None: no limit was given."""
     if arguments.ram is None:
         return dict.fromkeys(models)
-    others = arguments.process_ram + len(models) * tuning().reading_bytes + tuning().ram_margin_bytes
+    others = arguments.host_overhead + len(models) * tuning().reading_bytes + tuning().ram_margin_bytes
     if arguments.ram < others:
         raise ConfigError(
-            f"--ram {describe_bytes(arguments.ram)} is too small: --process-ram and buffers for reads alone need "
+            f"--ram {describe_bytes(arguments.ram)} is too small: --host-overhead and buffers for reads alone need "
             f"{describe_bytes(others, round_up=True)}."
         )
     loads = [ComponentLoad(num_bytes=model.num_bytes, uses=uses[name], must_bytes=0) for name, model in models.items()]
@@ -242,12 +244,14 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield "Without --ram, all weights are in RAM."
     elif len(components) > 1:
         yield "RAM goes first to the models that run most often."
-    names = {"h2d": "RAM to device", "drive": "disk to RAM"} | ({"unpack": "unpacking"} if arguments.pack else {})
+    names = {"h2d": "RAM to device", "disk": "disk to RAM"} | (
+        {"decompress": "decompression"} if arguments.compress else {}
+    )
     told = {label: speeds[name] for name, label in names.items()}
     yield f"Speeds: {', '.join(f'{label} {speed / 1e9:.3g} GB/s ({source})' for label, (speed, source) in told.items())}."
-    if any(source == "assumed" for name, (_, source) in speeds.items() if name != "unpack"):
+    if any(source == "assumed" for name, (_, source) in speeds.items() if name != "decompress"):
         yield "To measure what is assumed: group-offload doctor DIR"
-    if arguments.pack:
+    if arguments.compress:
         yield "Compressed weights on disk need offload_to_disk_path."
     untimed = [each.name for each in components if not each.plan.prediction.compute_seconds]
     if len(untimed) == len(components):
@@ -268,14 +272,14 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
     given += [f'variant="{largest.outline.variant}"'] if largest.outline.variant else []
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
-    options += ["pack=True"] if arguments.pack else []
-    needed = sum(each.outline.num_bytes for each in components) + arguments.process_ram
+    options += ["compress=True"] if arguments.compress else []
+    needed = sum(each.outline.num_bytes for each in components) + arguments.host_overhead
     if dtype != torch.float32:
         yield "import torch"
     yield f"from {library} import {model_class}"
     if needed > (available_ram() if arguments.ram is None else arguments.ram):
-        # Weights that are cast, or packed, do not stay in the checkpoint's files.
-        if arguments.pack or any(each.outline.num_cast for each in components):
+        # Weights that are cast, or compressed, do not stay in the checkpoint's files.
+        if arguments.compress or any(each.outline.num_cast for each in components):
             options.append('offload_to_disk_path="offload"')
         yield "from group_offload import from_pretrained"
         yield f"{thing} = from_pretrained({', '.join([model_class, *given, *options])})"
@@ -308,7 +312,7 @@ def _figures(component: _Component) -> dict[str, Any]:
         "slot_bytes": plan.slot_bytes,
         "ram_bytes": plan.ram_bytes,
         "h2d_bytes_per_s": plan.problem.speeds.h2d,
-        "drive_bytes_per_s": plan.problem.speeds.drive,
+        "drive_bytes_per_s": plan.problem.speeds.disk,
         "num_bytes": outline.num_bytes,
         "num_passes": component.uses,
         "num_cast": outline.num_cast,

@@ -15,8 +15,8 @@ calls new functions does not break anything. Only a write to such a view cannot 
 model is loaded without postponing. In this way the library goes through its own code (names, `_keep_in_fp32_modules`,
 variants, shards, ties, conversions), and the dtype that it asked for is known for each weight.
 
-Torch makes parameters of tensors where no mode sees it, so parameters are recognised by the address of their memory. The
-views that were handed out are recognised by identity: another view of the same memory, fresh from the file, was not cast.
+Torch makes parameters of tensors where no mode sees it, so parameters are recognized by the address of their memory. The
+views that were handed out are recognized by identity: another view of the same memory, fresh from the file, was not cast.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PostponedCasts(TorchFunctionMode):
     def casts_of(self, module: nn.Module) -> dict[str, torch.dtype]:
         """The dtypes that parameters and buffers of `module` are to be cast to, by name.
 
-        Call this before a loaded weight is placed or dropped: weights are recognised by their address.
+        Call this before a loaded weight is placed or dropped: weights are recognized by their address.
         """
         tensors = (*module.named_parameters(), *module.named_buffers())
         return {name: dtype for name, tensor in tensors if (dtype := self._asked_at(tensor)) is not None}

@@ -44,7 +44,7 @@ from ..plan.budgets import Default, describe_bytes
 from ..runtime.gates import root_of
 from .casts import cast_now
 from .modular import hear_guiders, hear_managers, make_room
-from .sharing import put_in_order, shares_of
+from .ram_split import put_in_order, shares_of
 
 logger = logging.getLogger("group_offload")
 
@@ -68,7 +68,7 @@ class PipelineOptions(NotCopied, OffloadOptions):
     """
 
     vram_budget: int | str | None = field(default=FILL, kw_only=True)
-    share_passes: bool | str = field(default="auto", kw_only=True)
+    interleave_forwards: bool | str = field(default="auto", kw_only=True)
     exclude_modules: str | Iterable[str] | None = None
     model_options: Mapping[str, Mapping[str, Any]] | None = None
 
@@ -95,7 +95,7 @@ class LeastOptions(PipelineOptions):
     """Those of diffusers' own call, which takes the least memory by itself."""
 
     vram_budget: int | str | None = field(default=None, kw_only=True)
-    share_passes: bool | str = field(default=False, kw_only=True)
+    interleave_forwards: bool | str = field(default=False, kw_only=True)
 
 
 @takes_options(PipelineOptions)
@@ -116,7 +116,7 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
             "auto" on an accelerator, unless `low_cpu_mem_usage` or `process_group` is given; None takes the least memory.
             Of a model whose two largest blocks take more than half of it, single layers are streamed, unless `offload_type`,
             `num_blocks_per_group` or `block_modules` is given.
-        share_passes: `"auto"` by default.
+        interleave_forwards: `"auto"` by default.
         ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
 
     Returns:
@@ -262,7 +262,7 @@ def _plan(
         tables = set[int]().union(*(tables_of(each.model, each.config) for each in offloaded))
         shares = shares_of(sharing, common, tables)
         offloaded = [
-            replace(each, config=replace(each.config, ram_share=shares.get(each.names[0]))) for each in offloaded
+            replace(each, config=replace(each.config, ram_quota_bytes=shares.get(each.names[0]))) for each in offloaded
         ]
     if common.vram_budget is not None:
         offloaded = _within(_room(common, whole), offloaded, given)

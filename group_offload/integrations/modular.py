@@ -25,7 +25,7 @@ from ..base.arena import arenas
 from ..base.patching import around_once
 from ..errors import ConfigError
 from ..handle import OffloadHandle
-from ..runtime.convoy.steps import announce, begin_step
+from ..runtime.interleave.guidance_steps import announce, begin_step
 
 _MANAGER = "diffusers.modular_pipelines.components_manager"
 _GUIDERS = "diffusers.guiders.guider_utils"
@@ -84,7 +84,7 @@ def _choose_leaving(
     """
     handle = handle_of(model)
     if handle is not None:
-        size = handle.missing_bytes
+        size = handle._live.placer.missing_bytes
     else:
         size = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
         # Later releases of diffusers have another name for it.

@@ -33,7 +33,7 @@ def write_report(models: Any, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         ConfigError: `models` is none of these.
-        GroupFileError: the file cannot be written.
+        StorageError: the file cannot be written.
         StateError: no model of them is offloaded.
 
     Example:
@@ -77,7 +77,7 @@ def _section(handle: OffloadHandle) -> str:
         total = describe_bytes(engine.config.backend.total_bytes())
         limit = "without a budget" if budget is None else f"with a budget of {describe_bytes(budget)}"
         parts.append(html_paragraph(f"On {engine.config.onload_device}, which has {total}, {limit}."))
-    if not stats.passes:
+    if not stats.forward_passes:
         parts.append(html_paragraph("No forward has run yet."))
     return "".join([*parts, folded("Groups", groups), folded("Statistics", stats._repr_html_())])
 

@@ -4,7 +4,7 @@ The functions here touch no device, no file and no clock, and give the same answ
 
 [Note: The model of a pass]
 Passes follow one another, and the prediction is for one pass of many. Three things work at the same time, each on one
-item at a time and in order of use: the drive reads, the link copies to the device, the device computes.
+item at a time and in order of use: the disk reads, the link copies to the device, the device computes.
 
 - A resident group (`Placement.DEVICE`) is computed as soon as the use before it is. Every other group is sent for each
   use, except that uses that follow each other directly are one. If all groups that are used and not resident fit in the
@@ -13,13 +13,13 @@ item at a time and in order of use: the drive reads, the link copies to the devi
   computed. `ring` decides which bytes these are, for the engine too. (The engine may send several small groups together;
   in this model each has a slot to itself.)
 - The link is one copy stream. It begins a use once the use before it has arrived and the slot is free. A use that comes
-  from a file arrives no sooner than the drive has read it, and the uses behind it wait, even those that come from RAM.
-- The drive is never further ahead of the link than the staging memory. It reads on while slots are taken.
-- A packed group in RAM is sent strip by strip. A strip needs no slot to be sent, but one of the berths, which are free once the
-  strip that many before was unpacked: when it had arrived and its slot was free. So the link is ahead of the slot by as many
-  strips. A group that stays on the device packed takes no time on the link.
-- A packed group in a file is read packed. Its strips need the reading berth, one after another.
-- The device computes nothing else while it unpacks. (It does, but how much slower was not measured.)
+  from a file arrives no sooner than the disk has read it, and the uses behind it wait, even those that come from RAM.
+- The disk is never further ahead of the link than the staging memory. It reads on while slots are taken.
+- A compressed group in RAM is sent strip by strip. A strip needs no slot to be sent, but one of the compressed buffers, which
+  are free once the strip that many before was decompressed: when it had arrived and its slot was free. So the link is ahead of
+  the slot by as many strips. A group that stays on the device compressed takes no time on the link.
+- A compressed group in a file is read compressed. Its strips need the reading compressed buffer, one after another.
+- The device computes nothing else while it decompresses. (It does, but how much slower was not measured.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
 
-from .placement import NUM_BERTHS, Placement, Problem
+from .placement import NUM_COMPRESSED_BUFFERS, Placement, Problem
 from .ring import Geometry
 
 _CHUNK_BYTES = 16 << 20
@@ -51,25 +51,25 @@ class Prediction:
     stall_seconds: float
     """How long compute waits for bytes."""
     h2d_bytes: int
-    drive_bytes: int
+    disk_bytes: int
     h2d_seconds: float
-    drive_seconds: float
+    disk_seconds: float
     compute_seconds: float
-    unpack_bytes: int = 0
-    """Bytes of weights that the device unpacks."""
-    unpack_seconds: float = 0.0
+    decompress_bytes: int = 0
+    """Bytes of weights that the device decompresses."""
+    decompress_seconds: float = 0.0
 
     @property
     def bound(self) -> str:
-        """The part of the machine that is busy longest: "compute" (which unpacking is a part of), "PCIe" or "disk"."""
-        compute = self.compute_seconds + self.unpack_seconds
-        busy = {"compute": compute, "PCIe": self.h2d_seconds, "disk": self.drive_seconds}
+        """The part of the machine that is busy longest: "compute" (which decompression is a part of), "PCIe" or "disk"."""
+        compute = self.compute_seconds + self.decompress_seconds
+        busy = {"compute": compute, "PCIe": self.h2d_seconds, "disk": self.disk_seconds}
         return max(busy, key=lambda name: busy[name])
 
     @property
     def limit_seconds(self) -> float:
         """How long that part is busy: no order of work makes this placement faster."""
-        return max(self.compute_seconds + self.unpack_seconds, self.h2d_seconds, self.drive_seconds)
+        return max(self.compute_seconds + self.decompress_seconds, self.h2d_seconds, self.disk_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Footprint:
     """Bytes that a placement takes, and bytes that it moves in one pass."""
 
     slot_bytes: int
-    berth_bytes: int
-    """What packed bytes land in before they are unpacked."""
+    compressed_buffer_bytes: int
+    """What compressed bytes land in before they are decompressed."""
     device_bytes: int
-    """Resident groups, packed or not, slots, and berths."""
+    """Resident groups, compressed or not, slots, and compressed buffers."""
     h2d_bytes: int
-    drive_bytes: int
-    unpack_bytes: int
+    disk_bytes: int
+    decompress_bytes: int
 
 
 class PassModel:
@@ -94,15 +94,15 @@ class PassModel:
         self.groups = problem.groups
         self.sizes = [group.num_bytes for group in self.groups]
         self._all_bytes = sum(self.sizes)
-        self._is_packed = [group.packed_bytes > 0 for group in self.groups]
-        self.has_packed = any(self._is_packed)
-        self.berths = [group.berth_bytes for group in self.groups]
-        self.sent = [group.packed_bytes or group.num_bytes for group in self.groups]
+        self._is_compressed = [group.compressed_bytes > 0 for group in self.groups]
+        self.has_compressed = any(self._is_compressed)
+        self.compressed_buffers = [group.compressed_buffer_bytes for group in self.groups]
+        self.sent = [group.compressed_bytes or group.num_bytes for group in self.groups]
         """What each group takes in RAM, and on the link from there."""
-        self._reads_packed = [group.reads_packed and group.packed_bytes > 0 for group in self.groups]
+        self._reads_compressed = [group.reads_compressed and group.compressed_bytes > 0 for group in self.groups]
         self.read = [
-            group.packed_bytes if packed else group.num_bytes
-            for group, packed in zip(self.groups, self._reads_packed, strict=True)
+            group.compressed_bytes if compressed else group.num_bytes
+            for group, compressed in zip(self.groups, self._reads_compressed, strict=True)
         ]
         """What is read of each group from its file, and sent then."""
         num_uses = Counter(problem.order)
@@ -127,42 +127,46 @@ class PassModel:
         group = self.groups[index]
         if not group.may_reside or not self.has_residents:
             return [rest]
-        is_kept_packed = group.packed_bytes > 0 and rest is Placement.RAM
-        return [Placement.DEVICE, Placement.PACKED, rest] if is_kept_packed else [Placement.DEVICE, rest]
+        is_kept_compressed = group.compressed_bytes > 0 and rest is Placement.RAM
+        return [Placement.DEVICE, Placement.COMPRESSED, rest] if is_kept_compressed else [Placement.DEVICE, rest]
 
     def footprint(self, placements: Sequence[Placement]) -> Footprint:
         # Each candidate of the search comes through here, so the names are bound to locals.
-        sizes, sent, device, file, kept = self.sizes, self.num_sent, Placement.DEVICE, Placement.FILE, Placement.PACKED
+        sizes, sent = self.sizes, self.num_sent
+        device, file, kept = Placement.DEVICE, Placement.FILE, Placement.COMPRESSED
         streamed = [index for index, placement in enumerate(placements) if placement is not device]
         streamed_sizes = [sizes[index] for index in streamed]
         not_resident = sum([sizes[index] for index in streamed if sent[index]])
         slots = sum(nlargest(self.problem.num_slots, streamed_sizes))
-        resident, berths, unpacked = self._all_bytes - sum(streamed_sizes), 0, 0
+        resident, compressed_buffers, decompressed = self._all_bytes - sum(streamed_sizes), 0, 0
         from_file = [index for index in streamed if placements[index] is file]
         from_ram = [index for index in streamed if placements[index] is not file and placements[index] is not kept]
-        if self.has_packed:
-            packed, read_packed = self._is_packed, [index for index in from_file if self._reads_packed[index]]
+        if self.has_compressed:
+            compressed = self._is_compressed
+            read_compressed = [index for index in from_file if self._reads_compressed[index]]
             stay = [index for index in streamed if placements[index] is kept]
-            sent_packed = [index for index in from_ram if packed[index]]
+            sent_compressed = [index for index in from_ram if compressed[index]]
             resident += sum([self.sent[index] for index in stay])
-            berths = NUM_BERTHS * max([self.berths[index] for index in sent_packed], default=0)
-            berths += max([self.berths[index] for index in read_packed], default=0)
-            unpacked = sum([sizes[index] * sent[index] for index in (*stay, *sent_packed, *read_packed)])
-        on_device = resident + slots + berths
+            compressed_buffers = NUM_COMPRESSED_BUFFERS * max(
+                [self.compressed_buffers[index] for index in sent_compressed], default=0
+            )
+            compressed_buffers += max([self.compressed_buffers[index] for index in read_compressed], default=0)
+            decompressed = sum([sizes[index] * sent[index] for index in (*stay, *sent_compressed, *read_compressed)])
+        on_device = resident + slots + compressed_buffers
         if not_resident <= slots:
-            return Footprint(slots, berths, on_device, 0, 0, 0)
-        drive = sum([self.read[index] * sent[index] for index in from_file])
-        h2d = drive + sum([self.sent[index] * sent[index] for index in from_ram])
-        return Footprint(slots, berths, on_device, h2d, drive, unpacked)
+            return Footprint(slots, compressed_buffers, on_device, 0, 0, 0)
+        disk = sum([self.read[index] * sent[index] for index in from_file])
+        h2d = disk + sum([self.sent[index] * sent[index] for index in from_ram])
+        return Footprint(slots, compressed_buffers, on_device, h2d, disk, decompressed)
 
     def limit_seconds(self, footprint: Footprint) -> float:
-        """How long a pass takes at least: compute, the link and the drive are each busy for so long."""
+        """How long a pass takes at least: compute, the link and the disk are each busy for so long."""
         speeds, busy = self.problem.speeds, self.busy_seconds(footprint)
-        return max(busy, footprint.h2d_bytes / speeds.h2d, footprint.drive_bytes / speeds.drive)
+        return max(busy, footprint.h2d_bytes / speeds.h2d, footprint.disk_bytes / speeds.disk)
 
     def busy_seconds(self, footprint: Footprint) -> float:
-        """How long the device computes and unpacks."""
-        return self.compute_seconds + footprint.unpack_bytes / self.problem.speeds.unpack
+        """How long the device computes and decompresses."""
+        return self.compute_seconds + footprint.decompress_bytes / self.problem.speeds.decompress
 
     def run(self, placements: Sequence[Placement], footprint: Footprint) -> float:
         """Simulate passes until two take equally long. Of these two the mean counts, in seconds."""
@@ -193,12 +197,12 @@ class PassModel:
             if at is Placement.DEVICE:
                 gap += seconds
                 continue
-            is_packed = self._reads_packed[index] if at is Placement.FILE else self._is_packed[index]
-            takes = num_bytes[index] / speeds.unpack if is_packed else 0.0
-            sent_bytes = self.sent[index] if is_packed else num_bytes[index]
-            copy = sent_bytes / speeds.h2d if at is not Placement.PACKED else None
+            is_compressed = self._reads_compressed[index] if at is Placement.FILE else self._is_compressed[index]
+            takes = num_bytes[index] / speeds.decompress if is_compressed else 0.0
+            sent_bytes = self.sent[index] if is_compressed else num_bytes[index]
+            copy = sent_bytes / speeds.h2d if at is not Placement.COMPRESSED else None
             read = next(reads) if at is Placement.FILE else None
-            num_strips = -(-sent_bytes // self.berths[index]) if is_packed else 0
+            num_strips = -(-sent_bytes // self.compressed_buffers[index]) if is_compressed else 0
             sent.append((gap, seconds + takes, copy, num_strips, next(backs), read))
             gap = 0.0
         # Residents at the end of a pass are computed before the first use of the next one.
@@ -211,18 +215,18 @@ class PassModel:
             step_seconds=step_seconds,
             stall_seconds=step_seconds - self.busy_seconds(footprint),
             h2d_bytes=footprint.h2d_bytes,
-            drive_bytes=footprint.drive_bytes,
+            disk_bytes=footprint.disk_bytes,
             h2d_seconds=footprint.h2d_bytes / self.problem.speeds.h2d,
-            drive_seconds=footprint.drive_bytes / self.problem.speeds.drive,
+            disk_seconds=footprint.disk_bytes / self.problem.speeds.disk,
             compute_seconds=self.compute_seconds,
-            unpack_bytes=footprint.unpack_bytes,
-            unpack_seconds=footprint.unpack_bytes / self.problem.speeds.unpack,
+            decompress_bytes=footprint.decompress_bytes,
+            decompress_seconds=footprint.decompress_bytes / self.problem.speeds.decompress,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """The work of the drive for one use."""
+class _DiskRead:
+    """The work of the disk for one use."""
 
     seconds: float
     last_chunk_seconds: float
@@ -231,27 +235,27 @@ class _Read:
     """Pairs (i, s): the read ends no sooner than s seconds after the begin of the copy i reads earlier. See `_reads`."""
 
 
-_Use = tuple[float, float, "float | None", int, int, "_Read | None"]
+_Use = tuple[float, float, "float | None", int, int, "_DiskRead | None"]
 """A use whose group is sent:
 
 - the seconds of compute of resident groups right before the use,
-- its own seconds of compute, and of unpacking the group for it,
-- the seconds that the link needs for it, or None if the group stays on the device packed,
-- how many strips the group is sent in: then the link needs berths before its slot (0: it is not packed),
+- its own seconds of compute, and of decompressing the group for it,
+- the seconds that the link needs for it, or None if the group stays on the device compressed,
+- how many strips the group is sent in: then the link needs compressed buffers before its slot (0: it is not compressed),
 - how many uses earlier the use is that has to be computed before the slot of this one is free,
-- the read from a file, or None if the group rests in RAM.
+- the read from a file, or None if the group is stored in RAM.
 """
 
 
 def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
     """The seconds that compute waits for weights, pass after pass."""
-    drive = link = compute = 0.0
+    disk = link = compute = 0.0
     """When each is done with the work that it was given."""
     ends = [0.0] * len(sent)
     """When the compute of each use ended. Before the first pass stands one that took no time."""
-    berths = [0.0] * NUM_BERTHS
-    """When each strip that was sent from RAM could be unpacked: it had arrived, and its slot was free."""
-    reading_berth = 0.0
+    compressed_buffers = [0.0] * NUM_COMPRESSED_BUFFERS
+    """When each strip that was sent from RAM could be decompressed: it had arrived, and its slot was free."""
+    reading_compressed_buffer = 0.0
     """The same for the last strip that was read from a file."""
     starts = [0.0] * (sum([use[-1] is not None for use in sent]) + 1)
     """When the copy of each use that is read from a file began."""
@@ -263,27 +267,27 @@ def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
                 start, room = link, ends[-back]
                 free = room
                 if num_strips:
-                    free = berths[-NUM_BERTHS] if read is None else reading_berth
+                    free = compressed_buffers[-NUM_COMPRESSED_BUFFERS] if read is None else reading_compressed_buffer
                 if free > start:
                     start = free
                 link = start + copy
-                num_ahead = NUM_BERTHS if read is None else 1
+                num_ahead = NUM_COMPRESSED_BUFFERS if read is None else 1
                 if num_strips > num_ahead:  # the others wait for the slot
                     link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
                 if read is not None:
                     starts.append(start)
-                    drive += read.seconds
+                    disk += read.seconds
                     for earlier, after in read.windows:
-                        drive = max(drive, starts[-1 - earlier] + after)
-                    link = max(link, drive + read.last_chunk_seconds)
+                        disk = max(disk, starts[-1 - earlier] + after)
+                    link = max(link, disk + read.last_chunk_seconds)
                 if link > compute:
                     stalled += link - compute
                     compute = link
                 if num_strips and read is None:
-                    for left in range(min(num_strips, NUM_BERTHS) - 1, -1, -1):
-                        berths.append(max(link - left * copy / num_strips, room))
+                    for left in range(min(num_strips, NUM_COMPRESSED_BUFFERS) - 1, -1, -1):
+                        compressed_buffers.append(max(link - left * copy / num_strips, room))
                 elif num_strips:
-                    reading_berth = max(link, room)
+                    reading_compressed_buffer = max(link, room)
             compute += seconds
             ends.append(compute)
         yield stalled
@@ -321,20 +325,20 @@ def _backs(sizes: list[int], geometry: Geometry) -> list[int]:
     return backs[len(sizes) :]
 
 
-def _reads(sizes: list[int], problem: Problem) -> Iterator[_Read]:
+def _reads(sizes: list[int], problem: Problem) -> Iterator[_DiskRead]:
     """The read of each use from a file.
 
-    A copy frees frames of the staging memory faster than the drive fills them. So the only limit is this: the byte that lies
+    A copy frees frames of the staging memory faster than the disk fills them. So the only limit is this: the byte that lies
     `staging_bytes` behind the first byte of a copy cannot be read before that copy begins. The windows of a read are the copies
     for which that byte lies in it.
     """
-    drive, staging = problem.speeds.drive, min(problem.staging_bytes, sum(sizes))
+    disk, staging = problem.speeds.disk, min(problem.staging_bytes, sum(sizes))
     ends = list(accumulate(sizes * 2))
     begins, first = [0, *ends], 0
     for index, (size, end) in enumerate(zip(sizes * 2, ends, strict=True)):
         windows = []
         while first <= index and begins[first] + staging <= end:
-            windows.append((index - first, (end - begins[first] - staging) / drive))
+            windows.append((index - first, (end - begins[first] - staging) / disk))
             first += 1
         if index >= len(sizes):  # in the pass before, the first reads have none before them
-            yield _Read(size / drive, min(size, _CHUNK_BYTES) / problem.speeds.h2d, windows)
+            yield _DiskRead(size / disk, min(size, _CHUNK_BYTES) / problem.speeds.h2d, windows)

@@ -1,4 +1,4 @@
-"""What a plan is made from: groups of weights, the tiers that they may rest on, speeds and budgets. Frozen data."""
+"""What a plan is made from: groups of weights, the tiers that they may be stored on, speeds and budgets. Frozen data."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ..base.tuning import tuning
 from ..errors import ConfigError
 from .budgets import describe_bytes
 
-ASSUMED_UNPACK = 400_000_000_000
-"""Bytes of weights per second where unpacking was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
-H200 unpacks 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks.md)."""
-NUM_BERTHS = 3
-"""How many strips of packed groups from RAM may be on their way to the device, or be unpacked there, at once: one is sent while
-the one before waits for a kernel of compute to make room, and is unpacked. One more strip may be on its way from a file. So
-packing takes no more than 256 MiB of device memory."""
+ASSUMED_DECOMPRESS = 400_000_000_000
+"""Bytes of weights per second where decompression was not measured: a third of the memory bandwidth of a card with 1.2 TB/s. An
+H200 decompresses 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks.md)."""
+NUM_COMPRESSED_BUFFERS = 3
+"""How many strips of compressed groups from RAM may be on their way to the device, or be decompressed there, at once: one is
+sent while the one before waits for a kernel of compute to make room, and is decompressed. One more strip may be on its way from
+a file. So compression takes no more than 256 MiB of device memory."""
 
 
 class Placement(str, Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "device"
-    """A copy of the group stays on the device. The group keeps its place at rest, in RAM or in its file."""
-    PACKED = "packed"
-    """A packed copy of a group that rests in RAM stays on the device, and is unpacked there for each use."""
+    """A copy of the group stays on the device. The group keeps its place while offloaded, in RAM or in its file."""
+    COMPRESSED = "compressed"
+    """A compressed copy of a group that is stored in RAM stays on the device, and is decompressed there for each use."""
     RAM = "ram"
-    """The group rests in page-locked RAM and is sent to the device for each use: packed, if it has packed bytes."""
+    """The group is stored in pinned RAM and is sent to the device for each use: compressed, if it has compressed bytes."""
     FILE = "file"
-    """The group is read from the drive and sent to the device for each use: packed, if a file holds its packed bytes."""
+    """The group is read from the disk and sent to the device for each use: compressed, if a file holds its compressed bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +44,24 @@ class PlannedGroup:
     is_in_file: bool
     """Whether a file holds the weights. If not, they take RAM on every tier, and `Placement.FILE` is not possible."""
     may_reside: bool = True
-    """Whether `Placement.DEVICE` and `Placement.PACKED` are possible."""
-    packed_bytes: int = 0
-    """What is sent of the group, and what it takes on the device, if it is packed. 0: it is not."""
+    """Whether `Placement.DEVICE` and `Placement.COMPRESSED` are possible."""
+    compressed_bytes: int = 0
+    """What is sent of the group, and what it takes on the device, if it is compressed. 0: it is not."""
     strip_bytes: int = 0
-    """The largest strip of the packed bytes: what a berth has to hold. 0: it is not known yet."""
-    reads_packed: bool = False
-    """Whether a file holds the packed bytes, so that `Placement.FILE` reads these."""
+    """The largest strip of the compressed bytes: what a compressed buffer has to hold. 0: it is not known yet."""
+    reads_compressed: bool = False
+    """Whether a file holds the compressed bytes, so that `Placement.FILE` reads these."""
 
     @property
-    def berth_bytes(self) -> int:
-        return self.strip_bytes or min(self.packed_bytes, tuning().strip_bytes)
+    def compressed_buffer_bytes(self) -> int:
+        return self.strip_bytes or min(self.compressed_bytes, tuning().strip_bytes)
 
     def may_be(self, placement: Placement) -> bool:
         """Whether a placement is possible, whatever the budgets are."""
         if placement is Placement.FILE:
             return self.is_in_file
-        if placement is Placement.PACKED:
-            return self.may_reside and self.packed_bytes > 0
+        if placement is Placement.COMPRESSED:
+            return self.may_reside and self.compressed_bytes > 0
         return placement is Placement.RAM or self.may_reside
 
 
@@ -70,11 +70,11 @@ class Speeds:
     """Speeds in bytes per second, each more than 0."""
 
     h2d: float
-    """Speed of the link: from page-locked RAM to the device."""
-    drive: float
-    """Speed of the drive: from a file to page-locked RAM, past the page cache."""
-    unpack: float = ASSUMED_UNPACK
-    """Speed at which the device unpacks weights: the bytes that it writes."""
+    """Speed of the link: from pinned RAM to the device."""
+    disk: float
+    """Speed of the disk: from a file to pinned RAM, past the page cache."""
+    decompress: float = ASSUMED_DECOMPRESS
+    """Speed at which the device decompresses weights: the bytes that it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,41 +88,38 @@ class Problem:
     device_budget: int | None = None
     """Device memory for resident groups and slots. None: no group is resident."""
     ram_budget: int | None = None
-    """RAM for groups that rest there, and for groups that no file holds. None: all groups rest in RAM."""
+    """RAM for groups that rest there, and for groups that no file holds. None: all groups are stored in RAM."""
     num_slots: int = 2
     """The slots hold this many of the largest groups that are sent."""
     staging_bytes: int = 256 << 20
-    """How many bytes the drive may be ahead of the link."""
+    """How many bytes the disk may be ahead of the link."""
     rests: tuple[Placement, ...] | None = None
     """Where each group rests, RAM or FILE, where that is decided already. None: the RAM budget decides."""
 
 
 def smallest_device_bytes(problem: Problem) -> int:
-    """The smallest device budget that works: slots, and room for packed bytes on their way, and no resident groups.
+    """The smallest device budget that works: slots, and room for compressed bytes on their way, and no resident groups.
 
     Where the rests are not decided yet, it works for all that the RAM budget may lead to.
     """
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
     may_be_read = problem.ram_budget is not None
     rests = problem.rests or [None if may_be_read and group.is_in_file else Placement.RAM for group in problem.groups]
-    sent = [group.berth_bytes for group, at in zip(problem.groups, rests, strict=True) if at is not Placement.FILE]
-    read = [
-        group.berth_bytes
-        for group, at in zip(problem.groups, rests, strict=True)
-        if group.reads_packed and at is not Placement.RAM
-    ]
-    return slots + NUM_BERTHS * max(sent, default=0) + max(read, default=0)
+    groups = [*zip(problem.groups, rests, strict=True)]
+    sent = [group.compressed_buffer_bytes for group, at in groups if at is not Placement.FILE]
+    read = [group.compressed_buffer_bytes for group, at in groups if group.reads_compressed and at is not Placement.RAM]
+    return slots + NUM_COMPRESSED_BUFFERS * max(sent, default=0) + max(read, default=0)
 
 
 def smallest_ram_bytes(problem: Problem) -> int:
-    """The smallest RAM budget that works: the groups that no file holds, and what is packed of them."""
-    return sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
+    """The smallest RAM budget that works: the groups that no file holds, and what is compressed of them."""
+    return sum(group.num_bytes + group.compressed_bytes for group in problem.groups if not group.is_in_file)
 
 
 def ram_bytes_of(problem: Problem, rests: Sequence[Placement]) -> int:
     """RAM of the groups that rest there, whether copies of them stay on the device or not, and of those that no file holds."""
     in_ram = [
-        group.packed_bytes or group.num_bytes
+        group.compressed_bytes or group.num_bytes
         for group, rest in zip(problem.groups, rests, strict=True)
         if group.is_in_file and rest is Placement.RAM
     ]

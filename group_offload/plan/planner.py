@@ -27,11 +27,11 @@ class Plan:
     placements: tuple[Placement, ...]
     """Where each group is between its uses, in the order of `problem.groups`."""
     slot_bytes: int
-    """Device memory that groups take turns in, and that packed bytes land in."""
+    """Device memory that groups take turns in, and that compressed bytes land in."""
     device_bytes: int
     """Resident groups and slots."""
     ram_bytes: int
-    """Groups that rest in RAM, also those of which a copy stays on the device, and groups that no file holds."""
+    """Groups that are stored in RAM, also those of which a copy stays on the device, and groups that no file holds."""
     prediction: Prediction
     measured_seconds: float | None = None
     """The time that the last forwards took with this plan; None if none was timed."""
@@ -54,8 +54,8 @@ class Plan:
             return "No transfers needed. Compute time hasn't been measured yet."
         told = "predicted" if self.measured_seconds is None else "measured"
         busy = [f"compute {describe_seconds(p.compute_seconds) if p.compute_seconds else 'unknown'}"]
-        busy += [f"PCIe {describe_seconds(p.h2d_seconds)}", f"disk {describe_seconds(p.drive_seconds)}"]
-        busy += [f"unpacking {describe_seconds(p.unpack_seconds)}"] if p.unpack_bytes else []
+        busy += [f"PCIe {describe_seconds(p.h2d_seconds)}", f"disk {describe_seconds(p.disk_seconds)}"]
+        busy += [f"decompression {describe_seconds(p.decompress_seconds)}"] if p.decompress_bytes else []
         return f"Bottleneck: {p.bound}, {told} {describe_seconds(self.step_seconds)} a forward ({', '.join(busy)})."
 
     def sentences(self) -> list[str]:
@@ -88,7 +88,7 @@ class Plan:
         """Seconds by which a pass would be faster if the budgets were larger by so much.
 
         If there is no device budget, the bytes are added to what this plan takes on the device. If there is no RAM budget,
-        they are added to what rests in RAM; where that is all groups, they gain nothing.
+        they are added to what is stored in RAM; where that is all groups, they gain nothing.
         """
         device, ram = self.problem.device_budget, self.problem.ram_budget
         if device_bytes:
@@ -97,7 +97,7 @@ class Plan:
             ram = (ram_bytes_of(self.problem, self.rests) if ram is None else ram) + ram_bytes
         rests = None if ram_bytes else self.rests
         more = replace(self.problem, device_budget=device, ram_budget=ram, rests=rests)
-        if device is not None and rests is None:  # other rests may need a little more space for packed bytes to land in
+        if device is not None and rests is None:  # other rests may need a little more for compressed bytes to land in
             more = replace(more, device_budget=max(device, smallest_device_bytes(more)))
         return max(0.0, self.prediction.step_seconds - make_plan(more).prediction.step_seconds)
 
@@ -105,7 +105,7 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """The fastest placement within the budgets that the search finds, with the rests of the problem if these are decided.
 
-    Where there are few placements (8 groups that stay or do not, 5 that may stay packed too), it is the best by the model.
+    Where there are few placements (8 groups that stay or do not, 5 that may stay compressed too), it is the best by the model.
 
     Raises:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
@@ -139,7 +139,7 @@ def _plan_of(model: PassModel, rests: tuple[Placement, ...], placements: Sequenc
     return Plan(
         problem=replace(model.problem, rests=rests),
         placements=tuple(placements),
-        slot_bytes=footprint.slot_bytes + footprint.berth_bytes,
+        slot_bytes=footprint.slot_bytes + footprint.compressed_buffer_bytes,
         device_bytes=footprint.device_bytes,
         ram_bytes=ram_bytes_of(model.problem, rests),
         prediction=model.predict(placements, footprint),

@@ -42,10 +42,10 @@ class OffloadPlan(Shown):
         if self.device_has_memory:
             return " ".join(self.details.sentences())
         p = self.details.prediction
-        if not p.drive_bytes:
+        if not p.disk_bytes:
             return _ALL_IN_RAM
         gain = self.details.gain_from(device_bytes=self.details.more_bytes)
-        reading = f"Bottleneck: {p.bound}. Reading takes {describe_seconds(p.drive_seconds)} a forward."
+        reading = f"Bottleneck: {p.bound}. Reading takes {describe_seconds(p.disk_seconds)} a forward."
         return f"{reading} {self.details.would_save('RAM', gain)}"
 
     def _shown(self) -> tuple[Sequence[Table], Sequence[str]]:
@@ -65,12 +65,12 @@ class OffloadPlan(Shown):
         p = plan.prediction
         if not self.device_has_memory:
             in_ram = sum(g.num_bytes for g, placement in _placed(plan) if placement is not Placement.FILE)
-            told = f"{describe_bytes(p.drive_bytes)} from disk, into {describe_bytes(plan.slot_bytes)} of buffers"
-            reads = f"; each forward reads {told}" if p.drive_bytes else ""
+            told = f"{describe_bytes(p.disk_bytes)} from disk, into {describe_bytes(plan.slot_bytes)} of buffers"
+            reads = f"; each forward reads {told}" if p.disk_bytes else ""
             return [f"{self.model}: {describe_bytes(in_ram)} in RAM{reads}.", self.verdict]
         moves = [f"transfers {describe_bytes(p.h2d_bytes)}"]
-        moves += [f"reads {describe_bytes(p.drive_bytes)} from disk"] if p.drive_bytes else []
-        moves += [f"unpacks {describe_bytes(p.unpack_bytes)}"] if p.unpack_bytes else []
+        moves += [f"reads {describe_bytes(p.disk_bytes)} from disk"] if p.disk_bytes else []
+        moves += [f"decompresses {describe_bytes(p.decompress_bytes)}"] if p.decompress_bytes else []
         return [
             f"{self.model}: {describe_bytes(plan.device_bytes - plan.slot_bytes)} resident on the device and "
             f"{describe_bytes(plan.slot_bytes)} of buffers; {describe_bytes(plan.ram_bytes)} in RAM. Each forward "
@@ -92,16 +92,16 @@ def _rows(plan: Plan, words: Mapping[Placement, str]) -> Iterator[tuple[str, str
 
 
 def _where(group: PlannedGroup, placement: Placement, words: Mapping[Placement, str]) -> str:
-    is_packed = group.packed_bytes and (
-        placement is Placement.RAM or (placement is Placement.FILE and group.reads_packed)
+    is_compressed = group.compressed_bytes and (
+        placement is Placement.RAM or (placement is Placement.FILE and group.reads_compressed)
     )
-    return f"{words[placement]}, packed" if is_packed else words[placement]
+    return f"{words[placement]}, compressed" if is_compressed else words[placement]
 
 
 _WHERE_ON_CPU = {Placement.DEVICE: "RAM", Placement.RAM: "RAM", Placement.FILE: "disk"}
 _WHERE = {
     Placement.DEVICE: "device",
-    Placement.PACKED: "device, packed",
+    Placement.COMPRESSED: "device, compressed",
     Placement.RAM: "RAM",
     Placement.FILE: "disk",
 }

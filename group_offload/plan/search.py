@@ -17,7 +17,7 @@ from .placement import Placement, smallest_ram_bytes
 _AS_FAST = 1 - 1e-9
 """A placement takes the place of one found before if a pass takes less than this share of its time: rounding is no gain."""
 _FEW_PLACEMENTS = 300
-"""So many are all tried: those of 8 groups that stay or do not, or of 5 that may stay packed too."""
+"""So many are all tried: those of 8 groups that stay or do not, or of 5 that may stay compressed too."""
 _NUM_LEFT, _TAILS = (1, 2, 3, 4, 6), (4, 2)
 """So many groups are left to the last of an order, out of the first 1/4 and 1/2 of it."""
 _NUM_LARGEST = 4
@@ -49,8 +49,8 @@ def find_fastest(model: PassModel) -> tuple[Rests, Sequence[Placement]]:
         for placements in _ways_to_stay(model, rests):
             is_faster(rests, placements)
     assert best_seconds < math.inf  # the smallest budgets fit some rests
-    if model.has_packed and model.problem.rests is None and model.problem.ram_budget is not None:
-        # What is read plain is not unpacked: that can save more than RAM does.
+    if model.has_compressed and model.problem.rests is None and model.problem.ram_budget is not None:
+        # What is read plain is not decompressed: that can save more than RAM does.
         for index in reversed(_spread(model)[-_MANY_USES:]):
             if best[1][index] is Placement.RAM and model.groups[index].is_in_file:
                 fewer = (tuple(Placement.FILE if i == index else at for i, at in enumerate(each)) for each in best)
@@ -101,18 +101,20 @@ def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement
         yield from _all_placements(model, rests, choices)
         return
     able = [index for index in _spread(model)[::-1] if Placement.DEVICE in model.choices(index, rests[index])]
-    packed = {index for index in able if Placement.PACKED in model.choices(index, rests[index])}
-    all_packed = [Placement.PACKED if index in packed else at for index, at in enumerate(rests)]
+    compressed = {index for index in able if Placement.COMPRESSED in model.choices(index, rests[index])}
+    all_compressed = [Placement.COMPRESSED if index in compressed else at for index, at in enumerate(rests)]
     for number, order in enumerate(_orders(model, able, rests)):
         as_they_are = [(index, Placement.DEVICE) for index in order]
-        # Packed first, then as they are; the second needs no space for packed bytes on their way.
-        if packed and number < 2:
-            as_packed = [(index, Placement.PACKED if index in packed else Placement.DEVICE) for index in order]
-            yield _filled(model, rests, as_packed + as_they_are)
-            yield _filled(model, all_packed, as_they_are)
+        # Compressed first, then as they are; the second needs no space for compressed bytes on their way.
+        if compressed and number < 2:
+            as_compressed = [
+                (index, Placement.COMPRESSED if index in compressed else Placement.DEVICE) for index in order
+            ]
+            yield _filled(model, rests, as_compressed + as_they_are)
+            yield _filled(model, all_compressed, as_they_are)
         yield _filled(model, rests, as_they_are)
     if len(model.uses) <= _MANY_USES:
-        for kept in [Placement.PACKED, Placement.DEVICE] if packed else [Placement.DEVICE]:
+        for kept in [Placement.COMPRESSED, Placement.DEVICE] if compressed else [Placement.DEVICE]:
             yield from _filled_evenly(model, rests, sorted(able, key=model.used.index), kept)
     yield rests  # a resident can disturb how evenly the others come
 
@@ -155,12 +157,12 @@ def _filled(
     for index, at in steps:
         if placements[index] is Placement.DEVICE:
             continue
-        if at is Placement.PACKED:
+        if at is Placement.COMPRESSED:
             taken = model.sent[index]
         else:
             # If the slots were made for this group, they get smaller: the next largest group takes its share of them.
             taken = min(sizes[index], streamed[-1 - num_slots]) if len(streamed) > num_slots else 0
-            if placements[index] is Placement.PACKED:
+            if placements[index] is Placement.COMPRESSED:
                 taken -= model.sent[index]
         if taken <= room:
             room -= taken

@@ -1,12 +1,12 @@
-"""How fast this machine moves bytes: RAM to the device, the drive to RAM. Measured once, in a second or two, and kept.
+"""How fast this machine moves bytes: RAM to the device, the disk to RAM. Measured once, in a second or two, and kept.
 
 Measurements are kept in `$XDG_CACHE_HOME/group_offload/speeds.json` (`~/.cache` if that is not set), by device or file
 system. Nothing depends on that file: a file that cannot be read counts as no file, and is written anew.
 
-[Note: How a drive is measured]
+[Note: How a disk is measured]
 A file of the model is read as the engine reads where RAM is scarce: past the page cache, by the threads of the pool, in
-large pieces. Where direct reads are refused (some network drives), pieces that are not in the page cache are read through
-it. Where there is no such file, nothing is measured, and `ASSUMED_DRIVE` stands in.
+large pieces. Where direct reads are refused (some network disks), pieces that are not in the page cache are read through
+it. Where there is no such file, nothing is measured, and `ASSUMED_DISK` stands in.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ import torch
 from ..base.device import Backend, Stream
 from ..base.layout import lay_out, memory_of
 from ..base.mapping import cached_bytes, flat_view, map_anonymous, page_cache_of
-from ..base.page_lock import LockLimit
+from ..base.pinning import PinLimit
 from ..base.pool import num_threads, run_all
 from ..base.publish import publish
 from ..base.reading import open_direct, read_part, refuses_direct
-from ..base.system import name_of_drive
+from ..base.system import name_of_disk
 from ..base.text import describe_bytes
+from ..compression.codec import compress, decompress
 from ..errors import DeviceError
-from ..packing.codec import pack, unpack
 from ..stores.pinned import Segment
-from .placement import ASSUMED_UNPACK, Speeds
+from .placement import ASSUMED_DECOMPRESS, Speeds
 
 ASSUMED_H2D = 25_000_000_000
 """Bytes per second where the link was not measured: PCIe 4 x16."""
-ASSUMED_DRIVE = 3_500_000_000
-"""Bytes per second where the drive was not measured: an NVMe drive on PCIe 3 x4."""
+ASSUMED_DISK = 3_500_000_000
+"""Bytes per second where the disk was not measured: an NVMe disk on PCIe 3 x4."""
 LINK_BYTES = 256 << 20
-UNPACKED_BYTES = 64 << 20
+DECOMPRESSED_BYTES = 64 << 20
 _MAX_DRIVE_BYTES = 1 << 30
-MIN_DRIVE_BYTES = 64 << 20
+MIN_DISK_BYTES = 64 << 20
 """A smaller file takes too little time to tell a speed."""
 _COPY_BYTES = 32 << 20
 """One copy. PCIe is at full speed with 16 MiB."""
 _NUM_TRIES = 3
-_UNPACKS_IN_A_ROW = 8
+_DECOMPRESSES_IN_A_ROW = 8
 """The first one begins late: the device waits for the host, for as long as it takes for 64 MiB."""
 _PIECE_BYTES = 8 << 20
 _DRIVE_SECONDS = 1.0
@@ -57,24 +57,26 @@ _DRIVE_SECONDS = 1.0
 Take = Callable[[int, Stream], torch.Tensor]
 
 
-def known_speeds(backend: Backend, path: Path | None, *, unpacks: bool = False, take: Take | None = None) -> Speeds:
+def known_speeds(
+    backend: Backend, path: Path | None, *, decompresses: bool = False, take: Take | None = None
+) -> Speeds:
     """The speeds of this device and file system: measured before, measured now and kept, or else assumed.
 
     Args:
-        path: a file of the model, or its folder; it need not exist. None: no drive matters.
-        unpacks: whether it matters how fast the device unpacks weights.
+        path: a file of the model, or its folder; it need not exist. None: no disk matters.
+        decompresses: whether it matters how fast the device decompresses weights.
         take: takes device memory for a stream, as `Backend.empty` does.
 
     Raises:
         DeviceError: the device has no room for a measurement.
     """
-    device, drive, unpack = device_name(backend), None, None
+    device, disk, decompress = device_name(backend), None, None
     h2d = _known("h2d", device, lambda: measure_link(backend, LINK_BYTES, take=take))
     if path is not None:
-        drive = _known("drive", filesystem_of(path), lambda: measure_drive(path, MIN_DRIVE_BYTES)[0])
-    if unpacks:
-        unpack = _known("unpack", device, lambda: measure_unpacking(backend, take=take))
-    return Speeds(h2d=h2d or ASSUMED_H2D, drive=drive or ASSUMED_DRIVE, unpack=unpack or ASSUMED_UNPACK)
+        disk = _known("disk", filesystem_of(path), lambda: measure_disk(path, MIN_DISK_BYTES)[0])
+    if decompresses:
+        decompress = _known("decompress", device, lambda: measure_decompression(backend, take=take))
+    return Speeds(h2d=h2d or ASSUMED_H2D, disk=disk or ASSUMED_DISK, decompress=decompress or ASSUMED_DECOMPRESS)
 
 
 def _known(what: str, where: str, measure: Callable[[], int | None]) -> int | None:
@@ -95,7 +97,7 @@ def filesystem_of(path: Path) -> str:
     folder = folder.resolve()
     while folder.parent != folder and not os.path.ismount(folder):
         folder = folder.parent
-    return f"{folder} ({name_of_drive(folder.stat().st_dev)})"
+    return f"{folder} ({name_of_disk(folder.stat().st_dev)})"
 
 
 # ------------------------------------------------------------------------------------------------ what was measured before
@@ -113,10 +115,10 @@ def recorded() -> dict[str, dict[str, int]]:
     """The speeds that were kept, in bytes per second.
 
     Returns:
-        For each of "h2d", "drive" and "unpack": the speeds by the name of the device or file system, the last one that was
+        For each of "h2d", "disk" and "decompress": the speeds by the name of the device or file system, the last one that was
         measured as the last. None of them if the file is missing, damaged, or another version's.
     """
-    found: dict[str, dict[str, int]] = {"h2d": {}, "drive": {}, "unpack": {}}
+    found: dict[str, dict[str, int]] = {"h2d": {}, "disk": {}, "decompress": {}}
     path = record_file()
     if path is not None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -158,7 +160,7 @@ def device_name(backend: Backend) -> str:
 
 
 def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) -> int:
-    """Bytes per second from page-locked RAM to the device: the best of a few tries.
+    """Bytes per second from pinned RAM to the device: the best of a few tries.
 
     Raises:
         DeviceError: the device has no room for a measurement.
@@ -167,7 +169,7 @@ def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) 
     segment = Segment(num_bytes // copy_bytes * copy_bytes, backend, pin=True, wait=lambda: None)
     segment.fill([])
     segment.bytes.fill_(1)  # memory that was never written is one page of zeros
-    segment.lock(LockLimit(backend))
+    segment.lock(PinLimit(backend))
     stream = backend.new_stream()
     try:
         target = (take or backend.empty)(copy_bytes, stream)
@@ -186,24 +188,26 @@ def measure_link(backend: Backend, num_bytes: int, *, take: Take | None = None) 
         backend.free(target)
 
 
-def measure_unpacking(backend: Backend, num_bytes: int = UNPACKED_BYTES, *, take: Take | None = None) -> int | None:
-    """Bytes of weights that the device unpacks in a second: the best of a few tries. None if it has no room for that."""
+def measure_decompression(
+    backend: Backend, num_bytes: int = DECOMPRESSED_BYTES, *, take: Take | None = None
+) -> int | None:
+    """Bytes of weights that the device decompresses in a second: the best of a few tries. None if it has no room for that."""
     weights = torch.randn(num_bytes // 2, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
-    packed = pack(weights.view(torch.uint8), lay_out(["weights"], [weights]), backend.device)
-    if packed is None:
+    compressed = compress(weights.view(torch.uint8), lay_out(["weights"], [weights]), backend.device)
+    if compressed is None:
         return None
     stream = backend.new_stream()
     try:
-        source, target = ((take or backend.empty)(size, stream) for size in (packed.data.numel(), num_bytes))
+        source, target = ((take or backend.empty)(size, stream) for size in (compressed.data.numel(), num_bytes))
     except torch.OutOfMemoryError:
         return None
-    backend.copy(source, packed.data, stream, blocking=True)
+    backend.copy(source, compressed.data, stream, blocking=True)
 
-    def unpack_all() -> None:
-        for _ in range(_UNPACKS_IN_A_ROW):
-            backend.transform(lambda data, out: unpack(data, packed.layout, out), target, source, stream)
+    def decompress_all() -> None:
+        for _ in range(_DECOMPRESSES_IN_A_ROW):
+            backend.transform(lambda data, out: decompress(data, compressed.layout, out), target, source, stream)
 
-    speed = _best_speed(backend, _UNPACKS_IN_A_ROW * num_bytes, stream, unpack_all)
+    speed = _best_speed(backend, _DECOMPRESSES_IN_A_ROW * num_bytes, stream, decompress_all)
     backend.free(source)
     backend.free(target)
     return speed
@@ -225,11 +229,11 @@ def _best_speed(backend: Backend, num_bytes: int, stream: Stream, work: Callable
     return max(1, int(best))
 
 
-# ------------------------------------------------------------------------------------------------ the drive
+# ------------------------------------------------------------------------------------------------ the disk
 
 
-def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
-    """Bytes per second, or None, and what was wrong, if anything: see [Note: How a drive is measured].
+def measure_disk(path: Path, min_bytes: int) -> tuple[int | None, str]:
+    """Bytes per second, or None, and what was wrong, if anything: see [Note: How a disk is measured].
 
     Args:
         path: a file of at least `min_bytes`, or the folder of a model with such a file.
@@ -249,7 +253,7 @@ def measure_drive(path: Path, min_bytes: int) -> tuple[int | None, str]:
 
 
 def _measure_file(fd: int) -> tuple[int | None, bool]:
-    """Bytes per second, if it could be read from the drive, and whether it was read past the page cache."""
+    """Bytes per second, if it could be read from the disk, and whether it was read past the page cache."""
     num_bytes = os.fstat(fd).st_size
     size = min(_PIECE_BYTES, num_bytes)
     pieces = range(0, num_bytes - size + 1, size)[:: -(-num_bytes // _MAX_DRIVE_BYTES)]

@@ -12,7 +12,7 @@ import torch
 
 from ..base.publish import check_path, publish
 from ..base.text import printable
-from ..errors import GroupFileError
+from ..errors import StorageError
 
 
 def write_page(title: str, sentences: Sequence[str], sections: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
@@ -24,7 +24,7 @@ def write_page(title: str, sentences: Sequence[str], sections: Mapping[str, str]
         sections: Headings, and the HTML below each.
 
     Raises:
-        GroupFileError: the file cannot be written.
+        StorageError: the file cannot be written.
     """
     found = Path(path)
     check_path(found)
@@ -35,7 +35,7 @@ def write_page(title: str, sentences: Sequence[str], sections: Mapping[str, str]
         else:
             publish(found.resolve() if found.is_symlink() else found, [content])
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise GroupFileError(f"Cannot write {found}: {getattr(error, 'strerror', None) or error}.") from error
+        raise StorageError(f"Cannot write {found}: {getattr(error, 'strerror', None) or error}.") from error
     return found
 
 

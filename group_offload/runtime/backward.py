@@ -95,18 +95,18 @@ class SavedWeight:
         return self.part.refs[self.index].fqn
 
 
-class _Task:
+class _BackwardPass:
     """One run of autograd, and the groups that its current node uses."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = weakref.ref(end)
         """The callback for the end. It is gone once the run has ended or broken off."""
         self.node: Any = None
-        self.uses: list[_Use] = []
+        self.uses: list[_GroupHold] = []
 
 
 @dataclass(slots=True, eq=False)
-class _Use:
+class _GroupHold:
     """A reason to hold a group."""
 
     group: Group
@@ -124,7 +124,7 @@ class Backward:
         self._owner: Passes | None = passes
         self._backend = backend
         self._over = threading.Condition(passes.lock)
-        self._tasks: dict[int, _Task] = passes.tasks
+        self._tasks: dict[int, _BackwardPass] = passes.tasks
         """The runs of autograd in the pass in progress. There are several if a checkpoint runs autograd inside."""
         self._thread = 0
         self._has_failed = False
@@ -304,7 +304,7 @@ class Backward:
             self._refuse_edit()
             return self._hand(saved, self._use(now, group, is_call=False))
 
-    def _hand(self, saved: SavedWeight, use: _Use) -> torch.Tensor:
+    def _hand(self, saved: SavedWeight, use: _GroupHold) -> torch.Tensor:
         """The weight, for a node that uses its group."""
         if torch.is_grad_enabled():
             return self.copy_of(saved)  # the graph of this backward may outlive the slot's bytes
@@ -366,7 +366,7 @@ class Backward:
         # Autograd drops the callback in any case, also when the run breaks off.
         weakref.finalize(end, self.leave, task, completed=False).atexit = False
         Variable._execution_engine.queue_callback(end)
-        self._tasks[task] = _Task(end)
+        self._tasks[task] = _BackwardPass(end)
         if is_first:
             self._thread = threading.get_ident()
             self._has_failed = False
@@ -395,7 +395,7 @@ class Backward:
                 self._refuse_edit()
             self._edited = None
 
-    def _advance(self, now: _Task, groups: Sequence[Group], node: Any = None) -> None:
+    def _advance(self, now: _BackwardPass, groups: Sequence[Group], node: Any = None) -> None:
         """Release the groups of the previous node once autograd is at another, except `groups`, which are needed next.
 
         Args:
@@ -407,7 +407,7 @@ class Backward:
             self._release(now, groups)
             self._refuse_edit()
 
-    def _use(self, now: _Task, group: Group, *, is_call: bool, binds: bool = False) -> _Use:
+    def _use(self, now: _BackwardPass, group: Group, *, is_call: bool, binds: bool = False) -> _GroupHold:
         """Onload a group, and hold it until `_release`."""
         passes = self._passes
         stream = self._backend.current_stream()
@@ -416,19 +416,19 @@ class Backward:
                 use.is_call &= is_call
                 return use
         passes.acquire(group, binds=binds)
-        now.uses.append(_Use(group, stream, is_call))
-        passes.lookahead.before_call()
+        now.uses.append(_GroupHold(group, stream, is_call))
+        passes.prefetcher.before_call()
         return now.uses[-1]
 
-    def _release(self, now: _Task, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
+    def _release(self, now: _BackwardPass, needed: Sequence[Group], *, of_calls_only: bool = False) -> None:
         ended = [use for use in now.uses if use.group not in needed and (use.is_call or not of_calls_only)]
         now.uses = [use for use in now.uses if use not in ended]
         self._note_edits(ended)
         for use in ended:
             self._passes.release(use.group, use.stream)
 
-    def _note_edits(self, uses: Sequence[_Use]) -> None:
-        """Find the weights that nodes have changed in place: the slot has the edit, and the memory at rest has not."""
+    def _note_edits(self, uses: Sequence[_GroupHold]) -> None:
+        """Find the weights that nodes have changed in place: the slot has the edit, and the memory while offloaded has not."""
         for saved, view, version in (each for use in uses for each in use.handed):
             if view._version != version:
                 saved.part.sent_generation = -1
@@ -444,7 +444,7 @@ class Backward:
 
     def _wait_until_over(self) -> None:
         """Wait for another thread's backward to end. A backward that broke off is ended here."""
-        patience = tuning().backward_patience_seconds
+        patience = tuning().backward_timeout_seconds
         deadline = time.monotonic() + patience
         while self._tasks:
             for task, each in [*self._tasks.items()]:
@@ -460,7 +460,7 @@ class Backward:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        patience = tuning().backward_patience_seconds
+        patience = tuning().backward_timeout_seconds
         if not self._passes.lock.acquire(timeout=patience):
             raise StateError(
                 f"backward() waited {patience:.0f} s for a forward of {self._passes.name} in another "

@@ -15,15 +15,15 @@ from ..base.torch_internals import COMPILED_CALL
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
-from .copies.transfer import Transfer
 from .groups.group import Group
 from .groups.part import Forms, Part, commit_replacements
+from .transfers.transfer import Transfer
 
 _values, _get, _address = dict.values, dict.get, torch.Tensor.data_ptr
 _tables = itemgetter("_modules", "_parameters", "_buffers")
 
 
-class Watch:
+class ModuleSnapshot:
     """A module as it was when it was cut into groups, and tests whether modules and weights are still the same.
 
     Every pass begins with these tests of every module and weight: so the data is flat, for loops in C code.
@@ -115,9 +115,9 @@ class Changes:
         self._transfer = transfer
         self._groups: tuple[Group, ...] = ()
         self._groups_of: Mapping[nn.Module, Sequence[Group]] = {}
-        self._watch: Watch | None = None
+        self._watch: ModuleSnapshot | None = None
         """None if groups and gates may not fit the module: after an exception on the way there, for instance."""
-        self._parts: weakref.WeakKeyDictionary[nn.Module, tuple[Watch, set[Group]]] = weakref.WeakKeyDictionary()
+        self._parts = weakref.WeakKeyDictionary[nn.Module, tuple[ModuleSnapshot, set[Group]]]()
         """For each module that passes begin at, what is inside of it, and the groups that calls there can need."""
         self._called: Container[nn.Module] | None = None
         self._left: PlacesOfFsdp = {}
@@ -143,7 +143,7 @@ class Changes:
         self._groups, self._groups_of = tuple(groups), groups_of
         self._called, self._left = None if checks_all_calls else groups_of, left
         self._parts.clear()
-        self._watch = Watch(root, groups, self._called, left)
+        self._watch = ModuleSnapshot(root, groups, self._called, left)
 
     def invalidate(self) -> None:
         """Let `notice` find that the module has to be cut again, until the next `expect`."""
@@ -158,14 +158,14 @@ class Changes:
     def recover(self, root: nn.Module | None) -> None:
         """Look again after a pass that failed. A graph may outlive the module: then `root` is None.
 
-        A module that has another table may be what it failed for: the new weights are at rest where torch looks for them.
+        A module that has another table may be what it failed for: the new weights are offloaded where torch looks for them.
         """
         self.end_pass()
         if self._watch is not None and (root is None or not self._watch.has_same_tables(root)):
             self.invalidate()
 
     def notice(self, root: nn.Module, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
-        """Commit changes of the weights since they were left at rest.
+        """Commit changes of the weights since they were left while offloaded.
 
         Args:
             all_edits: Whether edits are committed now wherever they are. If not, those of stores that can wait are committed by
@@ -175,14 +175,14 @@ class Changes:
             The groups that calls under `top` can need; None if the module has to be cut into groups again.
 
         Raises:
-            GroupFileError: A file was changed by another program. No weight is lost.
+            StorageError: A file was changed by another program. No weight is lost.
         """
         if self._watch is None:
             return None
         found = self._parts.get(top)
         if found is None:  # made before the whole module is found to be as it was
             scope = set(chain.from_iterable(self._groups_of.get(module, ()) for module in top.modules()))
-            found = (self._watch if top is root else Watch(top, [*scope], self._called, self._left)), scope
+            found = (self._watch if top is root else ModuleSnapshot(top, [*scope], self._called, self._left)), scope
             watch, at, groups = self._watch, root, self._groups
         else:
             watch, at, groups = found[0], top, (*found[1],)
@@ -231,7 +231,7 @@ class Changes:
         return bool(switched_off)
 
     def commit_group(self, group: Group, *, binds: bool) -> None:
-        """Commit changes of one group's weights at rest in the middle of a pass.
+        """Commit changes of one group's weights at are stored in the middle of a pass.
 
         Args:
             binds: Whether a module's call needs the group. (Backward computes with the values of its forward, which the

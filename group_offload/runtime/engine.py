@@ -23,27 +23,27 @@ from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp, partition
 from ..stores.folder import Folder
 from ..weights import TensorRef
-from . import turns
+from . import shared_lock
 from .backward import Backward
-from .budget.need import Kind
+from .budget.need import InputSignature
 from .changes import Changes
-from .convoy.contract import is_function
-from .convoy.passes import SharedPasses
-from .copies.cached import CachedFiles
-from .copies.transfer import Transfer
-from .foresight.lookahead import LookAhead
+from .compressor import Compressor
 from .gates import Gates, root_of
-from .groups.build import Builder, materialise
+from .groups.build import Builder, materialize
 from .groups.group import Group
 from .groups.part import Part
 from .groups.trained import Trained
+from .interleave.contract import is_function
+from .interleave.passes import InterleavedPasses
 from .measure.counters import Counters
 from .measure.recorder import Recorder
 from .memory import DeviceMemory
-from .packer import Packer
+from .multi_gpu.sharded_transfers import ShardedTransfers
 from .passes import Passes
 from .placer import Placer
-from .sharing.sharing import Sharing
+from .prefetch.prefetcher import Prefetcher
+from .transfers.page_cache_pins import PageCachePins
+from .transfers.transfer import Transfer
 
 _MOST_REBUILDS = 3
 """Most rebuilds before a pass. More can be needed only if another thread goes on changing the module."""
@@ -74,7 +74,7 @@ class Engine:
         self._names: frozenset[str] = frozenset()
         """Their names, also once they were moved to the meta device and are in groups no more."""
         backend = config.backend
-        backend.avoid_fragments(is_shared=config.process_group is not None and config.share is not False)
+        backend.avoid_fragments(is_shared=config.process_group is not None and config.shard_transfers is not False)
         path = config.offload_to_disk_path
         self._folder = None if path is None else Folder(path, type(root).__name__)
         self.trained = Trained(backend)
@@ -86,17 +86,17 @@ class Engine:
         self.recorder = Recorder(backend)
         self.transfer = Transfer(config)
         if config.process_group is not None:
-            self.transfer.sharing = Sharing(config, type(root).__name__)
-        self._packer = Packer(config, self.transfer, self._folder)
+            self.transfer.sharing = ShardedTransfers(config, type(root).__name__)
+        self._compressor = Compressor(config, self.transfer, self._folder)
         self.memory = DeviceMemory(config, self.transfer, self.counters, type(root).__name__)
         self._changes = Changes(self.transfer)
         transfer, changes, recorder = self.transfer, self._changes, self.recorder
-        files = CachedFiles(config, transfer.last_copies.synchronize)
-        self._lookahead = ahead = LookAhead(config, self.memory, files, changes.commit_late)
-        self.placer = Placer(config, ahead, recorder, self._packer)
-        kind = SharedPasses if config.share_passes and is_function(config, root) else Passes
+        files = PageCachePins(config, transfer.last_copies.synchronize)
+        self._prefetcher = ahead = Prefetcher(config, self.memory, files, changes.commit_late)
+        self.placer = Placer(config, ahead, recorder, self._compressor)
+        kind = InterleavedPasses if config.interleave_forwards and is_function(config, root) else Passes
         self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
-        turns.join(self._passes)
+        shared_lock.join(self._passes)
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(config, self._passes, self._backward)
         around_once(nn.Module, "_apply", _apply_and_look)
@@ -123,7 +123,7 @@ class Engine:
                 raise
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> ShardedTransfers | None:
         """The other processes that offload the same module; None if there are none."""
         return self.transfer.sharing
 
@@ -172,7 +172,7 @@ class Engine:
                 group.expect_single_pages(expected=False)  # whole tables are read now
             for group in self.groups:  # in RAM, each group's blobs are freed before the next group
                 for part in group.parts:
-                    materialise(part)
+                    materialize(part)
                 group.give_up()
                 wait_for_releases()
             self.trained.give_back()
@@ -206,7 +206,7 @@ class Engine:
 
     # ---------------------------------------------------------------- before a forward
 
-    def _prepare(self, top: nn.Module, kind: Kind) -> set[Group]:
+    def _prepare(self, top: nn.Module, kind: InputSignature) -> set[Group]:
         """Commit changes of the module, and make it ready for gradients if a graph of this forward is recorded, now or later.
 
         Returns:
@@ -231,7 +231,7 @@ class Engine:
 
     def _joined(self, top: nn.Module, scope: set[Group]) -> set[Group]:
         """Join the layers that follow one another in all passes so far, and part those that do not. Returns the new `scope`."""
-        schedule, config = self._lookahead.schedule, self.config
+        schedule, config = self._prefetcher.schedule, self.config
         # A plan, other ranks and graphs of earlier forwards know the groups. There each layer stays one.
         is_known = config.has_budgets or self.sharing is not None or self._gates.records_graphs
         if not (config.is_leaf_level and schedule.has_news) or is_known:
@@ -241,7 +241,7 @@ class Engine:
             return scope
         self._joins_left -= 1
         self._build()
-        self._lookahead.schedule.take_over(schedule, self.groups)
+        self._prefetcher.schedule.take_over(schedule, self.groups)
         return self._notice(top)
 
     def _notice(self, top: nn.Module, *, all_edits: bool = False) -> set[Group]:
@@ -267,7 +267,7 @@ class Engine:
                     f"remove_group_offloading() on that one before its parts are used here, or put a copy there."
                 )
         self._refuse_meta()
-        turns.check(self._passes)
+        shared_lock.check(self._passes)
         self.counters.rebuilds += 1
         self._build()
 
@@ -313,7 +313,7 @@ class Engine:
 
     def _release(self) -> None:
         """Free all device memory. What is on its way arrives before."""
-        self._lookahead.abandon()
+        self._prefetcher.abandon()
         self.memory.release()
 
     def _forget_groups(self) -> None:
@@ -326,7 +326,7 @@ class Engine:
         self.recorder.forget_measured()
         self.groups, self._refs, self._of_fsdp = (), (), {}
         self._passes.set_groups(())
-        self._lookahead.reset((), wraps=False)
+        self._prefetcher.reset((), wraps=False)
         self.placer.clear()
 
     def _build(self, casts: Mapping[int, torch.dtype] = MappingProxyType({})) -> None:
@@ -347,7 +347,7 @@ class Engine:
             before=before,
             wait=self.transfer.last_copies.synchronize,
             casts=casts,
-            host=None if before or self.sharing is None else self.sharing.one_copy,
+            host=None if before or self.sharing is None else self.sharing.shared_host_memory,
         ).build()
         self._to_close |= dict.fromkeys(part for group in before for part in group.parts)
         moving = tuple(group for group in self.groups if not group.is_table)
@@ -357,7 +357,7 @@ class Engine:
         self._names = frozenset(ref.fqn for ref in self._refs)
         # The end of a pass starts the first groups of the next one, if edits in between are detected.
         wraps = all(group.detects_edits for group in moving)
-        self._lookahead.reset(moving, wraps=wraps and self.config.use_stream)
+        self._prefetcher.reset(moving, wraps=wraps and self.config.use_stream)
         self.placer.place(moving)
         self._close_replaced({*parts})
         self.trained.guard(self._refs)

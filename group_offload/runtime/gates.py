@@ -59,14 +59,14 @@ from ..base.weak import Weak
 from ..config import OffloadConfig
 from ..partition import NEVER_CALLED, Method, holds_tensors
 from .backward import Backward
-from .convoy.contract import DENOISERS
-from .convoy.passes import SharedPasses
-from .convoy.policy import SharingPolicy
+from .cache_hooks import own_forward, preceded
+from .embedding_lookup import GatheredRows
 from .groups.group import Group
+from .interleave.contract import DENOISERS
+from .interleave.passes import InterleavedPasses
+from .interleave.policy import InterleavePolicy
 from .passes import Call, Entry, Passes
 from .repeat import Repeater
-from .skips import own_forward, preceded
-from .tables import GatheredRows
 
 logger = logging.getLogger("group_offload")
 
@@ -100,7 +100,7 @@ class Gate(Around, Entry):
         """Take over the groups that a call needs. The group that is needed longest comes first."""
         # What was known of the module keeps weights that were replaced.
         self.repeater = Repeater(self.module, passes)
-        groups = sorted(groups, key=lambda group: -group.height)
+        groups = sorted(groups, key=lambda group: -group.nesting)
         self.groups = tuple(group for group in groups if not group.is_table)
         self.tables = tuple(group for group in groups if group.is_table)
         """The table of an embedding whose rows are looked up on the CPU."""
@@ -223,7 +223,7 @@ class Gate(Around, Entry):
         return bool(self.compiled)
 
 
-class SharedGate(Gate):
+class InterleavedGate(Gate):
     """Encloses the root's call where forwards may share passes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,15 +363,15 @@ class Gates:
         self._skip_inputs = frozenset(config.exclude_kwargs)
         self.passes = passes
         self.backward = backward
-        self.sharing: SharingPolicy | None = None
+        self.sharing: InterleavePolicy | None = None
         """Lets forwards of the root share passes, if an option asks for that."""
-        asks_plan = config.share_passes == "auto"
-        if isinstance(passes, SharedPasses):
-            self.sharing = SharingPolicy(passes, asks_plan=asks_plan)
+        asks_plan = config.interleave_forwards == "auto"
+        if isinstance(passes, InterleavedPasses):
+            self.sharing = InterleavePolicy(passes, asks_plan=asks_plan)
         elif asks_plan and (config.group_prefix or "unet").startswith(DENOISERS):
             logger.info(
-                "Running forwards of %s separately (share_passes='auto'): only diffusers' own denoisers are known to be safe. "
-                "If a forward has no side effects, pass share_passes=True.",
+                "Running forwards of %s separately (interleave_forwards='auto'): only diffusers' own denoisers are known to be "
+                "safe. If a forward has no side effects, pass interleave_forwards=True.",
                 passes.name,
             )
         self.records_graphs = False
@@ -431,7 +431,7 @@ class Gates:
     def _opened(self, kind: type[Gate], entry: nn.Module | Method, groups: Iterable[Group]) -> Gate:
         """The gate around a module or method, made if there is none of this kind in place, and opened for `groups`."""
         if entry is self.root and self.sharing is not None:
-            kind = SharedGate
+            kind = InterleavedGate
         key = entry if isinstance(entry, Method) else weakref.ref(entry)
         gate = self._gates.get(key)
         if gate is not None and type(gate) is kind and gate.is_installed:

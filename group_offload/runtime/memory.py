@@ -13,17 +13,17 @@ from ..base.arena import Holding, arena_for
 from ..base.device import Event
 from ..base.tuning import tuning
 from ..config import OffloadConfig
-from ..plan.placement import NUM_BERTHS
+from ..plan.placement import NUM_COMPRESSED_BUFFERS
 from ..stores.base import PlacedBlob
-from ..stores.packed import PackedImage
-from .copies.transfer import Transfer
-from .foresight.schedule import Schedule
+from ..stores.compressed import CompressedImage
+from .groups.compressed import CompressedGroup
 from .groups.group import Group
-from .groups.packed import PackedGroup
 from .measure.counters import Counters
-from .slots.berths import Berths
+from .prefetch.schedule import Schedule
+from .slots.compressed_buffers import CompressedBuffers
 from .slots.ring import Ring
 from .slots.slot import Slot
+from .transfers.transfer import Transfer
 
 logger = logging.getLogger("group_offload")
 
@@ -50,9 +50,9 @@ class DeviceMemory(Holding):
         """Whether groups inside of whose modules no other one is needed have slots outside of rings."""
         self.arena = arena_for(self._backend)
         self.rings: dict[int, Ring[Group]] = {}
-        """For each height of groups, the memory that these groups take turns in."""
-        self.berths: Berths | None = None
-        """The part of the memory that packed bytes land in."""
+        """For each nesting level of groups, the memory that these groups take turns in."""
+        self.compressed_buffers: CompressedBuffers | None = None
+        """The part of the memory that compressed bytes land in."""
         self.pooled: list[Slot[Group]] = []
         """Slots in no ring, each allocated for one run of groups that takes turns."""
         self.residents: list[Slot[Any]] = []
@@ -64,17 +64,17 @@ class DeviceMemory(Holding):
         self.window_bytes = 0
         """The bytes that may be on their way just in time."""
         self.schedule = Schedule(())
-        """Tells which groups are needed last. `LookAhead` sets it."""
-        self._to_stay: frozenset[Group | PackedGroup] = frozenset()
-        """Groups, and packed groups, that are to stay on the device between passes."""
+        """Tells which groups are needed last. `Prefetcher` sets it."""
+        self._to_stay: frozenset[Group | CompressedGroup] = frozenset()
+        """Groups, and compressed groups, that are to stay on the device between passes."""
         self.ring_sizes: dict[int, int] = {}
-        """For each height, the bytes that its groups take turns in."""
-        self.berth_bytes = 0
-        """The bytes that packed bytes land in: see [Note: The life of a berth]."""
+        """For each nesting level, the bytes that its groups take turns in."""
+        self.compressed_buffer_bytes = 0
+        """The bytes that compressed bytes land in: see [Note: The life of a compressed buffer]."""
         self._reading_bytes = 0
-        """The part of them for packed bytes that are read from files."""
+        """The part of them for compressed bytes that are read from files."""
         self.largest: dict[int, int] = {}
-        """For each height, the size of the largest group that takes turns."""
+        """For each nesting level, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
         """The groups whose tensors are views of slots."""
         self._spare_events: list[Event] = []
@@ -85,60 +85,64 @@ class DeviceMemory(Holding):
 
     # ---------------------------------------------------------------- between passes
 
-    def reside(self, to_stay: frozenset[Group | PackedGroup], groups: Sequence[Group]) -> None:
-        """Note which groups stay on the device, as they are or packed, and size the rings for all others.
+    def reside(self, to_stay: frozenset[Group | CompressedGroup], groups: Sequence[Group]) -> None:
+        """Note which groups stay on the device, as they are or compressed, and size the rings for all others.
 
         Residents that are to stay no more are evicted. None is brought.
         """
         self._to_stay = to_stay
         streamed = [group for group in groups if group not in to_stay and not group.is_in_place]
-        by_height: dict[int, list[int]] = {}
+        by_nesting: dict[int, list[int]] = {}
         for group in streamed:
             if group.num_bytes:
-                by_height.setdefault(group.height, []).append(group.num_bytes)
-        self.largest = {height: max(found) for height, found in by_height.items()}
-        sizes = {height: self._ring_bytes(height, found) for height, found in sorted(by_height.items())}
+                by_nesting.setdefault(group.nesting, []).append(group.num_bytes)
+        self.largest = {nesting: max(found) for nesting, found in by_nesting.items()}
+        sizes = {nesting: self._ring_bytes(nesting, found) for nesting, found in sorted(by_nesting.items())}
         for slot in [*self.residents]:
             if not to_stay.issuperset(slot.groups):
                 self.free(slot)
-        sent = [group for group in streamed if group.packed not in to_stay]
+        sent = [group for group in streamed if group.compressed not in to_stay]
         reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
-        berth_bytes = reading_bytes
-        berth_bytes += NUM_BERTHS * max((group.largest_strip(is_read=False) for group in sent), default=0)
-        if (sizes, berth_bytes, reading_bytes) != (self.ring_sizes, self.berth_bytes, self._reading_bytes):
+        largest = max((group.largest_strip(is_read=False) for group in sent), default=0)
+        compressed_buffer_bytes = reading_bytes + NUM_COMPRESSED_BUFFERS * largest
+        before = self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes
+        if (sizes, compressed_buffer_bytes, reading_bytes) != before:
             self.arena.release(self)
-        self.ring_sizes, self.berth_bytes, self._reading_bytes = sizes, berth_bytes, reading_bytes
+        self.ring_sizes, self.compressed_buffer_bytes = sizes, compressed_buffer_bytes
+        self._reading_bytes = reading_bytes
 
-    def _ring_bytes(self, height: int, sizes: list[int]) -> int:
+    def _ring_bytes(self, nesting: int, sizes: list[int]) -> int:
         """The size of a ring for groups of these sizes: as many of the largest as there are slots, or one without a stream.
 
         Groups that are needed around others all stay on the device, if their sum is small.
         """
         config, sharing = self._config, self.transfer.sharing
         # With a budget, the plan gives that memory to groups that stay.
-        has_more = sharing is not None and sharing.crew is not None and config.use_stream and not config.has_budgets
+        has_more = (
+            sharing is not None and sharing.host_group is not None and config.use_stream and not config.has_budgets
+        )
         num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
         if len(sizes) <= config.num_slots:
             num_slots = 1  # room for all groups would save no memory, and overlap is not worth that
         in_turn = sum(sorted(sizes)[-num_slots:])
-        return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if height and config.use_stream else in_turn
+        return max(in_turn, min(sum(sizes), tuning().resident_bytes)) if nesting and config.use_stream else in_turn
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of all rings, and of the berths, which a module leases as a whole."""
-        return sum(self.ring_sizes.values()) + self.berth_bytes
+        """The bytes of all rings, and of the compressed buffers, which a module leases as a whole."""
+        return sum(self.ring_sizes.values()) + self.compressed_buffer_bytes
 
     @property
     def outer_bytes(self) -> int:
         """The bytes of the rings of groups that are needed around others."""
-        return sum(size for height, size in self.ring_sizes.items() if height)
+        return sum(size for nesting, size in self.ring_sizes.items() if nesting)
 
     @property
     def slots(self) -> list[Slot[Group]]:
         return [*self.residents, *self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)]
 
     def take_back(self) -> tuple[torch.Tensor | None, list[Event]]:
-        memory, unread = self.memory, [] if self.berths is None else [*self.berths.last_uses]
+        memory, unread = self.memory, [] if self.compressed_buffers is None else [*self.compressed_buffers.last_uses]
         # Asked before the slots are forgotten, which know of the views.
         is_aliased = any(slot.is_aliased for ring in self.rings.values() for slot in ring.slots)
         for slot in (*self.pooled, *(slot for ring in self.rings.values() for slot in ring.slots)):
@@ -146,25 +150,27 @@ class DeviceMemory(Holding):
             if slot.waited_on is None:
                 unread.append(slot.ready)
         # At once and at the end: an interrupt finds all of it, or nothing.
-        self.memory, self.rings, self.pooled, self.pooled_bytes, self.berths = None, {}, [], 0, None
+        self.memory, self.rings, self.pooled, self.pooled_bytes, self.compressed_buffers = None, {}, [], 0, None
         return None if is_aliased else memory, unread
 
-    def blobs_of(self, run: Sequence[Group], *, has_berths: bool = True) -> list[PlacedBlob]:
-        """The blobs of `run`, one after another in one slot. Those whose packed bytes fit into no berth are sent unpacked.
+    def blobs_of(self, run: Sequence[Group], *, has_compressed_buffers: bool = True) -> list[PlacedBlob]:
+        """The blobs of `run`, one after another in one slot. Those whose compressed bytes fit into no compressed buffer are
+        sent decompressed.
 
         Args:
-            has_berths: Whether there are berths by now, or will be.
+            has_compressed_buffers: Whether there are compressed buffers by now, or will be.
         """
-        sent_bytes = (self.berth_bytes - self._reading_bytes) // NUM_BERTHS
+        sent_bytes = (self.compressed_buffer_bytes - self._reading_bytes) // NUM_COMPRESSED_BUFFERS
 
-        def fits(packed: PackedImage) -> bool:
-            return has_berths and packed.layout.largest_strip <= (self._reading_bytes if packed.is_read else sent_bytes)
+        def fits(compressed: CompressedImage) -> bool:
+            space = self._reading_bytes if compressed.is_read else sent_bytes
+            return has_compressed_buffers and compressed.layout.largest_strip <= space
 
         starts = accumulate((group.num_bytes for group in run), initial=0)
         return [
             placed
-            if placed.packed is None or placed.on_device is not None or fits(placed.packed)
-            else placed._replace(packed=None)
+            if placed.compressed is None or placed.on_device is not None or fits(placed.compressed)
+            else placed._replace(compressed=None)
             for group, start in zip(run, starts, strict=False)
             for placed in group.blobs_at(start)
         ]
@@ -174,10 +180,10 @@ class DeviceMemory(Holding):
             return
         slots = self.residents[::-1]  # another module's pass takes what came last, whatever this module needs next
         if self.thread:
-            next_use: dict[Group | PackedGroup, int] = {}
+            next_use: dict[Group | CompressedGroup, int] = {}
             for number, group in enumerate(self.schedule.upcoming(wraps=True)):
                 next_use.setdefault(group, number)
-                next_use.setdefault(group.packed, number)
+                next_use.setdefault(group.compressed, number)
             never = len(next_use)
             slots.sort(key=lambda slot: -min((next_use.get(group, never) for group in slot.groups), default=never))
         for slot in slots:
@@ -207,15 +213,17 @@ class DeviceMemory(Holding):
         Raises:
             torch.OutOfMemoryError: the device has too little memory for the slots, with no resident left.
         """
-        sizes = {height: size for height, size in self.ring_sizes.items() if height or not self.is_just_in_time}
-        if self.arena.lease(self, sum(sizes.values()) + self.berth_bytes, self.transfer.writers):
+        sizes = {nesting: size for nesting, size in self.ring_sizes.items() if nesting or not self.is_just_in_time}
+        if self.arena.lease(self, sum(sizes.values()) + self.compressed_buffer_bytes, self.transfer.writers):
             assert self.memory is not None
             start = 0
-            for height, size in sizes.items():
-                self.rings[height] = Ring(self.memory[start : start + size], self._backend, self.largest.get(height, 0))
+            for nesting, size in sizes.items():
+                self.rings[nesting] = Ring(
+                    self.memory[start : start + size], self._backend, self.largest.get(nesting, 0)
+                )
                 start += size
-            if self.berth_bytes:
-                self.berths = Berths(self.memory[start:], self._backend, self._reading_bytes)
+            if self.compressed_buffer_bytes:
+                self.compressed_buffers = CompressedBuffers(self.memory[start:], self._backend, self._reading_bytes)
         self._note_peak()
         for slot in self.slots:
             for group in [*slot.groups]:
@@ -254,7 +262,7 @@ class DeviceMemory(Holding):
             for group in slot.groups:
                 group.slot = None
 
-    def may_reside(self, group: Group | PackedGroup) -> bool:
+    def may_reside(self, group: Group | CompressedGroup) -> bool:
         """Whether a group that is not on the device is to stay there, and has space."""
         return group in self._to_stay and self.resident_bytes + group.num_bytes <= self.resident_limit
 
@@ -263,7 +271,7 @@ class DeviceMemory(Holding):
         """Whether a group is yet to come that stays then."""
         return any(group.slot is None and self.may_reside(group) for group in self._to_stay)
 
-    def resident_slot(self, group: Group | PackedGroup) -> Slot[Any] | None:
+    def resident_slot(self, group: Group | CompressedGroup) -> Slot[Any] | None:
         """Memory for a group that is to stay; None if it may not, or if there is none: then the group streams."""
         if not self.may_reside(group):
             return None
@@ -272,14 +280,14 @@ class DeviceMemory(Holding):
             self.resident_limit = self.resident_bytes  # and no other one is tried in this pass
             return None
         slot = self._new_slot(memory, is_resident=True)
-        if isinstance(group, PackedGroup):
+        if isinstance(group, CompressedGroup):
             for writer in self.transfer.writers:
                 self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
 
     def slot_now(self, group: Group, *, is_first: bool) -> tuple[Slot[Group], list[Slot[Group]]]:
         """Memory for a group that is needed now, and the slots of a ring that it takes the place of: see `Ring.place`."""
-        resident, ring = self.resident_slot(group), self.rings.get(group.height)
+        resident, ring = self.resident_slot(group), self.rings.get(group.nesting)
         if resident is None and ring is not None:
             found = ring.place(group.num_bytes, self._is_free, is_first=is_first)
             if found is not None:
@@ -337,7 +345,7 @@ class DeviceMemory(Holding):
         self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.num_bytes)
 
     def occupy(
-        self, slot: Slot[Any], run: Sequence[Group | PackedGroup], evicted: Sequence[Slot[Group]]
+        self, slot: Slot[Any], run: Sequence[Group | CompressedGroup], evicted: Sequence[Slot[Group]]
     ) -> list[Event]:
         """Put groups into a slot, one after another, in place of the groups that its memory held.
 

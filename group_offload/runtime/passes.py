@@ -9,8 +9,9 @@ part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so 
    groups are on the device already.
 2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
-   weights to their place at rest, and lets the next groups start into the free bytes.
-3. `_end`: all weights are bound to their place at rest. The groups that the next pass needs first are on their way by then.
+   weights to their place while offloaded, and lets the next groups start into the free bytes.
+3. `_end`: all weights are bound to their place while offloaded. The groups that the next pass needs first are on their way by
+  then.
    The host has waited for no copy (but see `Blob.detects_edits`).
 
 An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
@@ -45,22 +46,22 @@ from ..base.weak import Weak
 from ..config import OffloadConfig
 from ..errors import EXPECTED, StateError
 from ..partition import Method
-from .budget.need import Kind
+from .budget.need import InputSignature
 from .changes import Changes
-from .convoy.contract import is_function
-from .foresight.lookahead import LookAhead
-from .foresight.succession import Model, Succession
+from .deadlock import where_it_waits
 from .groups.group import Group
 from .groups.part import Part
+from .interleave.contract import is_function
 from .measure.recorder import Recorder
 from .placer import Placer
-from .threads import where_it_waits
+from .prefetch.phase_order import Model, PhaseOrder
+from .prefetch.prefetcher import Prefetcher
 
 _BACKWARD = "backward"
-"""The name of backward passes in their `Kind`."""
+"""The name of backward passes in their `InputSignature`."""
 
 
-class State(Enum):
+class PassState(Enum):
     """How far a pass has come."""
 
     CLEAN = "clean"
@@ -114,8 +115,8 @@ class _Step:
     def __init__(self, passes: Passes) -> None:
         self._passes, self._before = passes, passes._state
 
-    def __enter__(self) -> State:
-        self._passes._state = State.UNKNOWN
+    def __enter__(self) -> PassState:
+        self._passes._state = PassState.UNKNOWN
         return self._before
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -138,19 +139,19 @@ class Passes:
         root: nn.Module,
         config: OffloadConfig,
         placer: Placer,
-        lookahead: LookAhead,
+        prefetcher: Prefetcher,
         changes: Changes,
         recorder: Recorder,
-        prepare: Callable[[nn.Module, Kind], set[Group]],
+        prepare: Callable[[nn.Module, InputSignature], set[Group]],
     ) -> None:
         self.root = root
         self.name = type(root).__name__
         self.is_function = is_function(config, root)
         """Whether forwards are known to be functions of their inputs and the weights."""
         self.backend = config.backend
-        self.lookahead = lookahead  # which has the same device memory, transfer, counters and files
-        self.memory, self._transfer = lookahead.memory, lookahead.transfer
-        self.counters, self._files = lookahead.counters, lookahead.files
+        self.prefetcher = prefetcher  # which has the same device memory, transfer, counters and files
+        self.memory, self._transfer = prefetcher.memory, prefetcher.transfer
+        self.counters, self._files = prefetcher.counters, prefetcher.files
         self.placer, self._changes, self._recorder = placer, changes, recorder
         self._prepare = prepare
         """Commits changes of the module before a forward, and returns the groups that the forward can need. If it cuts the
@@ -159,21 +160,21 @@ class Passes:
         self._group_of: dict[Part, Group] = {}
         self.detects_edits = True
         """Whether edits of weights between passes are noticed, however they are made."""
-        self._state = State.CLEAN
+        self._state = PassState.CLEAN
         self._calls: list[Call] = []
         """The gated calls in progress, outermost first, if none was interrupted: see [Note: Interrupts]."""
         self._thread = 0
         """The thread that began the pass in progress."""
         self.lingering: Group | None = None
         """A group that stays held between two calls, because the next call should need it too."""
-        self.kind: Kind | None = None
+        self.kind: InputSignature | None = None
         """The kind of the last forward."""
         self.tasks: dict[int, Any] = {}
         """The runs of autograd that make up the backward in progress. `Backward` adds and removes them."""
         self.is_removed = False
-        self.succession: Succession | None = None
+        self.phase_order: PhaseOrder | None = None
         """The models of the same pipeline, and which runs next: see [Note: Models of a pipeline]."""
-        self._heir: Model | None = None
+        self._next_model: Model | None = None
         """The model that should run after the pass in progress, if it is another one."""
         self._teaches = True
         """Whether the pass in progress needs groups in an order that a next one may have."""
@@ -189,8 +190,8 @@ class Passes:
             return  # this thread has forked in the middle of a pass
         self._calls, self._thread = [], 0
         self.tasks.clear()
-        if self._state is not State.CLEAN:
-            self._state = State.UNKNOWN
+        if self._state is not PassState.CLEAN:
+            self._state = PassState.UNKNOWN
 
     def set_groups(self, groups: tuple[Group, ...]) -> None:
         """Take over the groups that the module was cut into."""
@@ -225,9 +226,9 @@ class Passes:
         self._calls.append(call)
         if is_first:
             try:
-                self._begin(call, Kind.of(call.entry.method or call.module, args, kwargs), kwargs)
+                self._begin(call, InputSignature.of(call.entry.method or call.module, args, kwargs), kwargs)
             except EXPECTED:
-                self._state = State.OPEN
+                self._state = PassState.OPEN
                 raise
         else:
             self._refuse_interrupted()
@@ -250,10 +251,10 @@ class Passes:
                     call.groups.append(group)
             self._end_lingering()
             self.placer.needs.look()
-            self.lookahead.before_call()
+            self.prefetcher.before_call()
 
     def _refuse_interrupted(self) -> None:
-        if self._state is State.UNKNOWN:
+        if self._state is PassState.UNKNOWN:
             raise StateError(
                 f"A forward of {self.name} goes on after it was interrupted. Let it end, and call it again."
             )
@@ -272,27 +273,27 @@ class Passes:
         while self._calls[-1] is not call:
             self._forget_last_call()
         # A checkpoint breaks off the calls that it repeats: an incomplete call in a backward is no failure.
-        if self._state is State.OPEN and not (call.is_complete or self.tasks):
-            self._state = State.FAILED
-        if self._state is State.UNKNOWN:
+        if self._state is PassState.OPEN and not (call.is_complete or self.tasks):
+            self._state = PassState.FAILED
+        if self._state is PassState.UNKNOWN:
             self._calls.pop()
         else:
             with _Step(self) as state:
                 self._end_lingering()
-                if state is State.OPEN and self._may_linger(call):
+                if state is PassState.OPEN and self._may_linger(call):
                     self.lingering = call.groups[0]
                     self.lingering.holds += 1
                 while call.groups:
                     self.release(call.groups.pop(), self.backend.current_stream())
                 self._calls.pop()
                 if self.is_running:
-                    self.lookahead.after_call()
+                    self.prefetcher.after_call()
         if not self.is_running:
             self._end()
 
     def _may_linger(self, call: Call) -> bool:
         group = call.groups[0] if len(call.groups) == 1 and len(self._calls) > 1 else None
-        schedule = self.lookahead.schedule
+        schedule = self.prefetcher.schedule
         return (
             group is not None
             and group.holds == 1
@@ -313,14 +314,14 @@ class Passes:
         slot = group.slot
         return (
             self._thread == threading.get_ident()
-            and self._state is State.OPEN
+            and self._state is PassState.OPEN
             and (slot is None or slot.waited_on == slot.last_stream == self.backend.current_stream())
             and not (torch.is_grad_enabled() or self.backend.is_capturing() or is_profiler_enabled())
         )
 
     def use_again(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that needs the group that lingers, and nothing else."""
-        group, schedule = self.lingering, self.lookahead.schedule
+        group, schedule = self.lingering, self.prefetcher.schedule
         assert group is not None
         try:
             self.lingering = None  # else a call inside would end its use
@@ -328,21 +329,21 @@ class Passes:
             self.placer.needs.look()
             output = call(*args, **kwargs)
         except BaseException:
-            if self._state is State.OPEN:
-                self._state = State.FAILED
+            if self._state is PassState.OPEN:
+                self._state = PassState.FAILED
             raise
-        if self._state is not State.UNKNOWN:
+        if self._state is not PassState.UNKNOWN:
             with _Step(self):
                 self._end_lingering()  # what a call inside has left
                 self.lingering = group
                 if not schedule.expects(group):
                     self._end_lingering()
-                    self.lookahead.after_call()
+                    self.prefetcher.after_call()
         return output
 
     # ---------------------------------------------------------------- a forward
 
-    def _begin(self, call: Call, kind: Kind, inputs: Any) -> None:
+    def _begin(self, call: Call, kind: InputSignature, inputs: Any) -> None:
         root, top, method = self.root, call.module, call.entry.method
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise StateError(
@@ -360,50 +361,50 @@ class Passes:
         self._thread = threading.get_ident()
         scope = self._prepare(top, kind)  # first: it may cut the module into other groups
         self.kind = kind
-        if self.succession is not None:
+        if self.phase_order is not None:
             if not kind.with_grad:  # a backward would come next
-                self._heir = self.succession.begin(self, method or top)
-            self.memory.protected = self.succession.protected_from(self)
+                self._next_model = self.phase_order.begin(self, method or top)
+            self.memory.protected = self.phase_order.protected_from(self)
         self._start(kind, scope)
 
-    def _start(self, kind: Kind, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
+    def _start(self, kind: InputSignature, scope: set[Group], guess: Sequence[Group] | None = None) -> None:
         """Take the slots, and start the first copies: in the order of `guess`, as long as none is known."""
         self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
         is_backward = kind.is_backward
-        succession = None if is_backward else self.succession
-        self.placer.make_room(kind, begins_phase=succession is not None and succession.is_first_of_phase)
+        phase_order = None if is_backward else self.phase_order
+        self.placer.make_room(kind, begins_phase=phase_order is not None and phase_order.is_first_of_phase)
         self.memory.take()
         timed = kind if self.placer.begin_pass(kind) else None
         self._recorder.begin(timed, self.backend.current_stream())
         self._teaches = True
-        self.lookahead.begin(kind.top, scope, guess, is_last=self._heir is not None)
-        self._state = State.OPEN
+        self.prefetcher.begin(kind.top, scope, guess, is_last=self._next_model is not None)
+        self._state = PassState.OPEN
 
     def begin_work(self) -> None:
         """Clear away a pass that was interrupted. The module then owns its slots until `_end` or `end_work`."""
-        if self._state is not State.CLEAN:
+        if self._state is not PassState.CLEAN:
             self.recover()
-        self._state = State.UNKNOWN
+        self._state = PassState.UNKNOWN
         self.memory.claim()
         self.memory.arena.answer()  # what was refused before is nothing that a call could be repeated for
 
     def end_work(self) -> None:
         """End work that `begin_work` began and that was no pass."""
         self.memory.give_back()
-        self._state = State.CLEAN
+        self._state = PassState.CLEAN
 
     def _end(self) -> None:
         """End a pass, forward or backward."""
-        if self._state is State.CLEAN:
+        if self._state is PassState.CLEAN:
             return
-        if self._state is not State.OPEN:
+        if self._state is not PassState.OPEN:
             self.recover()
             return
-        self._state = State.UNKNOWN
+        self._state = PassState.UNKNOWN
         for group in [*self.memory.bound]:
             self.memory.unbind(group)
-        self.lookahead.schedule.end(completed=self._teaches)
+        self.prefetcher.schedule.end(completed=self._teaches)
         self._changes.end_pass()
         stream = self.backend.current_stream()
         self._recorder.end(stream)
@@ -411,10 +412,10 @@ class Passes:
         self._end_slots(stream)
         self.memory.give_back()
         self._thread = 0
-        heir, self._heir = self._heir, None
-        self._state = State.CLEAN
-        if heir is not None:
-            heir.if_at_rest(heir.take_over)
+        next_model, self._next_model = self._next_model, None
+        self._state = PassState.CLEAN
+        if next_model is not None:
+            next_model.if_at_rest(next_model.take_over)
         if self.kind is not None:
             self.placer.plan_ahead(self.kind)
 
@@ -434,17 +435,17 @@ class Passes:
 
     def take_over(self) -> None:
         """Take the slots, and start the copies of the first groups. May be called in another model's pass."""
-        if not self.lookahead.wraps:
+        if not self.prefetcher.wraps:
             return
         self.begin_work()
         try:
-            if self.succession is not None:
-                self.memory.protected = self.succession.protected_from(self)
+            if self.phase_order is not None:
+                self.memory.protected = self.phase_order.protected_from(self)
             if self.kind is not None:
                 self.placer.make_room(self.kind, begins_phase=True)
             with suppress(torch.OutOfMemoryError):  # its own pass may find more, or says that there is too little
                 self.memory.take()
-                self.lookahead.prepare()
+                self.prefetcher.prepare()
         except BaseException as error:
             self.recover()
             if not isinstance(error, Exception):  # else it is for this module's own pass to raise
@@ -456,7 +457,11 @@ class Passes:
         """Do this under the lock, unless another thread has it, or a pass is in progress."""
         was_owned = self.lock._is_owned()
         try:
-            if (was_owned or self.lock.acquire(blocking=False)) and self._state is State.CLEAN and not self.is_removed:
+            if (
+                (was_owned or self.lock.acquire(blocking=False))
+                and self._state is PassState.CLEAN
+                and not self.is_removed
+            ):
                 step()
         finally:
             while not was_owned and self.lock._is_owned():  # Ctrl-C may have come just after the lock was acquired
@@ -467,7 +472,7 @@ class Passes:
     def give_way(self, factor: int) -> bool:
         """Device memory was refused in a call: evict `factor` times as much, so that the call can be repeated. False if no
         resident is left."""
-        if self._state is State.UNKNOWN:
+        if self._state is PassState.UNKNOWN:
             return False
         with _Step(self):
             gave = self.placer.give_way(factor, self.backend.refusals()[1])
@@ -476,8 +481,8 @@ class Passes:
 
     def begin_again(self) -> None:
         """The call in progress is repeated. Calls inside of it may have failed, and may have been learnt twice by then."""
-        if self._state is State.FAILED:
-            self._state = State.OPEN
+        if self._state is PassState.FAILED:
+            self._state = PassState.OPEN
         self._teaches = False
 
     # ---------------------------------------------------------------- a group
@@ -489,7 +494,7 @@ class Passes:
             binds: Whether the weights become views of the slot, for a module's call.
         """
         if not group.holds or group is self.lingering:
-            self.lookahead.schedule.observe(group)
+            self.prefetcher.schedule.observe(group)
         if not group.is_bound:
             self._changes.commit_group(group, binds=binds)
             if group.slot is not None and not group.is_current:
@@ -508,7 +513,7 @@ class Passes:
         """Let `stream` wait for the group's copy, which is started now if nobody has."""
         if group.slot is None:
             self.counters.stalls += 1
-            self.lookahead.onload_now(group)
+            self.prefetcher.onload_now(group)
         slot = group.slot
         assert slot is not None
         # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
@@ -516,7 +521,7 @@ class Passes:
             self._recorder.arrives(stream)
             with in_profile("wait", group.group_id):
                 if slot.job is not None:
-                    slot = self.lookahead.wait_for_read(group, slot)
+                    slot = self.prefetcher.wait_for_read(group, slot)
                 # An interrupt may lose the record of the streams that read slots.
                 self._transfer.last_copies.expect(stream)
                 stream.wait_event(slot.ready)
@@ -542,8 +547,8 @@ class Passes:
         if group.holds:
             return
         self._recorder.ends(group.group_id, stream)
-        self.lookahead.was_released(group)
-        if not self.lookahead.schedule.expects(group):
+        self.prefetcher.was_released(group)
+        if not self.prefetcher.schedule.expects(group):
             if group in self.memory.bound:
                 self.memory.unbind(group)
             if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
@@ -569,31 +574,31 @@ class Passes:
     def begin_backward(self) -> None:
         """Begin a pass in which autograd needs weights or repeats calls. Each call until `end_backward` needs the lock too."""
         self._refuse_capture()
-        forward = self.lookahead.schedule.order
+        forward = self.prefetcher.schedule.order
         self.counters.backward_passes += 1
         # The next forward commits changes made since the last one. Backward follows the graph, and keeps the groups.
         self.begin_work()
         self._thread = threading.get_ident()
-        kind = Kind(_BACKWARD, (), with_grad=True)
+        kind = InputSignature(_BACKWARD, (), with_grad=True)
         self.memory.protected = {}  # what the forward left to models that run after it
         self._start(kind, set(self._groups), forward[::-1])
 
     def end_backward(self, *, completed: bool) -> None:
-        if self._state is State.CLEAN:
+        if self._state is PassState.CLEAN:
             return
         self._calls.clear()  # calls that a checkpoint repeated have broken off with the backward
         if not completed:
-            self._state = State.UNKNOWN  # the backward may have broken off anywhere
+            self._state = PassState.UNKNOWN  # the backward may have broken off anywhere
         self._end()
 
     # ---------------------------------------------------------------- interrupts
 
     def end_interrupted_call(self, module: nn.Module) -> None:
         """End the gated call of `module` that is over, if its `end_call` was interrupted."""
-        is_left_over = self._state is not State.CLEAN if not self._calls else self._calls[-1].module is module
+        is_left_over = self._state is not PassState.CLEAN if not self._calls else self._calls[-1].module is module
         if is_left_over:
             self.forget_interrupted_calls()
-            if not self.is_running and self._state is not State.CLEAN:
+            if not self.is_running and self._state is not PassState.CLEAN:
                 self.recover()
 
     def forget_interrupted_calls(self) -> None:
@@ -603,16 +608,16 @@ class Passes:
 
     def _forget_last_call(self) -> None:
         self._calls.pop()
-        if self._state is not State.CLEAN:
-            self._state = State.UNKNOWN  # the groups that the call holds, and the steps it began, are unknown
+        if self._state is not PassState.CLEAN:
+            self._state = PassState.UNKNOWN  # the groups that the call holds, and the steps it began, are unknown
 
     def recover(self) -> None:
         """End a pass that failed or was interrupted at any point. See [Note: Interrupts].
 
         The host waits until no copy is on its way and no slot is read, so that the memory is free for another use.
         """
-        is_whole = self._state is not State.UNKNOWN
-        self._state = State.UNKNOWN
+        is_whole = self._state is not PassState.UNKNOWN
+        self._state = PassState.UNKNOWN
         self.backend.refusal.must_fail = None  # of a call that was interrupted
         self._transfer.recover(is_whole=is_whole)
         self.lingering = None
@@ -622,12 +627,12 @@ class Passes:
         self._recorder.forget_measured()
         self.placer.end_pass(completed=False)
         self._changes.recover(Passes.root.of(self))
-        self._heir = None
-        self.lookahead.recover(self._groups, is_whole=is_whole)
+        self._next_model = None
+        self.prefetcher.recover(self._groups, is_whole=is_whole)
         self.placer.reside()
         self._files.look()
         self._thread = 0
-        self._state = State.CLEAN
+        self._state = PassState.CLEAN
 
     # ---------------------------------------------------------------- turns of threads
 
@@ -641,7 +646,7 @@ class Passes:
             return
         before: FrameType | None = None
         try:
-            while not self.lock.acquire(timeout=tuning().turn_patience_seconds):
+            while not self.lock.acquire(timeout=tuning().turn_timeout_seconds):
                 # A call of the whole module is separate work, whose turn will come. A call of a part may belong to the pass.
                 may_be_inside = self.is_running and module is not self.root
                 now = where_it_waits(self._thread) if may_be_inside else None

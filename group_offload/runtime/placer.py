@@ -1,7 +1,7 @@
 """Carries plans out: which groups stay on the device, which files are pinned, and how many bytes may be on their way.
 
 The account of device memory has five owners: the `Arena` takes it, `DeviceMemory` has what one module holds, `Needs` measures
-what passes need besides weights, the `Budgeter` plans for the rest, and the `Placer` decides in each pass who has what.
+what passes need besides weights, the `MemoryBudget` plans for the rest, and the `Placer` decides in each pass who has what.
 
 [Note: Slots in rings, and just in time]
 Groups that are needed one after another share a ring of fixed memory, filled as far ahead as it reaches. At leaf level,
@@ -23,16 +23,16 @@ from ..errors import ConfigError
 from ..plan.budgets import Budget, describe_bytes
 from ..plan.placement import Placement, smallest_device_bytes
 from ..plan.planner import Plan
-from ..plan.ram_shares import promised, ram_for_weights
+from ..plan.ram_split import promised, ram_for_weights
 from ..stores.files import FileBlob
 from ..stores.moves import Tier
-from .budget.budgeter import Budgeter
-from .budget.need import Kind, Needs
-from .foresight.lookahead import LookAhead
-from .foresight.schedule import first_guess
+from .budget.memory_budget import MemoryBudget
+from .budget.need import InputSignature, Needs
+from .compressor import Compressor
 from .groups.group import Group
 from .measure.recorder import Recorder
-from .packer import Packer
+from .prefetch.prefetcher import Prefetcher
+from .prefetch.schedule import first_guess
 
 logger = logging.getLogger("group_offload")
 
@@ -51,15 +51,17 @@ class Placer:
     slots, `begin_pass`, any number of `needs.look`, and `end_pass`.
     """
 
-    def __init__(self, config: OffloadConfig, lookahead: LookAhead, recorder: Recorder, packer: Packer) -> None:
-        self._name = lookahead.memory.name
+    def __init__(
+        self, config: OffloadConfig, prefetcher: Prefetcher, recorder: Recorder, compressor: Compressor
+    ) -> None:
+        self._name = prefetcher.memory.name
         self._config = config
         self._backend = config.backend
-        self._lookahead = lookahead  # which has the same device memory, transfer and files
-        self._memory, self._transfer, self._files = lookahead.memory, lookahead.transfer, lookahead.files
+        self._prefetcher = prefetcher  # which has the same device memory, transfer and files
+        self._memory, self._transfer, self._files = prefetcher.memory, prefetcher.transfer, prefetcher.files
         self._recorder = recorder
-        self._packer = packer
-        self._budgeter = Budgeter(config, self._files, self._transfer, packer)
+        self._compressor = compressor
+        self._budget = MemoryBudget(config, self._files, self._transfer, compressor)
         self.needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
         """Device memory for weights and activations: of the whole process, or what the device has for it ("auto")."""
@@ -71,16 +73,16 @@ class Placer:
     # ---------------------------------------------------------------- set-up
 
     def place(self, groups: Sequence[Group]) -> None:
-        """Decide where these groups are stored, and pack, pin and size memory for that, before any pass was measured.
+        """Decide where these groups are stored, and compress, pin and size memory for that, before any pass was measured.
 
         Raises:
             ConfigError: a budget is too small.
         """
         is_first, self._groups = not self._groups, tuple(groups)
-        self._packer.begin(groups)
+        self._compressor.begin(groups)
         if not self._config.has_budgets:
-            self._budgeter.clear()
-            self._packer.pack(self._packer.lacking())
+            self._budget.clear()
+            self._compressor.compress(self._compressor.lacking())
         self._memory.reside(frozenset(), groups)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
@@ -88,45 +90,48 @@ class Placer:
         blobs = [part.blob for group in groups for part in group.parts]
         in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
         for blob in in_files:
-            blob.is_verified = self._config.verify_files
+            blob.is_verified = self._config.verify_checksums
         self._files.begin(in_files)
         if self._config.has_budgets:
             self._plan_first(is_first=is_first)
-            self._carry_out()  # berths are for what was packed
+            self._carry_out()  # compressed buffers are for what was compressed
         if not self._config.has_budgets or not self._backend.has_streams:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
-        self._lookahead.note_tiers(groups)
+        self._prefetcher.note_tiers(groups)
         self._transfer.reader.prepare_for(
             sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
             *tuning().ring(
                 is_scarce=self._config.low_cpu_mem_usage
-                or any(blob.is_direct or (blob.packed is not None and blob.packed.is_read) for blob in in_files),
+                or any(
+                    blob.is_direct or (blob.compressed is not None and blob.compressed.is_read) for blob in in_files
+                ),
                 is_of_leaves=self._config.is_leaf_level and not in_files,
             ),
         )
-        self._packer.is_set_up = True
+        self._compressor.is_set_up = True
 
     def clear(self) -> None:
         """Forget the groups and the plan."""
         self._groups = ()
         self._memory.wanted_bytes = 0
-        self._packer.begin(())
-        self._budgeter.clear()
+        self._compressor.begin(())
+        self._budget.clear()
         promised.add(self, 0)
         self._files.begin(())
 
     @property
     def slot_bytes(self) -> int:
-        """The most device memory that a pass takes for slots and berths. (`DeviceMemory.slot_bytes` is what is held now.)"""
+        """The most device memory that a pass takes for slots and compressed buffers. `DeviceMemory.slot_bytes` is held now."""
         if not self._memory.is_just_in_time:
             return self._memory.fixed_bytes
-        return self._memory.largest.get(0, 0) + self._window() + self._memory.outer_bytes + self._memory.berth_bytes
+        memory = self._memory
+        return memory.largest.get(0, 0) + self._window() + memory.outer_bytes + memory.compressed_buffer_bytes
 
     @property
     def missing_bytes(self) -> int:
         """The device memory that the next pass takes for weights, beside what the module has by now."""
-        return max(0, self.slot_bytes + self._budgeter.resident_bytes - self._memory.num_bytes)
+        return max(0, self.slot_bytes + self._budget.resident_bytes - self._memory.num_bytes)
 
     @property
     def has_budget(self) -> bool:
@@ -145,14 +150,14 @@ class Placer:
     def current_plan(self) -> Plan | None:
         """The plan with times known by now; without budgets, one of the present state. None if no weights are streamed."""
         self._learn()
-        return self._budgeter.current_plan()
+        return self._budget.current_plan()
 
     def _learn(self, *, describes: bool = True) -> None:
         """Note the times that passes have measured. Without budgets, also make the plan of the present state."""
-        for measured in self._recorder.measured({group.group_id for group in self._groups if not group.height}):
-            self._budgeter.note_times(*measured)
+        for measured in self._recorder.measured({group.group_id for group in self._groups if not group.nesting}):
+            self._budget.note_times(*measured)
         if describes and not self._config.has_budgets:
-            self._budgeter.describe(self._groups, self._lookahead.schedule.order)
+            self._budget.describe(self._groups, self._prefetcher.schedule.order)
 
     def _plan_first(self, *, is_first: bool) -> None:
         """Settle the budgets for weights alone, and share files out between RAM and the disk: see `place`."""
@@ -165,16 +170,16 @@ class Placer:
         promised.add(self, 0)
         ram = None if self._ram is None else self._plan_ram(self._ram, in_ram)
         device_bytes = self._space(0) if self.has_budget else None
-        self._budgeter.begin(self._groups, first_guess(self._groups), ram, device_bytes)
-        least = self._budgeter.least_bytes + self._memory.outer_bytes
+        self._budget.begin(self._groups, first_guess(self._groups), ram, device_bytes)
+        least = self._budget.least_bytes + self._memory.outer_bytes
         if isinstance(self._vram, int) and self._groups and self._vram < least:
             if is_apart or (is_first and isinstance(config.ram_budget, int)):
                 raise self._too_small(least, self._vram)
             self._vram = least  # they take those bytes anyway
-        if is_apart and self._budgeter.plan is not None:
+        if is_apart and self._budget.plan is not None:
             self._share_out_files()
         elif isinstance(self._vram, int):  # activations in RAM cannot be measured: see `_plan_ram`
-            self._budgeter.before_pass((), self._space(0))
+            self._budget.before_pass((), self._space(0))
 
     def _plan_ram(self, limit: int, in_ram: int) -> int:
         """The RAM of a limit that the plan has for groups inside of whose modules no other one is needed.
@@ -183,25 +188,25 @@ class Placer:
         """
         config, files, total = self._config, self._files.blobs, max(limit, in_ram)
         if self._backend.has_streams:
-            if (config.ram_budget, config.ram_share) != (None, None):
+            if (config.ram_budget, config.ram_quota_bytes) != (None, None):
                 promised.add(self, min(total - in_ram, sum(blob.layout.num_bytes for blob in files)))
         elif files:
             self._vram, total = int((total - in_ram) * (1 - HOST_ACTIVATIONS_SHARE)), in_ram
         # Outer groups are stored in RAM, whatever the plan says; so are groups that are in no file.
-        outer = sum(group.num_bytes for group in self._groups if group.height)
+        outer = sum(group.num_bytes for group in self._groups if group.nesting)
         in_no_file = [group for group in self._groups if not group.is_in_file]
-        least = sum(group.num_bytes for group in in_no_file if not group.height)
-        if self._config.pack:  # the memory to read files into, which is counted, is not there yet
+        least = sum(group.num_bytes for group in in_no_file if not group.nesting)
+        if self._config.compress:  # the memory to read files into, which is counted, is not there yet
             outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
-        least += self._packer.limit((group for group in in_no_file if not group.height), total - outer - least)
-        outer += self._packer.limit((group for group in in_no_file if group.height), total - outer - least)
+        least += self._compressor.limit((group for group in in_no_file if not group.nesting), total - outer - least)
+        outer += self._compressor.limit((group for group in in_no_file if group.nesting), total - outer - least)
         return max(least, total - outer)
 
     def _ram_for_weights(self, in_ram: int, *, is_first: bool) -> int | None:
         """Bytes of RAM for weights, which take `in_ram` of them already; None for no limit."""
         config, files = self._config, self._files.blobs
-        if config.ram_share is not None:
-            return in_ram + config.ram_share
+        if config.ram_quota_bytes is not None:
+            return in_ram + config.ram_quota_bytes
         if not files and config.ram_budget is None:
             return None
         turns = 0
@@ -224,24 +229,24 @@ class Placer:
 
     # ---------------------------------------------------------------- a pass
 
-    def replan(self, kind: Kind) -> None:
+    def replan(self, kind: InputSignature) -> None:
         """Make the plan again before a forward of this kind, if more is known by now, and carry it out.
 
         Raises:
-            GroupFileError: another program changed a packed file that is pinned; before a backward, any such file.
+            StorageError: another program changed a compressed file that is pinned; before a backward, any such file.
         """
-        self._packer.check()
+        self._compressor.check()
         if kind.is_backward:  # which looks for no edits, and keeps the plan
             blobs = [part.blob for group in self._groups for part in group.parts]
-            for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_locked}:
+            for source in {blob.source: None for blob in blobs if isinstance(blob, FileBlob) and blob.is_pinned}:
                 source.check()
             return
-        if self._packer.lacking():  # blobs were edited
+        if self._compressor.lacking():  # blobs were edited
             try:
-                if self._pack():
+                if self._compress():
                     self._share_out_files()
             finally:
-                self.reside()  # berths may need another size
+                self.reside()  # compressed buffers may need another size
             self._files.look()
         if not self._config.has_budgets:
             return
@@ -252,46 +257,46 @@ class Placer:
         need = self.needs.of(kind) if self.has_budget else None
         if need is None:
             return  # the first pass measures
-        if self._budgeter.before_pass(*self._order_and_space(kind, need)):
+        if self._budget.before_pass(*self._order_and_space(kind, need)):
             self._carry_out()
-        self._memory.wanted_bytes = self._budgeter.resident_bytes
+        self._memory.wanted_bytes = self._budget.resident_bytes
 
-    def plan_ahead(self, kind: Kind) -> None:
+    def plan_ahead(self, kind: InputSignature) -> None:
         """Make the plan of the next forward of this kind, after one and while the device still computes."""
         self._learn(describes=False)
         need = self.needs.of(kind) if self.has_budget else None
         if need is not None:
-            self._budgeter.after_pass(*self._order_and_space(kind, need))
+            self._budget.after_pass(*self._order_and_space(kind, need))
 
-    def _order_and_space(self, kind: Kind, need: int) -> tuple[Sequence[Group], int]:
-        return self._lookahead.schedule.order_of(kind.top), self._own_space(need)
+    def _order_and_space(self, kind: InputSignature, need: int) -> tuple[Sequence[Group], int]:
+        return self._prefetcher.schedule.order_of(kind.top), self._own_space(need)
 
     def _carry_out(self) -> None:
         """Carry the plan out, and log it."""
         self.reside()
-        plan = self._budgeter.plan
+        plan = self._budget.plan
         if plan is None or not self._backend.has_streams:
             return
         logger.info(
             "Plan for %s: %s resident on %s; each forward transfers %s and takes %.3f s%s.",
             self._name,
-            describe_bytes(self._budgeter.resident_bytes),
+            describe_bytes(self._budget.resident_bytes),
             self._backend.device,
             describe_bytes(plan.prediction.h2d_bytes),
             plan.prediction.step_seconds,
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
 
-    def _pack(self) -> bool:
-        """Pack what has no packed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
-        if lacking := self._packer.lacking():
-            self._memory.arena.release(self._memory)  # packing takes device memory too
-            self._packer.pack(lacking)
+    def _compress(self) -> bool:
+        """Compress what has no compressed bytes, or out-of-date ones. Returns whether the plan puts groups elsewhere then."""
+        if lacking := self._compressor.lacking():
+            self._memory.arena.release(self._memory)  # compression takes device memory too
+            self._compressor.compress(lacking)
         # Ranks that share groups would come to plans of their own.
-        follows = self._config.pack and not self._has_ranks
-        return follows and self._budgeter.count_packed(self._packer.take_missing())
+        follows = self._config.compress and not self._has_ranks
+        return follows and self._budget.count_compressed(self._compressor.take_missing())
 
-    def make_room(self, kind: Kind, *, begins_phase: bool) -> None:
+    def make_room(self, kind: InputSignature, *, begins_phase: bool) -> None:
         """Evict what leaves the pass too little memory, before it leases slots, and set how much may stay in it.
 
         Without a budget that is everything, and so it is in the first pass of a kind that nothing known is like: the pass
@@ -300,7 +305,7 @@ class Placer:
         Args:
             begins_phase: Whether another model ran before.
         """
-        memory, arena, plan = self._memory, self._memory.arena, self._budgeter.plan
+        memory, arena, plan = self._memory, self._memory.arena, self._budget.plan
         if begins_phase:
             self.needs.begin_phase()
         need = self.needs.of(kind) if self.has_budget else None
@@ -354,7 +359,7 @@ class Placer:
         kept = sum(max(each.resident_bytes, wanted) for each, wanted in self._memory.protected.items())
         return max(0, self._space(need) - kept)
 
-    def begin_pass(self, kind: Kind) -> bool:
+    def begin_pass(self, kind: InputSignature) -> bool:
         """The slots are there, and compute begins: decide how far ahead to send just in time.
 
         Returns:
@@ -366,9 +371,9 @@ class Placer:
         sizes_window = memory.is_just_in_time and not (self._config.record_stream or kind.is_backward)
         if self.has_budget or sizes_window:
             self.needs.begin(kind, has_budget=self.has_budget)
-        return not kind.is_backward and self._budgeter.count_pass(kind)
+        return not kind.is_backward and self._budget.count_pass(kind)
 
-    def forwards_that_fit(self, kind: Kind) -> int:
+    def forwards_that_fit(self, kind: InputSignature) -> int:
         """How many forwards of this kind fit on the device together, if all of them compute with the same weights.
 
         One where nothing is sent: more would only evict residents.
@@ -378,21 +383,21 @@ class Placer:
         need = self.needs.measured(kind) if self._backend.has_streams else None
         if need is None or self.sends_nothing:
             return 1
-        return min(_MOST_TOGETHER, (self._space(0) - self._budgeter.least_bytes) // max(1, need))
+        return min(_MOST_TOGETHER, (self._space(0) - self._budget.least_bytes) // max(1, need))
 
-    def gain_from_sharing(self, kinds: Sequence[Kind]) -> float | None:
+    def gain_from_interleaving(self, kinds: Sequence[InputSignature]) -> float | None:
         """The share of time that forwards of these kinds save in one pass, by the plan; None if that isn't known yet."""
-        self._learn(describes=self._budgeter.plan is None)
+        self._learn(describes=self._budget.plan is None)
         if not self.has_budget:
-            return self._budgeter.gain_from_sharing(kinds, None, None)
-        needs, both = [self.needs.measured(kind) or 0 for kind in kinds], Kind.of_all(kinds)
+            return self._budget.gain_from_interleaving(kinds, None, None)
+        needs, both = [self.needs.measured(kind) or 0 for kind in kinds], InputSignature.of_all(kinds)
         of_all = self.needs.measured(both) or self.needs.at_most(both) or sum(needs)
-        return self._budgeter.gain_from_sharing(kinds, self._own_space(max(needs)), self._own_space(of_all))
+        return self._budget.gain_from_interleaving(kinds, self._own_space(max(needs)), self._own_space(of_all))
 
     @property
     def sends_nothing(self) -> bool:
         """Whether all groups stay on the device by the plan."""
-        plan = self._budgeter.plan
+        plan = self._budget.plan
         return self.has_budget and (plan is None or not plan.prediction.h2d_bytes)
 
     def end_pass(self, *, completed: bool) -> None:
@@ -406,15 +411,15 @@ class Placer:
                 describe_bytes(self._vram, digits=4),
                 describe_bytes(measured[0], digits=4),
                 " Evicting weights to fit inputs of this size from now on."
-                if self._space(measured[0]) >= self._budgeter.least_bytes
+                if self._space(measured[0]) >= self._budget.least_bytes
                 else "",
             )
 
     def reside(self) -> None:
         """Let those groups stay on the device that the plan puts there: see `DeviceMemory.reside`."""
-        staying = self._agreed("device", self._budgeter.at(Placement.DEVICE))
-        packed = {group.packed for group in self._agreed("packed", self._budgeter.at(Placement.PACKED)) - staying}
-        self._memory.reside(staying | packed, self._groups)
+        staying = self._agreed("device", self._budget.at(Placement.DEVICE))
+        compressed = self._agreed("compressed", self._budget.at(Placement.COMPRESSED)) - staying
+        self._memory.reside(staying | {group.compressed for group in compressed}, self._groups)
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""
@@ -425,28 +430,28 @@ class Placer:
         return frozenset(group for group in self._groups if group.group_id in names)
 
     def _share_out_files(self) -> None:
-        """Pin, or pack, in RAM the groups that the plan puts there, and those that are needed around others."""
+        """Pin, or compress, in RAM the groups that the plan puts there, and those that are needed around others."""
         for _ in range(len(self._groups) + 2):
-            in_ram = self._agreed("ram", self._budgeter.at(Placement.RAM))
-            if self._config.pack and self._budgeter.ram_bytes is not None:
-                self._packer.choose(self._groups, in_ram)  # the packed bytes of others stay in their files
-            # Packed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
+            in_ram = self._agreed("ram", self._budget.at(Placement.RAM))
+            if self._config.compress and self._budget.ram_bytes is not None:
+                self._compressor.choose(self._groups, in_ram)  # the compressed bytes of others stay in their files
+            # Compressed bytes are known exactly once there are some. Then a plan may have to take groups out of RAM, and never
             # puts others there.
-            if not self._pack():
+            if not self._compress():
                 break
-        self._lookahead.note_tiers(self._groups)
+        self._prefetcher.note_tiers(self._groups)
         self._files.share_out(
             part.blob
             for group in self._groups
             for part in group.parts
-            if isinstance(part.blob, FileBlob) and part.blob.packed is None and group.num_bytes
-            if group in in_ram or group.height
+            if isinstance(part.blob, FileBlob) and part.blob.compressed is None and group.num_bytes
+            if group in in_ram or group.nesting
         )
 
     @property
     def _has_ranks(self) -> bool:
         sharing = self._transfer.sharing
-        return sharing is not None and sharing.crew is not None
+        return sharing is not None and sharing.host_group is not None
 
     # ---------------------------------------------------------------- too little memory
 

@@ -34,7 +34,7 @@ from ..base.arena import arena_for
 from ..base.device import Refused
 from ..base.torch_internals import TorchDispatchMode, set_eval_frame
 from ..base.weak import Weak
-from .convoy.fingerprint import SIMPLE, Fingerprint, examine
+from .interleave.fingerprint import SIMPLE, Fingerprint, examine
 from .passes import Passes
 
 logger = logging.getLogger("group_offload")

@@ -1,4 +1,4 @@
-"""Blobs: the bytes of some tensors at rest, whichever tier they rest on."""
+"""Blobs: the bytes of some offloaded tensors, whichever tier they are stored on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..base.layout import BlobLayout, as_bytes
+from .compressed import CompressedImage
 from .moves import Move, PageableMemory, Read, Tier
-from .packed import PackedImage
 
 
 class Store(Protocol):
-    """The memory or the file that one or several blobs rest in."""
+    """The memory or the file that one or several blobs are stored in."""
 
     commits_late: bool
     """Whether edits may be committed in the middle of a pass, just before the store's first blob is used in it.
@@ -23,7 +23,7 @@ class Store(Protocol):
     """
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Make edits of weights at rest a part of the bytes that their blobs send.
+        """Make edits of offloaded weights a part of the bytes that their blobs send.
 
         A blob whose bytes changed then has a new `generation`, or is `is_outdated`.
 
@@ -35,7 +35,7 @@ class Store(Protocol):
             Whether there were edits.
 
         Raises:
-            GroupFileError: another program changed a file. No edit is lost.
+            StorageError: another program changed a file. No edit is lost.
         """
 
     def remove(self, blob: Any) -> None:
@@ -43,7 +43,7 @@ class Store(Protocol):
 
 
 class Blob(ABC):
-    """The bytes of some tensors at rest. Used by one thread at a time.
+    """The bytes of some offloaded tensors. Used by one thread at a time.
 
     Order of calls: a blob is made from live tensors, which are then rebound to `rest`; any number of `moves`, `write` and
     `commit_edits` of its store; at last `close`. A tensor of `rest` stays readable for as long as it is referred to.
@@ -52,16 +52,16 @@ class Blob(ABC):
     layout: BlobLayout
     store: Store
     tier: Tier
-    where: str
+    location: str
     """The file's name, or the kind of RAM, for messages."""
     rest: list[torch.Tensor]
-    """The tensors at rest, on the CPU and with their values, in the order of `layout.specs`."""
+    """The offloaded tensors, on the CPU and with their values, in the order of `layout.specs`."""
     generation = 0
     """A number that goes up whenever the bytes change other than by `write`: bytes that were sent before are out of date."""
     is_outdated = False
     """Whether `rest` has edits that the blob cannot take, or belongs elsewhere: the blob has to be made again."""
-    packed: PackedImage | None = None
-    """The packed bytes of the blob, which may be out of date: see `good_image`."""
+    compressed: CompressedImage | None = None
+    """The compressed bytes of the blob, which may be out of date: see `good_image`."""
     _is_open = True
 
     @property
@@ -83,31 +83,33 @@ class Blob(ABC):
         """A text that blobs of other processes of this host have only if they have the same bytes; empty if there is none."""
 
     @property
-    def good_image(self) -> PackedImage | None:
-        """The packed bytes, if they are those of the blob: then they are sent."""
-        packed = self.packed
-        return None if packed is None or packed.generation != self.generation or self.is_outdated else packed
+    def good_image(self) -> CompressedImage | None:
+        """The compressed bytes, if they are those of the blob: then they are sent."""
+        compressed = self.compressed
+        return (
+            None if compressed is None or compressed.generation != self.generation or self.is_outdated else compressed
+        )
 
-    def drop_packed(self) -> None:
-        """Give up the packed bytes. From now on the blob itself is sent."""
-        packed, self.packed = self.packed, None
-        if packed is not None:
-            packed.close()
+    def drop_compressed(self) -> None:
+        """Give up the compressed bytes. From now on the blob itself is sent."""
+        compressed, self.compressed = self.compressed, None
+        if compressed is not None:
+            compressed.close()
 
     def check(self) -> None:  # noqa: B027
         """
         Raises:
-            GroupFileError: another program changed the file, so that `rest` may not have the weights any more.
+            StorageError: another program changed the file, so that `rest` may not have the weights any more.
         """
 
     @abstractmethod
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on: no packed bytes."""
+        """Keep the bytes that a forward left in tensor `index`, in `rest` and in what is sent from now on, uncompressed."""
 
     def moves(self, at: int, label: str) -> list[Move]:
         """How the blob, as it is now, gets to byte `at` of a slot.
 
-        Where it is outdated in the middle of a pass, the weights at rest are sent. As the next pass begins it is made again.
+        Where it is outdated in the middle of a pass, the offloaded weights are sent. As the next pass begins it is made again.
 
         Args:
             label: The name of the group that needs the blob, for errors.
@@ -125,8 +127,8 @@ class Blob(ABC):
     def _moves(self, at: int, label: str) -> list[Move]: ...
 
     def close(self) -> None:
-        """Give up the memory or the file, and the packed bytes."""
-        self.drop_packed()
+        """Give up the memory or the file, and the compressed bytes."""
+        self.drop_compressed()
         if self._is_open:
             self._is_open = False
             self.store.remove(self)
@@ -140,25 +142,25 @@ class PlacedBlob(NamedTuple):
     label: str
     """The name of the group that the blob belongs to."""
     blob: Blob
-    packed: PackedImage | None = None
-    """The packed bytes of the blob, if they are what is sent."""
+    compressed: CompressedImage | None = None
+    """The compressed bytes of the blob, if they are what is sent."""
     on_device: torch.Tensor | None = None
     """The same bytes in memory of the device, if they stay there: then nothing is sent."""
 
     def moves(self) -> list[Move]:
         """How the blob gets to the slot."""
-        if self.packed is None:
+        if self.compressed is None:
             return self.blob.moves(self.at, self.label)
-        return self.packed.moves(self.at, self.label, self.on_device)
+        return self.compressed.moves(self.at, self.label, self.on_device)
 
 
 class PlacedImage(NamedTuple):
-    """Packed bytes that go to a slot as they are, to stay on the device."""
+    """Compressed bytes that go to a slot as they are, to stay on the device."""
 
     at: int
     """The byte of the slot that they begin at."""
     label: str
-    image: PackedImage
+    image: CompressedImage
 
     def moves(self) -> list[Move]:
         return [self.image.copy(self.at)]

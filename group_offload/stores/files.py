@@ -1,8 +1,8 @@
 """Blobs in the file that weights are views of: a checkpoint, where nothing is copied or written, or a group file of ours.
 
 `from_pretrained` leaves weights as views of a private mapping of their safetensors file, if nothing casts them. Such weights
-stay the same tensors. The kernel copies the pages that are edited (see [Note: Edits at rest] in `pinned`), and a weight that
-was edited leaves the file for RAM.
+stay the same tensors. The kernel copies the pages that are edited (see [Note: Edits of offloaded weights] in `pinned`), and a
+weight that was edited leaves the file for RAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..base.pagemap import PAGE, can_detect_writes, merged, written_pages
 from ..base.system import IS_LINUX, open_to_read
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
-from ..errors import GroupFileError
+from ..errors import StorageError
 from .base import Blob
 from .folder import Folder
 from .moves import Copy, Move, Read, Tier
@@ -71,11 +71,11 @@ class FileMap:
     def check(self, fqn: str, tensor: torch.Tensor) -> None:
         """
         Raises:
-            GroupFileError: `tensor` is a view of a file that was cut off: reading it would end the process (SIGBUS).
+            StorageError: `tensor` is a view of a file that was cut off: reading it would end the process (SIGBUS).
         """
         mapping = self._mapping_of(tensor)
         if mapping is not None and is_cut_off(tensor.data_ptr() + span_bytes(tensor) - 1):
-            raise GroupFileError(
+            raise StorageError(
                 f"{mapping.path} was cut off after {fqn!r} was loaded from it: that weight cannot be read any more. Load the "
                 f"model again, and keep other programs from changing the file."
             )
@@ -126,15 +126,15 @@ class Checkpoint(SourceFile):
         self._pages = None
 
     def remove(self, blob: FileBlob) -> None:
-        """Forget a blob. The last one unlocks the file."""
+        """Forget a blob. The last one unpins the file."""
         self.blobs.discard(blob)
-        blob.is_locked = False
+        blob.is_pinned = False
         self._pages = None
         if not self.blobs:
             self.unlock()
 
     def commit_edits(self, wait: Callable[[], None]) -> bool:
-        """Find the blobs whose weights at rest were edited: they have to be made again, elsewhere."""
+        """Find the blobs whose offloaded weights were edited: they have to be made again, elsewhere."""
         self.check()
         blobs, pages = [blob for blob in self.blobs if isinstance(blob, FileBlob)], self._pages
         # A blob that was never closed, because of an interrupt, may have gone. Its pages are another blob's by now, maybe one
@@ -148,7 +148,7 @@ class Checkpoint(SourceFile):
                 if time.perf_counter() - started > tuning().slow_scan_seconds:
                     pages.forget(start, end)  # this unmaps the pages that were read, so that the next scan is fast
                 continue
-            # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
+            # Pinned pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
             for low, high in [(0, end - start)] if written is None else written:
                 found = [blob for blob in blobs if blob.has_edits(start + low, start + high)]
                 if not found and written is not None:
@@ -157,7 +157,7 @@ class Checkpoint(SourceFile):
 
 
 class _Pages:
-    """The memory that weights of some blobs rest in."""
+    """The memory that weights of some blobs are stored in."""
 
     def __init__(self, blobs: Sequence[FileBlob]) -> None:
         self.num_blobs = len(blobs)
@@ -208,7 +208,7 @@ class FileBlob(Contents, Blob):
             (tensor.data_ptr(), position, span_bytes(tensor))
             for tensor, position in zip(tensors, positions, strict=True)
         ]
-        """For each weight at rest: its address, its position in the file, and its bytes."""
+        """For each offloaded weight: its address, its position in the file, and its bytes."""
         self.is_verified = False
         """Whether each read is compared, by its hash, with what was written, or with what was read the first time."""
         self.tier = Tier.FILE
@@ -227,23 +227,23 @@ class FileBlob(Contents, Blob):
         return cls(layout, pieces, tensors, [span.position for span in spans], source)
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def location(self) -> str:  # type: ignore[override]
         return f"{'page cache, ' if self.tier is Tier.RAM else ''}{self.source.path.name}"
 
     @property
     def is_read(self) -> bool:
-        """Whether each pass reads the blob, from its file or from a packed one."""
-        return not self.is_locked if self.packed is None else self.packed.is_read
+        """Whether each pass reads the blob, from its file or from a compressed one."""
+        return not self.is_pinned if self.compressed is None else self.compressed.is_read
 
     @property
     def pinned_bytes(self) -> int:
-        return self.layout.num_bytes if self.is_locked else 0
+        return self.layout.num_bytes if self.is_pinned else 0
 
     @property
-    def way(self) -> str:
+    def read_mode(self) -> str:
         """How the file is read: see [Note: Ways to read a file]."""
-        if self.is_locked:
-            return "locked"
+        if self.is_pinned:
+            return "pinned"
         return "direct" if self.is_direct else "page cache"
 
     @property
@@ -255,11 +255,11 @@ class FileBlob(Contents, Blob):
 
     def _moves(self, at: int, label: str) -> list[Move]:
         source = self.source
-        if self.is_locked:
+        if self.is_pinned:
             return [
                 Copy(at + offset, num_bytes, memory, start, self.tier)
                 for piece in self.pieces
-                for offset, num_bytes, memory, start in source.locked_parts(piece)
+                for offset, num_bytes, memory, start in source.pinned_parts(piece)
             ]
         proof = Proof(self) if self.is_verified else None
         return [
@@ -268,10 +268,10 @@ class FileBlob(Contents, Blob):
         ]
 
     def has_edits(self, start: int, end: int) -> bool:
-        """Whether weights at rest differ from the file between these addresses. If so the blob is outdated from now on.
+        """Whether offloaded weights differ from the file between these addresses. If so the blob is outdated from now on.
 
         Raises:
-            GroupFileError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
+            StorageError: with `is_verified`, the file is damaged: the damage would become a part of the edited blob.
         """
         if self.is_outdated:
             return True
@@ -285,7 +285,7 @@ class FileBlob(Contents, Blob):
         return self.is_outdated
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        self.drop_packed()
+        self.drop_compressed()
         with torch.inference_mode(False), torch.no_grad():
             as_bytes(self.rest[index]).copy_(value)
         self.is_outdated = True
@@ -323,7 +323,7 @@ def write_blob(
     """A blob in a group file, which is written unless the folder has it.
 
     Raises:
-        GroupFileError: the file cannot be written, or mapped.
+        StorageError: the file cannot be written, or mapped.
     """
     content = content_of(data_pieces(layout, tensors))
     header = encode_header(layout, group_id, folder.model_class, content)
@@ -334,7 +334,7 @@ def write_blob(
         source = Checkpoint(found.path, found.file, start, size, found.stamp)
         rest = layout.views_by_extent(_mapper(found.file.fileno(), start, layout))
     except OSError as error:
-        raise GroupFileError(
+        raise StorageError(
             f"Cannot map {found.path} ({describe_bytes(size)}) of group {group_id!r}: {error.strerror or error}. Raise ulimit "
             f"-n, or ulimit -v: all weights must fit into the address space twice."
         ) from error

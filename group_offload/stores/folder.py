@@ -28,7 +28,7 @@ from ..base.ownership import ForeignFileError, Owners
 from ..base.publish import folder_lock, publish, temporary_name
 from ..base.system import NEW_FILE, open_to_read
 from ..base.text import describe_bytes
-from ..errors import GroupFileError
+from ..errors import StorageError
 from .safetensors_file import file_holds
 from .source import state_of
 
@@ -61,7 +61,7 @@ class ProvenFile:
 class Folder:
     """A folder of group files, as one model uses it.
 
-    Order of calls: `find_or_write` for each group, under `locked`. See [Note: Files of a folder].
+    Order of calls: `find_or_write` for each group, under `hold`. See [Note: Files of a folder].
     """
 
     def __init__(self, path: Path, model_class: str = "") -> None:
@@ -83,7 +83,7 @@ class Folder:
         return False
 
     @contextmanager
-    def locked(self, num_bytes: int) -> Iterator[None]:
+    def hold(self, num_bytes: int) -> Iterator[None]:
         """Hold this around setting a model up, whose files take `num_bytes` in all. The folder is made if it is not there.
 
         A process that sets up the same model meanwhile waits, and finds its files. Not reentrant. Where there are no locks, or
@@ -91,7 +91,7 @@ class Folder:
         and no harm. The temporary files of processes that died are removed.
 
         Raises:
-            GroupFileError: the folder cannot be made or written to, or has too little room. One that cannot be written to is
+            StorageError: the folder cannot be made or written to, or has too little room. One that cannot be written to is
                 accepted if its files may be all that are needed.
         """
         with ExitStack() as stack:
@@ -107,12 +107,12 @@ class Folder:
                     self._tidy()
                 free = 0 if read_only is not None else shutil.disk_usage(self.path).free
             except OSError as error:
-                raise GroupFileError(
+                raise StorageError(
                     f"Cannot write group files to {self.path}: {_why_not(self.path, error)}. Pass a folder of your own as "
                     f"offload_to_disk_path. Nothing was changed."
                 ) from error
             if num_bytes > free + present:  # files that are present may turn out to be ours
-                raise GroupFileError(
+                raise StorageError(
                     f"Not enough disk space in {self.path}: {describe_bytes(free)} free, {describe_bytes(num_bytes)} needed. "
                     f"Free some (delete group files that no program uses), or pass another folder as offload_to_disk_path. "
                     f"Nothing was changed."
@@ -176,7 +176,7 @@ class Folder:
             replaced: The file that it takes the place of, if it shall.
 
         Raises:
-            GroupFileError: the file cannot be written.
+            StorageError: the file cannot be written.
         """
 
         def is_right(fd: int) -> bool:
@@ -199,7 +199,7 @@ class Folder:
                 written = publish(path, pieces(), replaces=replaced is not None)
             except OSError as error:
                 remedy = "Free some space, or pass" if error.errno in _NO_ROOM else "Pass"
-                raise GroupFileError(
+                raise StorageError(
                     f"Cannot write group {group_id!r} to {path}: {error.strerror}. {remedy} another folder as "
                     f"offload_to_disk_path. The weights are still in RAM."
                 ) from error
@@ -219,7 +219,7 @@ class Folder:
             no file has, and None.
 
         Raises:
-            GroupFileError: other files have all names, or the folder cannot be searched.
+            StorageError: other files have all names, or the folder cannot be searched.
         """
         for attempt in range(_MOST_NAMES):
             path = self.path / file_name(f"{group_id}@{attempt}" if attempt else group_id)
@@ -231,7 +231,7 @@ class Folder:
                 if isinstance(error, ForeignFileError):
                     self._of_others.add(path)
                 elif not os.path.lexists(path):  # it isn't about the file
-                    raise GroupFileError(
+                    raise StorageError(
                         f"Cannot look for the file of group {group_id!r} in {self.path}: {error.strerror or error}. Check "
                         f"ulimit -n, the folder's permissions and the disk, or pass another folder as offload_to_disk_path."
                     ) from error
@@ -243,7 +243,7 @@ class Folder:
             except OSError as error:  # a disk that fails: the file is not one to rely on
                 logger.info("%s cannot be read: %s.", path, error)
             logger.info("Didn't use %s for group %r: it holds other weights.", path, group_id)
-        raise GroupFileError(
+        raise StorageError(
             f"{self.path} holds {_MOST_NAMES} files with the names of group {group_id!r}. Empty it, or pass another folder."
         )
 

@@ -13,8 +13,8 @@ from enum import Enum
 import torch
 
 from ..base.reading import BLOCK
-from ..packing.codec import unpack_strip
-from ..packing.layout import Runs, Strip
+from ..compression.codec import decompress_strip
+from ..compression.layout import Runs, Strip
 from .source import Proof, SourceFile
 
 
@@ -23,9 +23,9 @@ class Tier(Enum):
 
     RAM = "ram"
     """Pinned RAM: one asynchronous copy to the device."""
-    PAGEABLE = "pageable ram"
+    PAGEABLE = "pageable"
     """RAM that is not pinned: through staging buffers to the device."""
-    FILE = "file"
+    FILE = "disk"
     """A file, read for each onload."""
 
 
@@ -67,7 +67,7 @@ class Read:
     """Bytes of a file, or of RAM that is not pinned. Other threads read them later, and copy them to the slot."""
 
     at: int
-    """The byte of the slot that the first byte goes to; with `unpack`, the byte of a berth."""
+    """The byte of the slot that the first byte goes to; with `decompress`, the byte of a compressed buffer."""
     num_bytes: int
     source: SourceFile | PageableMemory
     position: int
@@ -79,40 +79,40 @@ class Read:
     tier: Tier
     proof: Proof | None = None
     """A check of the bytes. It is shown what was read, in the order of the moves."""
-    unpack: Unpack | None = None
-    """What is done with the bytes once all that it needs are in a berth, if they are packed."""
+    decompress: Decompress | None = None
+    """What is done with the bytes once all that it needs are in a compressed buffer, if they are compressed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unpack:
-    """A strip of packed bytes, which the device unpacks into the slot. See [Note: A packed image]."""
+class Decompress:
+    """A strip of compressed bytes, which the device decompresses into the slot. See [Note: A compressed image]."""
 
     at: int
     """The byte of the slot that the first byte goes to."""
     num_bytes: int
     strip: Strip
-    packed: torch.Tensor | None
-    """The packed bytes of the strip, flat uint8, in pinned memory or on the device. None: they are read from a file."""
+    compressed: torch.Tensor | None
+    """The compressed bytes of the strip, flat uint8, in pinned memory or on the device. None: they are read from a file."""
     needed_for: Callable[[int, int], Runs]
-    """The packed bytes that a part of the strip is unpacked from: see `Strip.needed`."""
+    """The compressed bytes that a part of the strip is decompressed from: see `Strip.needed`."""
     tier: Tier = Tier.RAM
     is_on_device: bool = False
-    """Whether the packed bytes are on the device already."""
+    """Whether the compressed bytes are on the device already."""
     start: int = 0
-    """The first byte of the strip that is unpacked."""
+    """The first byte of the strip that is decompressed."""
     needed: Runs = ()
-    """The packed bytes that are needed. Empty: all of them."""
+    """The compressed bytes that are needed. Empty: all of them."""
 
     @property
     def sent(self) -> Runs:
-        """The packed bytes that go to a berth: they are there once the last of these are."""
-        return self.needed or ((0, self.strip.packed_bytes),)
+        """The compressed bytes that go to a compressed buffer: they are there once the last of these are."""
+        return self.needed or ((0, self.strip.compressed_bytes),)
 
     @property
     def sent_bytes(self) -> int:
         return 0 if self.is_on_device else sum(last - first for first, last in self.sent)
 
-    def part(self, first: int, last: int) -> Unpack:
+    def part(self, first: int, last: int) -> Decompress:
         """The same for bytes `first` to `last` of the slot alone."""
         if (first, last) == (self.at, self.at + self.num_bytes):
             return self
@@ -120,19 +120,19 @@ class Unpack:
         needed = self.needed_for(start, start + num_bytes)
         return replace(self, at=first, num_bytes=num_bytes, start=start, needed=needed)
 
-    def kernel(self, packed: torch.Tensor, target: torch.Tensor) -> None:
-        """Unpack on the current stream: see `Backend.transform`."""
-        unpack_strip(packed, self.strip, target, self.start)
+    def kernel(self, compressed: torch.Tensor, target: torch.Tensor) -> None:
+        """Decompress on the current stream: see `Backend.transform`."""
+        decompress_strip(compressed, self.strip, target, self.start)
 
 
-Move = Copy | Read | Unpack
+Move = Copy | Read | Decompress
 
 
 def may_be_cut(moves: Iterable[Move]) -> bool:
     """Whether a part of these bytes can be brought without the others."""
 
     def may_be(move: Move) -> bool:
-        if isinstance(move, Unpack):
+        if isinstance(move, Decompress):
             return not move.is_on_device
         return isinstance(move, Copy) or (isinstance(move, Read) and move.proof is None)
 
@@ -143,7 +143,7 @@ def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
     """The moves of those bytes that go to bytes `start` to `end` of the slot."""
     found: list[Move] = []
     for move in moves:
-        lands = move.unpack if isinstance(move, Read) and move.unpack is not None else move
+        lands = move.decompress if isinstance(move, Read) and move.decompress is not None else move
         first, last = max(start, lands.at), min(end, lands.at + lands.num_bytes)
         if first >= last:
             continue
@@ -151,14 +151,14 @@ def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
         match move:
             case Copy():
                 found.append(replace(move, at=first, num_bytes=last - first, start=move.start + skipped))
-            case Unpack():
+            case Decompress():
                 found.append(move.part(first, last))
-            case Read(unpack=None):
+            case Read(decompress=None):
                 found.append(replace(move, at=first, num_bytes=last - first, position=move.position + skipped))
-            case Read(unpack=Unpack() as whole):
+            case Read(decompress=Decompress() as whole):
                 part = whole.part(first, last)
                 found += [
-                    replace(move, at=low, num_bytes=high - low, position=move.position + low, unpack=part)
+                    replace(move, at=low, num_bytes=high - low, position=move.position + low, decompress=part)
                     for low, high in part.sent
                 ]
     return found
@@ -166,11 +166,11 @@ def moves_within(moves: Iterable[Move], start: int, end: int) -> list[Move]:
 
 def sent_bytes(move: Move) -> int:
     """The bytes that leave the host, or files."""
-    return move.sent_bytes if isinstance(move, Unpack) else move.num_bytes
+    return move.sent_bytes if isinstance(move, Decompress) else move.num_bytes
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, with neighbors that lie side by side both at rest and in the slot joined into one."""
+    """The same moves, with neighbors that lie side by side both while offloaded and in the slot joined into one."""
     found: list[Move] = []
     for move in moves:
         last = found[-1] if found else None
@@ -181,7 +181,7 @@ def joined(moves: Iterable[Move]) -> list[Move]:
     return found
 
 
-def _continues(last: Copy | Read, move: Copy | Read | Unpack) -> bool:
+def _continues(last: Copy | Read, move: Copy | Read | Decompress) -> bool:
     if last.at + last.num_bytes != move.at:
         return False
     if isinstance(last, Copy):
@@ -189,7 +189,7 @@ def _continues(last: Copy | Read, move: Copy | Read | Unpack) -> bool:
     return (
         isinstance(move, Read)
         and last.source is move.source
-        and last.unpack is move.unpack
+        and last.decompress is move.decompress
         and last.proof is move.proof
         and last.is_direct == move.is_direct
         and last.position + last.num_bytes == move.position

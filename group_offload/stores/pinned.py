@@ -1,9 +1,9 @@
 """Blobs in RAM. They take exactly the bytes of the weights, and are pinned where the device can do so.
 
-[Note: Edits at rest]
+[Note: Edits of offloaded weights]
 Copies to the device read RAM long after they were enqueued, and the first groups of the next pass are on their way
-before the pass begins. So copies must not read the memory that users edit. Blobs therefore rest in memory that is mapped
-twice: copies read the shared mapping, and weights at rest are views of a private one. Both mappings show the same pages, so
+before the pass begins. So copies must not read the memory that users edit. Blobs therefore are stored in memory that is mapped
+twice: copies read the shared mapping, and offloaded weights are views of a private one. Both mappings show the same pages, so
 RAM is taken once, until a weight is written to: then the kernel copies that page, and only that page, for the private
 mapping. In each pass, before a blob is sent or used, the kernel tells which pages were copied (`pagemap`), and they are
 written to the blob.
@@ -12,7 +12,7 @@ A forked child has both mappings too, and a write to the shared one is seen on b
 before a fork are never written to again, neither by the parent nor by the child. A blob with edits is made again, in
 memory of one process alone (`Blob.is_outdated`), and the other process goes on to read the bytes as of the fork.
 
-Where the kernel does not tell, weights at rest are the blob itself: nothing is prefetched across passes, and the host
+Where the kernel does not tell, offloaded weights are the blob itself: nothing is prefetched across passes, and the host
 waits for the last copy at the end of each pass (`Blob.detects_edits`).
 """
 
@@ -31,8 +31,8 @@ import torch
 from ..base.device import Backend
 from ..base.layout import BlobLayout, as_bytes, extent_bytes, memory_of
 from ..base.mapping import TwiceMapped, flat_view, forget_writes, map_anonymous
-from ..base.page_lock import LockLimit, PageLock
 from ..base.pagemap import PAGE, can_detect_writes, written_pages
+from ..base.pinning import PinLimit, PinnedPages
 from ..base.release import release_later
 from ..base.system import on_fork
 from ..base.text import describe_bytes
@@ -56,7 +56,7 @@ def _count_fork() -> None:
 on_fork(before=_count_fork)
 
 
-class HostMemory(Protocol):
+class HostAllocator(Protocol):
     """RAM that the processes of a host have in common. Each of them fills segments in the same order."""
 
     turn: int
@@ -77,7 +77,7 @@ class HostMemory(Protocol):
 
 
 class Segment:
-    """RAM that holds blobs one after another, pinned as a whole. See [Note: Edits at rest].
+    """RAM that holds blobs one after another, pinned as a whole. See [Note: Edits of offloaded weights].
 
     Order of calls: `fill`, `lock`, `fetch`, then blobs are made.
     """
@@ -91,25 +91,25 @@ class Segment:
         *,
         pin: bool,
         wait: Callable[[], None],
-        host: HostMemory | None = None,
+        host: HostAllocator | None = None,
     ) -> None:
         self.backend = backend
         self._host = host
         """What other processes have in common with this one, if the segment belongs to that."""
         self._wait = wait
-        """A function that returns once no copy is on its way: the pages stay locked until then."""
+        """A function that returns once no copy is on its way: the pages stay pinned until then."""
         self._pins = pin and backend.has_streams and num_bytes > 0
         self._num_bytes = num_bytes
         self._is_of_another = False
         self.common = ""
         """The name of the segment, if other processes have the same memory, or have compared its bytes with theirs."""
         self.blobs: weakref.WeakSet[RamBlob] = weakref.WeakSet()
-        self.is_locked = False
-        self._pinned: PageLock | None = None
+        self.is_pinned = False
+        self._pinned: PinnedPages | None = None
         self._coming: list[tuple[int, torch.Tensor]] = []
         """Bytes that are in memory of a device, and where they go: `fetch` copies them."""
         self.pageable: PageableMemory | None = None
-        """The memory, as threads read it that bring it to the device, if it is not locked."""
+        """The memory, as threads read it that bring it to the device, if it is not pinned."""
         self._num_forks = _num_forks
         try:
             is_twice = (self._pins or (host is not None and num_bytes > 0)) and can_detect_writes()
@@ -186,28 +186,28 @@ class Segment:
         else:
             self._twice.seal()
 
-    def lock(self, limit: LockLimit | None) -> None:
+    def lock(self, limit: PinLimit | None) -> None:
         """Pin the memory. If the device refuses, memory that the driver allocates serves, else pageable RAM.
 
-        Blobs may rest in it by now: then nothing but the memory itself can be locked.
+        Blobs may be stored in it by now: then nothing but the memory itself can be pinned.
 
         Args:
-            limit: None for memory that is not to be locked, because packed bytes are sent in place of it.
+            limit: None for memory that is not to be pinned, because compressed bytes are sent in place of it.
         """
-        if self._pins and not self.is_locked and limit is not None:
+        if self._pins and not self.is_pinned and limit is not None:
             self._pinned = limit.lock(self.bytes, self._wait)
-            self.is_locked = self._pinned is not None or (not self.blobs and self._fall_back(limit))
-        self.pageable = None if self.is_locked else self.pageable or PageableMemory(self.bytes)
+            self.is_pinned = self._pinned is not None or (not self.blobs and self._fall_back(limit))
+        self.pageable = None if self.is_pinned else self.pageable or PageableMemory(self.bytes)
 
-    def unlock(self, limit: LockLimit) -> None:
+    def unlock(self, limit: PinLimit) -> None:
         """Give up the lock, for memory that needs it more."""
         if self._pinned is not None:
             self._pinned.release()
-            self._pinned, self.is_locked, self.pageable = None, False, PageableMemory(self.bytes)
+            self._pinned, self.is_pinned, self.pageable = None, False, PageableMemory(self.bytes)
             limit.give_back(self._num_bytes)
 
     def fetch(self) -> bool:
-        """Copy what is in memory of the device, at the speed of the link if the memory is locked. It is there on return.
+        """Copy what is in memory of the device, at the speed of the link if the memory is pinned. It is there on return.
 
         Returns:
             Whether there was anything.
@@ -228,24 +228,24 @@ class Segment:
         return True
 
     def rest(self, start: int, num_bytes: int) -> torch.Tensor:
-        """A part of the memory, as weights at rest see it: with a storage of its own."""
+        """A part of the memory, as offloaded weights see it: with a storage of its own."""
         if self._rest_memory is None:
             return self.bytes[start : start + num_bytes]  # memory that the driver allocated: see `_fall_back`
         return flat_view(self._rest_memory, start, num_bytes)
 
     def remove(self, blob: RamBlob) -> None:
-        """Forget a blob. With the last one threads unlock the memory, and give it back once no tensor at rest is left."""
+        """Forget a blob. With the last one threads unlock the memory, and give it back once no offloaded tensor is left."""
         self.blobs.discard(blob)
         if self.blobs:
             return
         memory = [self._pinned, self.pageable, self._twice, self._rest_memory, self.bytes]
-        self._pinned, self.is_locked, self.pageable = None, False, None
+        self._pinned, self.is_pinned, self.pageable = None, False, None
         self._twice = self._rest_memory = None
         self.bytes = flat_view(b"", 0, 0)
         release_later(memory)
 
     def may_have_edits(self) -> bool:
-        """Whether weights at rest may have other bytes than those that are sent."""
+        """Whether offloaded weights may have other bytes than those that are sent."""
         twice = self._twice
         return twice is not None and (
             self.is_shared or written_pages(ctypes.addressof(twice.private), self._num_bytes) != []
@@ -263,7 +263,7 @@ class Segment:
                 forget_writes(address, self._num_bytes)
             return False
         private = flat_view(twice.private, 0, self._num_bytes)
-        # Locked pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
+        # Pinned pages count as written too, and where the system does not tell, all pages do. So bytes are compared.
         edited = []
         for start, end in ranges or [(0, -(-self._num_bytes // PAGE) * PAGE)]:
             inside = slice(start, min(end, self._num_bytes))
@@ -291,7 +291,7 @@ class Segment:
             blob.generation += 1
         return bool(edited)
 
-    def _fall_back(self, limit: LockLimit) -> bool:
+    def _fall_back(self, limit: PinLimit) -> bool:
         memory = limit.allocate(self._num_bytes)
         if memory is None:
             return False
@@ -317,17 +317,17 @@ class RamBlob(Blob):
 
     @property
     def tier(self) -> Tier:  # type: ignore[override]
-        return Tier.PAGEABLE if self._gains_from_pinning and not self.store.is_locked else Tier.RAM
+        return Tier.PAGEABLE if self._gains_from_pinning and not self.store.is_pinned else Tier.RAM
 
     @property
-    def where(self) -> str:  # type: ignore[override]
+    def location(self) -> str:  # type: ignore[override]
         if not self._gains_from_pinning:
             return "RAM"
-        return "pinned RAM" if self.store.is_locked else "pageable RAM"
+        return "pinned RAM" if self.store.is_pinned else "pageable RAM"
 
     @property
     def pinned_bytes(self) -> int:
-        return self.layout.num_bytes if self.store.is_locked else 0
+        return self.layout.num_bytes if self.store.is_pinned else 0
 
     @property
     def detects_edits(self) -> bool:
@@ -338,7 +338,7 @@ class RamBlob(Blob):
         return f"{self.store.common} {self.start}" if self.store.common and not self.is_outdated else ""
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        self.drop_packed()
+        self.drop_compressed()
         spec = self.layout.specs[index]
         begin = self.start + spec.offset
         self.is_outdated |= self.store.is_shared
@@ -359,9 +359,9 @@ class RamBlob(Blob):
         assert self.store.pageable is not None
         return [Read(at, self.layout.num_bytes, self.store.pageable, self.start, False, label, self.tier)]
 
-    def locked_bytes(self) -> torch.Tensor | None:
-        """The bytes of the blob in pinned memory; None if weights at rest may have other bytes."""
-        if not self.store.is_locked or self.is_outdated or self.store.may_have_edits():
+    def pinned_memory(self) -> torch.Tensor | None:
+        """The bytes of the blob in pinned memory; None if offloaded weights may have other bytes."""
+        if not self.store.is_pinned or self.is_outdated or self.store.may_have_edits():
             return None
         return self.store.bytes[self.start : self.start + self.layout.num_bytes]
 

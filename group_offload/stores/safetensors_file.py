@@ -22,15 +22,15 @@ import xxhash
 
 from ..base.layout import BlobLayout, extent_bytes, memory_of
 from ..base.reading import read_into, read_part
-from ..packing.layout import PackedLayout
+from ..compression.layout import CompressedLayout
 
 DATA_ALIGNMENT = 4096
-_VERSION, _PACKED_VERSION = "2", "5"
-_PACKED_NAME = "packed"
-"""The entry of a packed group file."""
+_VERSION, _COMPRESSED_VERSION = "2", "5"
+_COMPRESSED_NAME = "compressed"
+"""The entry of a compressed group file."""
 _CONTENT_KEY = "group_offload.content"
-_PACKED_KEY = "group_offload.packed"
-_FROM_KEY = "group_offload.packed_from"
+_COMPRESSED_KEY = "group_offload.compressed"
+_FROM_KEY = "group_offload.compressed_from"
 _HASH_KEY = "group_offload.header"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""
@@ -57,35 +57,35 @@ def encode_header(
     group_id: str,
     model_class: str,
     content: str,
-    packed: PackedLayout | None = None,
-    packed_from: PackedFrom | None = None,
+    compressed: CompressedLayout | None = None,
+    compressed_from: CompressedFrom | None = None,
 ) -> bytes:
     """The bytes before the data section. Equal tensors of one group always give equal headers.
 
     Args:
         content: the hash of the data section, from `content_of`.
-        packed: how the blob is packed in the data section, if it is.
-        packed_from: what it was packed from, if that is in a file.
+        compressed: how the blob is compressed in the data section, if it is.
+        compressed_from: what it was compressed from, if that is in a file.
     """
     metadata = {
         "format": "pt",
-        "group_offload.version": _VERSION if packed is None else _PACKED_VERSION,
+        "group_offload.version": _VERSION if compressed is None else _COMPRESSED_VERSION,
         "group_offload.model_class": model_class,
         "group_offload.group": group_id,
-        "group_offload.codec": "none" if packed is None else "exponents",
+        "group_offload.codec": "none" if compressed is None else "exponents",
         _CONTENT_KEY: content,
         "group_offload.tensors": json.dumps(
             [[s.fqn, str(s.dtype).removeprefix("torch."), s.shape, s.stride, s.offset] for s in layout.specs]
         ),
     }
     entries: dict[str, object] = {"__metadata__": metadata}
-    if packed is None:
+    if compressed is None:
         entries |= _entries_of(layout)
     else:
-        metadata[_PACKED_KEY] = packed.to_json()
-        if packed_from is not None:
-            metadata[_FROM_KEY] = json.dumps(packed_from)
-        entries[_PACKED_NAME] = _entry("U8", [packed.packed_bytes], 0, packed.packed_bytes)
+        metadata[_COMPRESSED_KEY] = compressed.to_json()
+        if compressed_from is not None:
+            metadata[_FROM_KEY] = json.dumps(compressed_from)
+        entries[_COMPRESSED_NAME] = _entry("U8", [compressed.compressed_bytes], 0, compressed.compressed_bytes)
         metadata[_HASH_KEY] = xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
@@ -157,8 +157,8 @@ def file_holds(fd: int, header: bytes, content: str) -> bool:
     return found == header and content_of_file(fd, len(header)) == content
 
 
-class PackedFrom(NamedTuple):
-    """The bytes that a packed group file was made from. See [Note: Whose a packed file is] in `packed_files`."""
+class CompressedFrom(NamedTuple):
+    """The bytes that a compressed group file was made from. See [Note: Whose a compressed file is] in `compressed_files`."""
 
     path: str
     """The checkpoint, or the group file."""
@@ -168,17 +168,17 @@ class PackedFrom(NamedTuple):
     """A hash of where the weights lie in it, and of where they go."""
 
 
-class PackedHeader(NamedTuple):
-    """What the header of a packed group file says."""
+class CompressedHeader(NamedTuple):
+    """What the header of a compressed group file says."""
 
     content: str
     """xxh3_128 of the data section, in hex."""
-    packed: PackedLayout
-    packed_from: PackedFrom | None
+    compressed: CompressedLayout
+    compressed_from: CompressedFrom | None
 
 
-def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: str) -> PackedHeader | None:
-    """The header of a packed group file; None if the file is not one of this blob, or if its header or size is wrong.
+def read_compressed_header(fd: int, layout: BlobLayout, group_id: str, model_class: str) -> CompressedHeader | None:
+    """The header of a compressed group file; None if the file is not one of this blob, or if its header or size is wrong.
 
     All of the header follows from the blob and from what is returned, so one that differs in a single byte is not believed.
 
@@ -198,12 +198,14 @@ def read_packed_header(fd: int, layout: BlobLayout, group_id: str, model_class: 
         metadata = entries["__metadata__"]
         if metadata.pop(_HASH_KEY) != xxhash.xxh3_128_hexdigest(json.dumps(entries).encode()):
             return None
-        packed, content = PackedLayout.from_json(metadata[_PACKED_KEY]), metadata[_CONTENT_KEY]
-        packed_from = PackedFrom(*json.loads(metadata[_FROM_KEY])) if _FROM_KEY in metadata else None
+        compressed, content = CompressedLayout.from_json(metadata[_COMPRESSED_KEY]), metadata[_CONTENT_KEY]
+        compressed_from = CompressedFrom(*json.loads(metadata[_FROM_KEY])) if _FROM_KEY in metadata else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    is_right = raw == encode_header(layout, group_id, model_class, content, packed, packed_from)
-    return PackedHeader(content, packed, packed_from) if is_right and size == num_bytes + packed.packed_bytes else None
+    is_right = raw == encode_header(layout, group_id, model_class, content, compressed, compressed_from)
+    if not is_right or size != num_bytes + compressed.compressed_bytes:
+        return None
+    return CompressedHeader(content, compressed, compressed_from)
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:

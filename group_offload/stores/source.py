@@ -3,11 +3,11 @@
 [Note: Ways to read a file]
 Each file has one of three ways to the device.
 
-- *Locked*: the pages are in the page cache, and pinned there, so that copies read them where they are. This takes RAM
-  from all processes, so it is done only where RAM is plentiful (`CachedFiles.choose_ways`).
+- *Pinned*: the pages are in the page cache, and pinned there, so that copies read them where they are. This takes RAM
+  from all processes, so it is done only where RAM is plentiful (`PageCachePins.choose_ways`).
 - *Cached*: `preadv` through the page cache. The pages stay there as long as the kernel needs the RAM for nothing else.
 - *Direct*: `preadv` past the page cache (O_DIRECT), where RAM is scarce. Direct reads have the disk's full speed, take
-  hardly any CPU time, and drive nothing out of the page cache. Parts that are in the page cache are read from there all
+  hardly any CPU time, and disk nothing out of the page cache. Parts that are in the page cache are read from there all
   the same.
 
 [Note: Which file it is]
@@ -43,14 +43,14 @@ import xxhash
 
 from ..base.device import Backend
 from ..base.mapping import cached_bytes, page_cache_of, populate
-from ..base.page_lock import PageLock
 from ..base.pagemap import PAGE, merged
-from ..base.ram import locked
+from ..base.pinning import PinnedPages
+from ..base.ram import pinned
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, expect_open, forked_free
 from ..base.text import describe_bytes
 from ..base.tuning import tuning
-from ..errors import GroupFileError
+from ..errors import StorageError
 
 logger = logging.getLogger("group_offload")
 
@@ -74,7 +74,7 @@ class Contents:
     """The XXH3 hash (128 bits, hexadecimal) of the pieces' bytes, if it is known."""
     is_proven = False
     """Whether all bytes were compared with that hash since the file was opened."""
-    is_locked = False
+    is_pinned = False
     """Whether the bytes are pinned in the page cache: then copies take them from there, and nothing is read."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], source: SourceFile) -> None:
@@ -87,7 +87,7 @@ class Contents:
     def prove(self) -> None:
         """
         Raises:
-            GroupFileError: the file does not hold the bytes any more whose hash is known.
+            StorageError: the file does not hold the bytes any more whose hash is known.
         """
         proof = Proof(self)
         for piece in self.pieces:
@@ -109,7 +109,7 @@ class SourceFile:
             stamp: The result of `fstat` from before the bytes were first read.
 
         Raises:
-            GroupFileError: the file is shorter than `end`.
+            StorageError: the file is shorter than `end`.
             OSError: the file cannot be mapped.
         """
         self.path = path
@@ -123,7 +123,7 @@ class SourceFile:
             raise self.lost(self.stamp.st_size, "it ends there: it was cut off")
         self.start, self.end = start, end
         self.bytes = page_cache_of(self.fd, end)
-        """The file to `end` in the page cache, as flat uint8. Only what is locked may be touched. See `page_cache_of`."""
+        """The file to `end` in the page cache, as flat uint8. Only what is pinned may be touched. See `page_cache_of`."""
         self.bytes_cached = 0
         """Bytes that were read through the page cache so far. Not exact: threads that read do not wait to count."""
         self.blobs: weakref.WeakSet[Contents] = weakref.WeakSet()
@@ -132,12 +132,12 @@ class SourceFile:
         """Held by the thread that hashes the bytes again. Other threads wait for the result."""
         self._has_no_direct = False
         """Whether the file cannot be opened for direct reads."""
-        self._locked: dict[tuple[int, int], list[tuple[torch.Tensor, PageLock]]] = {}
+        self._pinned_parts: dict[tuple[int, int], list[tuple[torch.Tensor, PinnedPages]]] = {}
         """The pinned ranges of `bytes`, each in parts of `Tuning.segment_bytes`."""
 
     def add(self, blob: Contents) -> None:
         self.blobs.add(blob)
-        blob.is_locked = self._has_locked(blob.pieces)
+        blob.is_pinned = self._has_pinned(blob.pieces)
 
     def lock(
         self, pieces: Sequence[Piece] | None, backend: Backend, wait: Callable[[], None], *, in_one: bool = False
@@ -146,27 +146,27 @@ class SourceFile:
 
         Args:
             pieces: None for all bytes that blobs lie in.
-            wait: A function that returns once no copy is on its way: pages stay locked until then.
-            in_one: Whether each of the pieces is locked at once, so that one copy can have all of it.
+            wait: A function that returns once no copy is on its way: pages stay pinned until then.
+            in_one: Whether each of the pieces is pinned at once, so that one copy can have all of it.
 
         Returns:
-            False if the device refuses: then no page is locked.
+            False if the device refuses: then no page is pinned.
         """
         wanted = self._pages_of([Piece(0, self.start, self.end - self.start)] if pieces is None else pieces)
         self.unlock(wanted)
         if self.bytes.is_meta:
             return False
         for start, end in wanted:
-            if (start, end) in self._locked or start == end:
+            if (start, end) in self._pinned_parts or start == end:
                 continue
             self._advise(start, end - start, "WILLNEED")  # in long runs, not page by page
-            parts: list[tuple[torch.Tensor, PageLock]] = []
+            parts: list[tuple[torch.Tensor, PinnedPages]] = []
             step = end - start if in_one else tuning().segment_bytes
             for first in range(start, end, step):
                 memory = self.bytes[first : min(first + step, end)]
                 # Else the driver waits for the disk, and all others for the driver.
                 populate(memory)
-                lock = PageLock.take(backend, memory, wait, read_only=True)
+                lock = PinnedPages.take(backend, memory, wait, read_only=True)
                 if lock is None:
                     told = describe_bytes(first), describe_bytes(end), self.path
                     logger.info("Pinned only %s of %s of %s in the page cache: the device refused.", *told)
@@ -174,32 +174,34 @@ class SourceFile:
                         other.release()
                     self.unlock()
                     return False
-                locked.add(lock, memory.numel())
+                pinned.add(lock, memory.numel())
                 parts.append((memory, lock))
-            self._locked[start, end] = parts
+            self._pinned_parts[start, end] = parts
         for blob in self.blobs:
-            blob.is_locked = self._has_locked(blob.pieces)
+            blob.is_pinned = self._has_pinned(blob.pieces)
         return True
 
-    def locked_parts(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor, int]]:
-        """The parts of a locked piece, as the driver has to copy them: each lies in memory that was locked at once.
+    def pinned_parts(self, piece: Piece) -> Iterator[tuple[int, int, torch.Tensor, int]]:
+        """The parts of a pinned piece, as the driver has to copy them: each lies in memory that was pinned at once.
 
         Yields:
             Where in the blob the part goes, its bytes, the memory, and the byte of the memory that it begins at.
         """
         first, last = piece.position, piece.position + piece.num_bytes
-        found = next(key for key in self._locked if key[0] <= first and last <= key[1])
+        found = next(key for key in self._pinned_parts if key[0] <= first and last <= key[1])
         start = found[0]
-        for memory, _ in self._locked[found]:
+        for memory, _ in self._pinned_parts[found]:
             begin, end = max(first, start), min(last, start + memory.numel())
             if begin < end:
                 yield piece.offset + begin - first, end - begin, memory, begin - start
             start += memory.numel()
 
-    def _has_locked(self, pieces: Sequence[Piece]) -> bool:
-        """Whether all `pieces` are locked, each in one run."""
-        return bool(self._locked) and all(
-            any(start <= piece.position and piece.position + piece.num_bytes <= end for start, end in self._locked)
+    def _has_pinned(self, pieces: Sequence[Piece]) -> bool:
+        """Whether all `pieces` are pinned, each in one run."""
+        return bool(self._pinned_parts) and all(
+            any(
+                start <= piece.position and piece.position + piece.num_bytes <= end for start, end in self._pinned_parts
+            )
             for piece in pieces
         )
 
@@ -212,11 +214,11 @@ class SourceFile:
     def unlock(self, but: Sequence[tuple[int, int]] = ()) -> None:
         """Unpin all ranges of `bytes`, but these."""
         for blob in self.blobs:
-            blob.is_locked = False
-        for found in self._locked.keys() - set(but):
-            for _, lock in self._locked[found]:
+            blob.is_pinned = False
+        for found in self._pinned_parts.keys() - set(but):
+            for _, lock in self._pinned_parts[found]:
                 lock.release()
-            del self._locked[found]
+            del self._pinned_parts[found]
 
     def avoid_readahead(self) -> None:
         """Let the kernel read no more than it is asked for: the bytes beside it are read past the page cache."""
@@ -246,7 +248,7 @@ class SourceFile:
             Whether the bytes were read past the page cache.
 
         Raises:
-            GroupFileError: the bytes cannot be read, or another program changed the file.
+            StorageError: the bytes cannot be read, or another program changed the file.
         """
         start = position % BLOCK
         end = start + num_bytes
@@ -262,7 +264,7 @@ class SourceFile:
         """Read bytes into `target`, through the page cache.
 
         Raises:
-            GroupFileError: the bytes cannot be read, or another program changed the file.
+            StorageError: the bytes cannot be read, or another program changed the file.
         """
         self.check()
         self._fill(target, position)
@@ -271,7 +273,7 @@ class SourceFile:
         """Whether the file holds `data` (flat uint8) from byte `position` on.
 
         Raises:
-            GroupFileError: the file cannot be read, or another program changed it.
+            StorageError: the file cannot be read, or another program changed it.
         """
         done = 0
         for chunk in self.chunks(position, data.numel()):
@@ -285,7 +287,7 @@ class SourceFile:
         """The bytes of the file, in chunks. Each chunk is good until the next one.
 
         Raises:
-            GroupFileError: the file cannot be read.
+            StorageError: the file cannot be read.
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
         for start in range(0, num_bytes, _CHUNK_BYTES):
@@ -296,7 +298,7 @@ class SourceFile:
     def check(self) -> None:
         """
         Raises:
-            GroupFileError: another program changed the file, or it cannot be told whether one did.
+            StorageError: another program changed the file, or it cannot be told whether one did.
         """
         try:
             now = os.fstat(self.fd)
@@ -318,8 +320,8 @@ class SourceFile:
                 return now
         return None
 
-    def lost(self, position: int, what: str) -> GroupFileError:
-        return GroupFileError(
+    def lost(self, position: int, what: str) -> StorageError:
+        return StorageError(
             f"Failed to read {self.path} at byte {position:,}: {what}. Reload the model, and don't modify checkpoint files "
             f"while they are in use."
         )
@@ -363,8 +365,8 @@ class SourceFile:
             elif _status_of(now) == _status_of(self.stamp) and self.named_stat() is not None:
                 raise self.lost(
                     self.start,
-                    "its st_ctime says that another program may have changed it since it was opened (with verify_files=True "
-                    "its content is compared instead)",
+                    "its st_ctime says that another program may have changed it since it was opened (with "
+                    "verify_checksums=True its content is compared instead)",
                 )
             self.stamp = now
 
@@ -391,7 +393,7 @@ class Proof:
         """Take in the next bytes. The hash of the first whole reading becomes the one that is known.
 
         Raises:
-            GroupFileError: these were the last bytes, and all of them together have another hash than the known one.
+            StorageError: these were the last bytes, and all of them together have another hash than the known one.
         """
         self._hash.update(data)
         self._num_left -= len(data)

@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "said"),
     [
         ("", "usage: group-offload"),
-        ("pack .", "usage: group-offload"),
+        ("compress .", "usage: group-offload"),
         ("doctor -", "argument DIR: it is empty"),  # a variable of the shell that is not set
         ("plan -", "MODEL is empty"),
         ("doctor --device abacus", "--device abacus"),
         ("doctor --device cpu:3", "torch sees 1 cpu device"),
-        ("pack nowhere groups", "There is no nowhere"),
-        ("pack . groups --dtype int8", "floating point"),
-        ("pack . groups --device meta", "--device 'meta' isn't supported. Use 'cuda'"),
+        ("compress nowhere groups", "There is no nowhere"),
+        ("compress . groups --dtype int8", "floating point"),
+        ("compress . groups --device meta", "--device 'meta' isn't supported. Use 'cuda'"),
     ],
 )
 def test_wrong_arguments(arguments: str, said: str, run: Terminal) -> None:
@@ -34,7 +34,7 @@ def test_wrong_arguments(arguments: str, said: str, run: Terminal) -> None:
 
 @pytest.mark.parametrize(("more", "status"), [("", 0), ("> /dev/full", 2), ("| true; exit ${PIPESTATUS[0]}", 0)])
 def test_as_a_program(more: str, status: int, tmp_path: Path) -> None:
-    """The drive is full; whoever reads the output stops; the terminal has no letters for a name. No traceback."""
+    """The disk is full; whoever reads the output stops; the terminal has no letters for a name. No traceback."""
     folder = tmp_path / "mödel"
     folder.mkdir()
     command = f"{sys.executable} -m group_offload doctor {folder} {more}"

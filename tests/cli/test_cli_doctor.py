@@ -38,8 +38,8 @@ Ask = Callable[..., dict[str, dict[str, Any]]]
 @pytest.fixture(autouse=True)
 def _little_is_tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu") is None:
-        tune(monkeypatch, tried_file_bytes=1 << 20, tried_lock_bytes=4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
-        tune(monkeypatch, tried_lock_seconds=60.0)
+        tune(monkeypatch, tried_file_bytes=1 << 20, tried_pin_bytes=4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
+        tune(monkeypatch, tried_pin_seconds=60.0)
         monkeypatch.setattr(doctor, "nvidia_driver", str)
 
 
@@ -68,7 +68,7 @@ def ask(run: Terminal, folder: Path) -> Ask:
 
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
-    """What is locked in place and what is allocated there is given back."""
+    """What is pinned in place and what is allocated there is given back."""
     with use_simulated_device(SimulatedDevice(0, laziness="eager")) as found:
         yield found
         assert found.pinned_bytes == 0 and found.allocated_bytes == 0
@@ -99,7 +99,7 @@ def test_what_cannot_be_tried(run: Terminal, folder: Path, monkeypatch: pytest.M
     missing = run("doctor", folder, "--device", "cuda:99", status=2)
     assert "'cuda:99'" in missing and "--device" in missing and "onload_device" not in missing
 
-    # No test fills a drive: the last step of writing fails in its place.
+    # No test fills a disk: the last step of writing fails in its place.
     monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     said = run("doctor", folder, status=2)
     assert str(folder) in said and "No space left" in said and "1 MiB free" in said
@@ -121,11 +121,11 @@ def test_an_interrupt_leaves_nothing_behind(
 
 FAILURES: dict[str, tuple[Any, str]] = {
     "page_map": (doctor, "scans_quickly"),
-    "page_locking": (doctor, "LockLimit"),
+    "pinning": (doctor, "PinLimit"),
     "ram": (doctor, "auto_ram"),
     "device": (SimulatedDevice, "free_bytes"),
     "link": (doctor, "measure_link"),
-    "drive": (psutil, "disk_partitions"),
+    "disk": (psutil, "disk_partitions"),
     "versions": (doctor, "version"),
 }
 
@@ -153,7 +153,7 @@ def test_speeds_are_kept_for_plans(
     monkeypatch.setattr(speeds, "_measure_file", measured)
     run("doctor", folder, "--device", "cpu")
     assert sizes == [MIB]  # the file that is written for it
-    assert speeds.recorded()["drive"] == {speeds.filesystem_of(folder): 2 * 10**9}
+    assert speeds.recorded()["disk"] == {speeds.filesystem_of(folder): 2 * 10**9}
     assert speeds.recorded()["h2d"][speeds.device_name(device)] > 0
     (folder / "vae").mkdir()
     (folder / "vae" / "model.safetensors").write_bytes(bytes(2 * MIB))
@@ -194,15 +194,15 @@ INSTALL = "pip install 'group-offload[diffusers]'"
 ROWS_OF: list[tuple[str, Change, str, str, str]] = [
     ("ram", memory(64, 40), "ok", '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now', ""),
     ("ram", memory(64, 0.5), "missing", "", ""),
-    ("drive", answers(doctor, "measure_drive", (10**9, "")), "ok", "xfs, ", ""),
-    ("drive", answers(doctor, "measure_drive", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
-    ("drive", answers(doctor, "measure_drive", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
-    ("drive", answers(doctor, "measure_drive", (10**8, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "btrfs"),
-    ("drive", answers(doctor, "measure_drive", (None, "it is asleep")), "unknown", "it is asleep", ""),
+    ("disk", answers(doctor, "measure_disk", (10**9, "")), "ok", "xfs, ", ""),
+    ("disk", answers(doctor, "measure_disk", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
+    ("disk", answers(doctor, "measure_disk", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
+    ("disk", answers(doctor, "measure_disk", (10**8, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "btrfs"),
+    ("disk", answers(doctor, "measure_disk", (None, "it is asleep")), "unknown", "it is asleep", ""),
     ("device", answers(torch.accelerator, "current_accelerator"), "missing", "out of", ""),
     ("device", a_driver_beside_a_torch_for_the_cpu, "missing", "", ""),
     ("versions", no_diffusers, "missing", "peft 0.20", INSTALL),
-    ("page_locking", lambda patch: None, "ok", "not needed", ""),
+    ("pinning", lambda patch: None, "ok", "not needed", ""),
 ]
 """A row, what changes on the machine, and what the row says then: its verdict, words of it, and words of the remedy."""
 
@@ -243,26 +243,26 @@ def test_page_map(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
         pagemap._Known.forget()
 
 
-@pytest.mark.parametrize(("num_locked", "verdict"), [(4, "ok"), (2, "slower"), (0, "missing")])
-def test_page_locking(
-    num_locked: int, verdict: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_pinned", "verdict"), [(4, "ok"), (2, "slower"), (0, "missing")])
+def test_pinning(
+    num_pinned: int, verdict: str, ask: Ask, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first refusal the device is asked no more."""
     real, asked = device.pin, list[int]()
 
     def pin(memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         asked.append(memory.numel())
-        return len(asked) <= num_locked and real(memory, undo)
+        return len(asked) <= num_pinned and real(memory, undo)
 
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "empty_pinned", lambda num_bytes: None)
     monkeypatch.setattr(doctor, "measure_link", lambda *args: 6 * 10**9)  # it locks too
     rows = ask()
-    row = rows["page_locking"]
+    row = rows["pinning"]
     assert row["verdict"] == verdict and ("--ulimit memlock=-1" in row["remedy"]) == (verdict != "ok")
-    assert sum(asked) == min(num_locked + 1, 4) * SEGMENT_BYTES
-    locked, tried = describe_bytes(num_locked * SEGMENT_BYTES), describe_bytes(sum(asked))
-    assert f"pinned {locked} of {tried}" in row["found"]
+    assert sum(asked) == min(num_pinned + 1, 4) * SEGMENT_BYTES
+    pinned, tried = describe_bytes(num_pinned * SEGMENT_BYTES), describe_bytes(sum(asked))
+    assert f"pinned {pinned} of {tried}" in row["found"]
     assert (rows["link"]["verdict"], rows["link"]["found"]) == ("slower", "6.0 GB/s from RAM to the device")
 
 
@@ -271,7 +271,7 @@ def test_half_of_the_ram_under_wsl2(ask: Ask, device: SimulatedDevice, monkeypat
     memory = SimpleNamespace(total=2 * SEGMENT_BYTES, available=12 * SEGMENT_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(doctor, "measure_link", lambda *args: 10**10)  # it locks too
-    row = ask()["page_locking"]
+    row = ask()["pinning"]
     assert "pinned 16 KiB of 16 KiB" in row["found"] and ".wslconfig" in row["remedy"]
 
 
@@ -280,7 +280,7 @@ def test_the_rows_of_an_accelerator(run: Terminal, folder: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run("doctor", folder, "--json"))["rows"]}
     device = torch.accelerator.current_accelerator()
     assert device is not None and not list(folder.iterdir())
-    for name in ("page_locking", "device", "link"):
+    for name in ("pinning", "device", "link"):
         assert rows[name]["verdict"] != "unknown", rows[name]
     assert "GB/s from RAM to the device" in rows["link"]["found"]
     if device.type == "cuda":

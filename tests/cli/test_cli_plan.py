@@ -22,9 +22,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from group_offload import GroupFileError, apply_group_offloading
+from group_offload import StorageError, apply_group_offloading
 from group_offload.cli.arguments import find_checkpoint
-from group_offload.cli.outline import find_models, outline_of
+from group_offload.cli.meta_model import find_models, meta_model_of
 from group_offload.plan import speeds
 
 from ..support import tiny_models
@@ -139,13 +139,13 @@ def test_groups_are_those_of_the_model(
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     expected = model if dtype is None else type(model).from_pretrained(tmp_path, torch_dtype=dtype)
     ((found,), _) = (each.values() for each in find_models(tmp_path))
-    outline = outline_of(found, dtype)
+    outline = meta_model_of(found, dtype)
     assert outline.model_class == type(model).__name__
     assert {each.name: (each.num_bytes, each.name in outline.outer) for each in outline.groups} == groups_of(expected)
     weights = {id(each): each for each in expected.state_dict(keep_vars=True).values()}
     assert outline.num_cast == sum(each.dtype == dtype for each in weights.values())
     monkeypatch.setattr("group_offload.stores.files.can_detect_writes", lambda: False)
-    assert outline_of(found, dtype) == outline
+    assert meta_model_of(found, dtype) == outline
 
 
 def test_variants(tmp_path: Path, run: Terminal) -> None:
@@ -222,10 +222,10 @@ def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_checkpoint("owner/pipeline") == model.parent
     assert find_checkpoint("owner/pipeline/transformer") == find_checkpoint(str(model)) == model
     for name in ("owner/other", "owner/pipeline/vae", "owner", "/nowhere/at/all", "../x", "a/../b", "x" * 300, "~no/x"):
-        with pytest.raises(GroupFileError, match="There is no"):
+        with pytest.raises(StorageError, match="There is no"):
             find_checkpoint(name)
     assert set(asked) == {"owner/pipeline", "owner/other"}
-    with pytest.raises(GroupFileError, match="hf download owner/other"):
+    with pytest.raises(StorageError, match="hf download owner/other"):
         find_checkpoint("owner/other/transformer")
 
 
@@ -314,13 +314,13 @@ def test_what_the_hub_does_not_give(hub: type[Hub], run: Terminal, monkeypatch: 
     [
         ("", 'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="auto")'),
         (
-            "--vram 8GiB --pack",
-            'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="8 GiB", pack=True)',
+            "--vram 8GiB --compress",
+            'model = Model.from_pretrained(PATH); apply_group_offloading(model, vram_budget="8 GiB", compress=True)',
         ),
         ("--ram 4GiB", 'model = from_pretrained(Model, PATH, ram_budget="4 GiB")'),
         (
-            "--ram 4GiB --pack",
-            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", pack=True, offload_to_disk_path="offload")',
+            "--ram 4GiB --compress",
+            'model = from_pretrained(Model, PATH, ram_budget="4 GiB", compress=True, offload_to_disk_path="offload")',
         ),
         (
             "--ram 4GiB --dtype float16",
@@ -350,7 +350,7 @@ def test_the_call_to_copy_of_a_pipeline(pipeline: Path, run: Terminal, monkeypat
 
 
 def test_plan_as_json(model: Path, run: Terminal) -> None:
-    given = "--vram", "4GiB", "--ram", "6GiB", "--step-seconds", "0.2", "--h2d", "20GB", "--drive", "2 GB/s"
+    given = "--vram", "4GiB", "--ram", "6GiB", "--step-seconds", "0.2", "--h2d-speed", "20GB", "--disk-speed", "2 GB/s"
     found = plan(run, model, *given)
     assert found["title"] == f"Plan of {model}" and "disk to RAM 2 GB/s (given)" in found["sentences"][-1]
     [part] = found["models"]
@@ -360,8 +360,8 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert part["slot_bytes"] == GIB
     assert 4 * GIB > part["device_bytes"] == bytes_at(part, "on the device") + GIB > GIB
     assert 0 < bytes_at(part, "pinned RAM") <= part["ram_bytes"] <= part["ram_share_bytes"] < 4.5 * GIB
-    assert part["step_seconds"] >= part["drive_seconds"] > part["h2d_seconds"] and part["bound"] == "disk"
-    assert part["drive_seconds"] == part["drive_bytes"] / 2e9 and part["drive_bytes"] == bytes_at(part, "file") > 0
+    assert part["step_seconds"] >= part["disk_seconds"] > part["h2d_seconds"] and part["bound"] == "disk"
+    assert part["disk_seconds"] == part["disk_bytes"] / 2e9 and part["disk_bytes"] == bytes_at(part, "file") > 0
     assert [sentence.split(" would ")[0] for sentence in part["sentences"][1:]] == [
         "1 GiB more VRAM",
         "1 GiB more RAM",
@@ -385,7 +385,9 @@ def test_plan_for_people(model: Path, run: Terminal, monkeypatch: pytest.MonkeyP
     assert (
         "Times cover weight transfers only" in said and said.count("(assumed)") == 2 and "group-offload doctor" in said
     )
-    said = run("plan", model, "--step-seconds", "0.5", "--dtype", "float32", "--h2d", "1TB", "--drive", "1GB")
+    said = run(
+        "plan", model, "--step-seconds", "0.5", "--dtype", "float32", "--h2d-speed", "1TB", "--disk-speed", "1GB"
+    )
     assert "21 weights are cast to torch.float32" in said and "Compute is taken" not in said
     assert "Without --vram" in said and "Without --ram" in said and "1 GiB more" not in said
     assert "Bottleneck: compute, predicted 500 ms a forward (" in said and "assumed" not in said
@@ -452,11 +454,11 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "vram": (["--vram", "8G"], "argument --vram: SIZE='8G': it is ambiguous. Did you mean '8GiB' or '8GB'?"),
     "too little vram": (["--vram", "512MiB"], "The smallest that works is 1.19 GiB"),
     "too little for activations": (["--vram", "4GiB", "--activations", "3GiB"], "3 GiB of activations"),
-    "too little ram": (["--ram", "1GiB"], "--process-ram"),
+    "too little ram": (["--ram", "1GiB"], "--host-overhead"),
     "dtype": (["--dtype", "bf17"], "argument --dtype: 'bf17' is no floating point dtype"),
     "seconds": (["--step-seconds", "-1"], "--step-seconds"),
     "steps": (["--steps", "0"], "--steps"),
-    "no speed": (["--drive", "0GB"], "--drive"),
+    "no speed": (["--disk-speed", "0GB"], "--disk-speed"),
     "a page": (["--html", "/nowhere/x.html"], "/nowhere/x.html: /nowhere is not a folder"),
 }
 
@@ -493,25 +495,27 @@ def test_what_is_written_to_may_be_no_file(tmp_path: Path, run: Terminal) -> Non
 
 
 def test_speeds_that_were_measured(tmp_path: Path, run: Terminal) -> None:
-    """The link's of the accelerator that was measured last, and unpacking of the same one; the drive's of this file system
+    """The link's of the accelerator that was measured last, and decompression of the same one; the disk's of this file system
     alone."""
     model = write_model(tmp_path / "model", 2, MIB, MIB)
 
     def said() -> str:
-        return next(line for line in plan(run, model, "--pack")["sentences"] if line.startswith("Speeds: "))
+        return next(line for line in plan(run, model, "--compress")["sentences"] if line.startswith("Speeds: "))
 
     assert said().count("(assumed)") == 3
     speeds.record("h2d", "RTX 4060", 12_000_000_000)
     speeds.record("h2d", "H200", 55_000_000_000)
     speeds.record("h2d", "CPU x", 3_000_000_000)
-    speeds.record("drive", "elsewhere", 1_000_000_000)
-    speeds.record("unpack", "RTX 4060", 1)
-    assert "RAM to device 55 GB/s (measured on H200), disk to RAM 3.5 GB/s (assumed), unpacking 400 GB/s (a" in said()
+    speeds.record("disk", "elsewhere", 1_000_000_000)
+    speeds.record("decompress", "RTX 4060", 1)
+    assert (
+        "RAM to device 55 GB/s (measured on H200), disk to RAM 3.5 GB/s (assumed), decompression 400 GB/s (a" in said()
+    )
     speeds.record("h2d", "RTX 4060", 12_000_000_000)
     assert "RAM to device 12 GB/s (measured on RTX 4060)" in said() and said().count("(assumed)") == 1
     here = speeds.filesystem_of(model)
-    speeds.record("drive", here, 2_000_000_000)
+    speeds.record("disk", here, 2_000_000_000)
     assert f"disk to RAM 2 GB/s (measured on {here})" in said()
     assert "RAM to device 10 GB/s (given), disk to RAM 1 GB/s (given)." in run(
-        "plan", model, "--h2d", "10GB", "--drive", "1GB"
+        "plan", model, "--h2d-speed", "10GB", "--disk-speed", "1GB"
     )

@@ -23,4 +23,4 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.INFO, "group_offload")
-    return lambda: [r.getMessage() for r in caplog.records if "separately (share_passes)" in r.getMessage()]
+    return lambda: [r.getMessage() for r in caplog.records if "separately (interleave_forwards)" in r.getMessage()]

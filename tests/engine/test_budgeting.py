@@ -1,4 +1,4 @@
-"""Budgets under a running model: what stays on the device, what is page-locked, and that neither is ever exceeded."""
+"""Budgets under a running model: what stays on the device, what is pinned, and that neither is ever exceeded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ every_mode = pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     tune(monkeypatch, device_margin_bytes=0)
-    use_speeds(monkeypatch, h2d=2, drive=1)  # a simulated second is one thing that ran
+    use_speeds(monkeypatch, h2d=2, disk=1)  # a simulated second is one thing that ran
     device = SimulatedDevice(0, "random")
     with use_simulated_device(device), watch_file_reads(device):
         yield device
@@ -50,7 +50,7 @@ def bytes_of(pair: Twins) -> int:
 
 
 def bytes_read_by(pair: Twins) -> int:
-    """What was read of the drive, once all that is read ahead was."""
+    """What was read of the disk, once all that is read ahead was."""
     wait_until_enqueued(pair.handle)
     read = pair.handle.stats().bytes_read
     return read["direct"] + read["page cache"]
@@ -106,22 +106,22 @@ def test_a_budget_for_ram(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So much of the files is page-locked, after they were read once, and the rest is read past the page cache."""
+    """So much of the files is pinned, after they were read once, and the rest is read past the page cache."""
     tune(monkeypatch, chunk_bytes=8192, small_chunk_bytes=8192)
     resident = RoutedModel([1000] * 8).eval()
     model, files = twin_on(tier, resident, tmp_path)
     num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     num_bytes += num_bytes // 10  # blobs begin where kernels want them to
-    ram_share = int(share * num_bytes)
-    with Twins(device, model, resident, **options, **files, ram_budget="1GiB", ram_share=ram_share) as pair:
+    ram_quota_bytes = int(share * num_bytes)
+    with Twins(device, model, resident, **options, **files, ram_budget="1GiB", ram_quota_bytes=ram_quota_bytes) as pair:
         for _ in range(4):
             pair.run()
-            # A small blob may lie in a page that is locked for its neighbour.
-            assert pair.handle.stats().pinned_bytes <= ram_share + 1024 or share == 0
+            # A small blob may lie in a page that is pinned for its neighbor.
+            assert pair.handle.stats().pinned_bytes <= ram_quota_bytes + 1024 or share == 0
         largest = max(group.num_bytes for group in pair.handle.groups)
         assert pair.handle.stats().pinned_bytes >= min(share * num_bytes - largest - num_bytes // 10, bytes_of(pair))
-        ways = {group.way for group in pair.handle.groups if group.num_bytes >= largest // 2}
-        assert ways == {0.0: {"direct"}, 0.4: {"direct", "locked"}, 1.0: {"locked"}}[share]
+        ways = {group.read_mode for group in pair.handle.groups if group.num_bytes >= largest // 2}
+        assert ways == {0.0: {"direct"}, 0.4: {"direct", "pinned"}, 1.0: {"pinned"}}[share]
         before = bytes_read_by(pair)
         pair.run()
         read = bytes_read_by(pair) - before
@@ -170,7 +170,7 @@ def test_more_tokens_beside_a_long_text(
 
 @every_mode
 def test_memory_runs_out(options: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else takes device memory, and nobody foresees it: residents give way, and refused calls are repeated
+    """Somebody else takes device memory, and nobody predicts it: residents give way, and refused calls are repeated
     (diffusers #14304)."""
     with all_resident(device, **options) as pair:
         before, taken = pair.handle.stats().resident_bytes, device.empty(bytes_of(pair))
@@ -288,12 +288,14 @@ def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDev
 def test_ram_that_others_need(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Page-locked files are given up, a part at a time, and read instead. The system is asked at most once a second."""
+    """Pinned files are given up, a part at a time, and read instead. The system is asked at most once a second."""
     resident, looks = RoutedModel([1000] * 8).eval(), list[int]()
     model, files = twin_on("checkpoint", resident, tmp_path)
-    with Twins(device, model, resident, **files, ram_budget="1GiB", ram_share=1 << 20) as pair:
+    with Twins(device, model, resident, **files, ram_budget="1GiB", ram_quota_bytes=1 << 20) as pair:
         pair.run(3)
-        monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: looks.append(1) or 1000)
+        monkeypatch.setattr(
+            "group_offload.runtime.transfers.page_cache_pins.available_ram", lambda: looks.append(1) or 1000
+        )
         assert tuning().relief_seconds == 1
         tune(monkeypatch, relief_seconds=1000)
         pair.run(3)
@@ -322,7 +324,7 @@ def test_four_gib_in_one(tmp_path: Path) -> None:
         text = json.dumps(header).encode().ljust(8192)
         with open(sys.argv[1], "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + 64 * size)  # zeros take nothing of the drive
+            file.truncate(8 + len(text) + 64 * size)  # zeros take nothing of the disk
         model = Blocks(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(64))).requires_grad_(False)
         model.load_state_dict(load_file(sys.argv[1]), assign=True)
         handle = apply_group_offloading(model, "cpu", offload_device="disk", ram_budget="1GiB")
@@ -345,7 +347,7 @@ def ram(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What the process takes besides weights: now."""
     gc.collect()  # what other tests left behind has been promised RAM
     ram = {"now": RAM_WITHOUT_WEIGHTS}
-    monkeypatch.setattr("group_offload.plan.ram_shares.ram_in_use", lambda: ram["now"])
+    monkeypatch.setattr("group_offload.plan.ram_split.ram_in_use", lambda: ram["now"])
     return ram
 
 
@@ -354,27 +356,27 @@ def budget_for(num_bytes: int) -> int:
     return RAM_WITHOUT_WEIGHTS + tuning().reading_bytes + tuning().ram_margin_bytes + num_bytes
 
 
-def locked_bytes(pair: Twins) -> int:
-    return sum(blob.layout.num_bytes for blob in engine_of(pair.handle).placer._files.blobs if blob.is_locked)
+def pinned_memory(pair: Twins) -> int:
+    return sum(blob.layout.num_bytes for blob in engine_of(pair.handle).placer._files.blobs if blob.is_pinned)
 
 
 def test_a_module_that_is_cut_again_keeps_its_ram(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
-    """By then the process has taken what weights are read into, pages that it has locked, and whatever else it needs."""
+    """By then the process has taken what weights are read into, pages that it has pinned, and whatever else it needs."""
     resident = RoutedModel(WIDTHS).eval()
     model, files = twin_on("checkpoint", resident, tmp_path)
     with Twins(device, model, resident, ram_budget=budget_for(20_000), **files) as pair:
         pair.run(3)
-        locked = locked_bytes(pair)
-        assert locked > 10_000
+        pinned = pinned_memory(pair)
+        assert pinned > 10_000
         ram["now"] += 1 << 30
         for twin in (model, resident):
             twin.blocks[0].register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
         pair.run(4)
-        assert pair.handle.stats().rebuilds == 1 and 0.7 * locked <= locked_bytes(pair) <= 30_000  # whole pages
+        assert pair.handle.stats().rebuilds == 1 and 0.7 * pinned <= pinned_memory(pair) <= 30_000  # whole pages
 
 
 def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dict[str, int], tmp_path: Path) -> None:
-    """Else page-locked memory freezes the system."""
+    """Else pinned memory freezes the system."""
     pairs: list[Twins] = []
     for number in range(2):
         resident = RoutedModel([640] * 6).eval()
@@ -386,13 +388,13 @@ def test_one_budget_for_ram_is_for_all_modules(device: SimulatedDevice, ram: dic
     for _ in range(4):
         for pair in pairs:
             pair.run()
-    assert locked_bytes(pairs[0]) >= whole and locked_bytes(pairs[1]) <= 60_000 < whole
+    assert pinned_memory(pairs[0]) >= whole and pinned_memory(pairs[1]) <= 60_000 < whole
     for pair in pairs:
         pair.handle.remove()
     ram["now"] = RAM_WITHOUT_WEIGHTS
     with Twins(device, model, resident, offload_device="disk", ram_budget=budget_for(whole + 20_000)) as again:
         again.run(4)
-        assert locked_bytes(again) >= whole
+        assert pinned_memory(again) >= whole
 
 
 def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
@@ -421,7 +423,9 @@ def test_a_ram_budget_that_an_error_names_works(tmp_path: Path) -> None:
 
 def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two denoisers of one class, and an encoder that runs once: both budgets hold for all of them together."""
-    monkeypatch.setattr("group_offload.integrations.sharing.ram_for_weights", lambda budget, in_ram, staging, **_: ram)
+    monkeypatch.setattr(
+        "group_offload.integrations.ram_split.ram_for_weights", lambda budget, in_ram, staging, **_: ram
+    )
     residents = {
         "text_encoder": RoutedModel([300] * 6).eval(),
         "transformer": RoutedModel([500] * 6).eval(),
@@ -441,11 +445,11 @@ def test_a_pipeline(device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest
         assert device.peak_bytes_in_use() <= vram
         assert sum(handle.stats().pinned_bytes for handle in handles.values()) <= ram
     # What runs most often for an image has RAM first, and both alike.
-    shares = {name: handle.config.ram_share for name, handle in handles.items()}
+    shares = {name: handle.config.ram_quota_bytes for name, handle in handles.items()}
     assert shares["text_encoder"] < shares["transformer"] == shares["transformer_2"]
     disable_group_offload(pipeline)
     share = f"{vram / device.total_bytes():%}"  # as a part of the device's memory
     handles = enable_group_offload(pipeline, "cpu", offload_device="disk", vram_budget=share, ram_budget="4GiB")
-    assert {name: handle.config.ram_share for name, handle in handles.items()} == shares
+    assert {name: handle.config.ram_quota_bytes for name, handle in handles.items()} == shares
     disable_group_offload(pipeline)
     assert device.pinned_bytes == 0

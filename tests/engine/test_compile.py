@@ -42,9 +42,9 @@ def check(model: nn.Module, call: Callable[..., Any], handle: Any, expected: lis
         before = handle.stats()
         assert_same(run(call, inputs(number)), expected[number])
         after = handle.stats()
-        assert after.passes - before.passes == 1  # through the root's gate
+        assert after.forward_passes - before.forward_passes == 1  # through the root's gate
         # What came from a file stays good in its slot: the root's own is brought again only if the slots were given up.
-        at_least = len(handle.groups) - 1 if handle.groups[0].tier == "file" else 0
+        at_least = len(handle.groups) - 1 if handle.groups[0].tier == "disk" else 0
         assert at_least <= after.onloads - before.onloads <= at_least * 5, number
         compiled.append(backend.frame_count)
         assert_same(model.state_dict(), weights)
@@ -199,7 +199,7 @@ def test_forward_while_another_thread_compiles(folder: Path | None) -> None:
         try:
             assert torch.compiler.is_compiling() == (TORCH >= (2, 13))  # before, only of what is traced
             assert_same(run(model, inputs()), expected[0])
-            assert handle.stats().passes == 1
+            assert handle.stats().forward_passes == 1
             activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
             assert_same(gradient(model, 0), expected[1])
             assert activations.stats().offloads > 0
@@ -215,7 +215,7 @@ def test_export(folder: Path | None) -> None:
     expected = run(model, inputs())
     handle = offload_to(folder, model)
     exported = torch.export.export(model, (inputs(),), strict=False).module()
-    assert handle.stats().passes == 0
+    assert handle.stats().forward_passes == 0
     assert_same(run(exported, inputs()), expected)
     assert_same(run(model, inputs()), expected)
     handle.remove()

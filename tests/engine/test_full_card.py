@@ -22,8 +22,8 @@ from torch import nn
 from group_offload import enable_group_offload
 from group_offload.base.device import Refused
 from group_offload.base.tuning import Tuning
-from group_offload.runtime.budget import budgeter
-from group_offload.runtime.budget.budgeter import Budgeter
+from group_offload.runtime.budget import memory_budget
+from group_offload.runtime.budget.memory_budget import MemoryBudget
 
 from ..support.allocator import CachingAllocator, Meter
 from ..support.simulated import use_simulated_device
@@ -36,7 +36,7 @@ MIB = (1 << 20) // SCALE
 GIB = (1 << 30) // SCALE
 LINK = 53e9 / SCALE
 LOCKING = 8 * GIB
-"""Bytes of files that are page-locked a second."""
+"""Bytes of files that are pinned a second."""
 PIXELS = 64
 """The elements of what stands for an image of 1024 x 1024."""
 LAUNCH_SECONDS = 0.5e-3
@@ -44,7 +44,7 @@ LAUNCH_SECONDS = 0.5e-3
 KERNELS_MIB = 270
 """What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
 SCALED = [
-    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "give_way_bytes", "min_packed_bytes"),
+    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "give_way_bytes", "min_compressed_bytes"),
     *("min_window_bytes", "table_bytes", "segment_bytes", "chunk_bytes", "small_chunk_bytes"),
     *("max_read_run_bytes", "strip_bytes"),
 ]
@@ -176,15 +176,15 @@ class Image:
     """Of each step; the text encoders count to the first one."""
     step_sent: list[float]
     """Bytes that were sent in each step, as `step_seconds`."""
-    packed: list[float]
-    """Packed bytes at rest, after each call."""
+    compressed: list[float]
+    """Compressed offloaded bytes, after each call."""
     peak_allocated: float = 0.0
     peak_reserved: float = 0.0
-    locked: int = 0
-    """Bytes at this scale that were page-locked since the image began, as `unlocked`."""
-    unlocked: int = 0
+    pinned: int = 0
+    """Bytes at this scale that were pinned since the image began, as `unpinned`."""
+    unpinned: int = 0
     read: int = 0
-    """Bytes from files that were read by threads, not copied from locked pages."""
+    """Bytes from files that were read by threads, not copied from pinned pages."""
     fallbacks: int = 0
     """Convolutions whose last call had no workspace: the image has other bits."""
     refused: int = 0
@@ -211,7 +211,7 @@ def run(
         free: GiB that the card has for this process.
         budget: GiB, "auto", or None for no budget.
         sizes: Of each image, the pixels beside those of 1024 x 1024.
-        folder: Where weights rest in files; None for RAM.
+        folder: Where weights are stored in files; None for RAM.
         before_call: Told of each call of a model: the image, and "text_encoder", "text_encoder_2", "transformer 0" and so
             on, or "vae"; and, inside of that, of each phase of the decoder: "vae 0" and so on. Here another process may
             take memory.
@@ -226,7 +226,7 @@ def run(
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         scaled = {name: getattr(Tuning(), name) // SCALE for name in SCALED}
-        tune(patch, **scaled, locked_share=Tuning().locked_share)
+        tune(patch, **scaled, pinned_share=Tuning().pinned_share)
         use_speeds(patch, h2d=int(LINK))
         stack.enter_context(use_simulated_device(device))  # type: ignore[arg-type]
         pipe = Pipeline(is_unet=is_unet)
@@ -271,7 +271,7 @@ class _Rig:
     def make_image(self, x: torch.Tensor, steps: int) -> None:
         device, card = self.device, self.card
         device.synchronize()
-        image = Image(step_seconds=[], step_sent=[], packed=[])
+        image = Image(step_seconds=[], step_sent=[], compressed=[])
         allocated, reserved = card.allocated.whole, card.reserved.whole
         assert allocated is not None and reserved is not None
         allocated.peak, reserved.peak = card.allocated.now, card.reserved.now
@@ -283,7 +283,7 @@ class _Rig:
                 model, _, step = name.partition(" ")
                 with torch.no_grad():
                     self.pipe.components[model](x)
-                image.packed.append(sum(handle.stats().packed_bytes for handle in self.handles.values()) / GIB)
+                image.compressed.append(sum(handle.stats().compressed_bytes for handle in self.handles.values()) / GIB)
                 if step:
                     device.synchronize()
                     image.step_seconds.append(device.host - at)
@@ -292,7 +292,7 @@ class _Rig:
         except torch.OutOfMemoryError as error:
             image.error = f"{name}: {error}"
         device.synchronize()
-        image.locked, image.unlocked, image.read, image.refused = (
+        image.pinned, image.unpinned, image.read, image.refused = (
             then - now for then, now in zip(self._counts(), before, strict=True)
         )
         image.seconds, image.fallbacks = device.host - begun, sum(map(len, self.others.values()))
@@ -302,7 +302,7 @@ class _Rig:
     def _counts(self) -> list[int]:
         stats = [handle.stats().bytes_read for handle in self.handles.values()]
         read = sum(each.get(way, 0) for each in stats for way in ("page cache", "direct"))
-        return [self.device.locked_bytes, self.device.unlocked_bytes, read, self.card.num_refused]
+        return [self.device.locked_bytes, self.device.unpinned_bytes, read, self.card.num_refused]
 
 
 # ---------------------------------------------------------------- tests
@@ -329,20 +329,22 @@ def assert_whole(images: list[Image]) -> None:
 
 
 @any_segments
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize(("free", "budget"), FULL)
-def test_no_image_runs_out_of_memory(free: float, budget: float | str, pack: bool, expandable: bool) -> None:
+def test_no_image_runs_out_of_memory(free: float, budget: float | str, compress: bool, expandable: bool) -> None:
     """What stays, or what is free in fragments, would be in the way of activations, buffers or a larger image."""
-    assert_no_errors(run(free, budget, steps=4, pack=pack, expandable=expandable))
+    assert_no_errors(run(free, budget, steps=4, compress=compress, expandable=expandable))
 
 
-def test_packed_images_are_there_where_plain_ones_are() -> None:
-    """One block is half of the model. Packing takes berths for a few strips of it, and not for all of it."""
-    plain, packed = (run(AMPLE, None, sizes=(1, 1), steps=4, pack=pack, is_unet=True) for pack in (False, True))
+def test_compressed_images_are_there_where_plain_ones_are() -> None:
+    """One block is half of the model. Compression takes compressed buffers for a few strips of it, and not for all of it."""
+    plain, compressed = (
+        run(AMPLE, None, sizes=(1, 1), steps=4, compress=compress, is_unet=True) for compress in (False, True)
+    )
     most = max(image.peak_allocated for image in plain) + 0.25
-    assert all(image.packed[-1] and image.peak_allocated <= most for image in packed)
-    for pack in (False, True):
-        assert_whole(run(6, "auto", sizes=(1, 1), steps=4, pack=pack, expandable=True, is_unet=True))
+    assert all(image.compressed[-1] and image.peak_allocated <= most for image in compressed)
+    for compress in (False, True):
+        assert_whole(run(6, "auto", sizes=(1, 1), steps=4, compress=compress, expandable=True, is_unet=True))
 
 
 def test_single_layers_are_streamed_where_blocks_leave_no_room() -> None:
@@ -356,26 +358,26 @@ def test_single_layers_are_streamed_where_blocks_leave_no_room() -> None:
 
 @pytest.mark.parametrize("free", [3.1, 3.3, 3.6])
 def test_the_last_model_holds_nothing_that_the_next_one_needs(free: float) -> None:
-    """Not until Python's collector runs either: the slots of packed weights are exchanged for those of another model."""
+    """Not until Python's collector runs either: the slots of compressed weights are exchanged for those of another model."""
     gc.collect()
     gc.disable()
     try:
-        assert_no_errors(run(free, "auto", steps=4, pack=True, expandable=True))
+        assert_no_errors(run(free, "auto", steps=4, compress=True, expandable=True))
     finally:
         gc.enable()
 
 
 def test_no_pass_waits_for_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans take milliseconds. They are made as a pass ends, while the device still computes."""
-    before_pass, made = Budgeter.before_pass, []
+    before_pass, made = MemoryBudget.before_pass, []
 
     def passing(*args: Any) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(budgeter, "make_plan", None)
+            patch.setattr(memory_budget, "make_plan", None)
             made.append(before_pass(*args))
         return made[-1]
 
-    monkeypatch.setattr(Budgeter, "before_pass", passing)
+    monkeypatch.setattr(MemoryBudget, "before_pass", passing)
     assert_whole(run(7.79, "auto", sizes=(1, 1, 1), steps=4))
     assert any(made)
 
@@ -388,15 +390,15 @@ def test_what_stays_gives_way_to_a_larger_image(sizes: tuple[float, ...], expand
 
 @pytest.mark.parametrize(("free", "budget"), [(AMPLE, 7), (7.79, "auto")])
 def test_no_page_is_locked_again_because_of_what_stays(free: float, budget: float | str, tmp_path: Path) -> None:
-    """There is RAM for all weights: what stays on the device comes back from locked pages, not from a file."""
+    """There is RAM for all weights: what stays on the device comes back from pinned pages, not from a file."""
     images = run(free, budget, sizes=(1, 1), steps=4, expandable=True, folder=tmp_path)
-    assert [(image.locked, image.unlocked, image.read) for image in images] == [(0, 0, 0)] * 2
+    assert [(image.pinned, image.unpinned, image.read) for image in images] == [(0, 0, 0)] * 2
 
 
-def test_nothing_is_packed_twice(tmp_path: Path) -> None:
-    """What is packed at rest does not follow what stays on the device."""
-    images = run(AMPLE, 11.2, steps=4, pack=True, folder=tmp_path)
-    assert len({num_bytes for image in images for num_bytes in image.packed}) == 1
+def test_nothing_is_compressed_twice(tmp_path: Path) -> None:
+    """What is compressed while offloaded does not follow what stays on the device."""
+    images = run(AMPLE, 11.2, steps=4, compress=True, folder=tmp_path)
+    assert len({num_bytes for image in images for num_bytes in image.compressed}) == 1
 
 
 @any_segments

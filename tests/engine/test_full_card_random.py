@@ -25,7 +25,7 @@ from group_offload.plan.budgets import parse_bytes
 
 from ..support.allocator import CachingAllocator, Meter
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import packing
+from ..support.on_device import compression
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
@@ -50,7 +50,7 @@ class Net(RoutedModel):
         return x * self.shift
 
 
-stints = st.builds(
+phases = st.builds(
     SimpleNamespace,  # a model, and how it is called each time that its turn comes
     blocks=st.lists(st.tuples(st.integers(1, 8), st.sampled_from([100, 300, 600, 900, 1500])), min_size=1, max_size=2),
     batch=st.sampled_from([2, 16, 64]),  # activations grow with it
@@ -58,10 +58,10 @@ stints = st.builds(
 )
 cases = st.builds(
     SimpleNamespace,
-    stints=st.lists(stints, min_size=2, max_size=4),
+    phases=st.lists(phases, min_size=2, max_size=4),
     level=st.sampled_from(["block_level", "block_level", "leaf_level"]),
     record_stream=st.booleans(),
-    pack=st.booleans(),
+    compress=st.booleans(),
     # Between the least that is accepted (0) and all that the card has (1); None: "auto".
     budget=st.sampled_from([None, None, 0.0, 0.3, 0.8, 1.0]),
     # What the card has beyond what the pipeline needs, as a share of that.
@@ -85,8 +85,8 @@ Case = Any
 @given(cases)
 def test_random_pipelines_on_full_cards(case: Case) -> None:
     torch.manual_seed(case.seed)
-    all_widths = [[width for number, width in stint.blocks for _ in range(number)] for stint in case.stints]
-    models = [Net(widths).eval().to(torch.bfloat16 if case.pack else torch.float32) for widths in all_widths]
+    all_widths = [[width for number, width in phase.blocks for _ in range(number)] for phase in case.phases]
+    models = [Net(widths).eval().to(torch.bfloat16 if case.compress else torch.float32) for widths in all_widths]
     with sizes_and_speeds(case):
         card = CachingAllocator(1 << 40, scale=SCALE, expandable=case.expandable)
         card.allocated.whole = Meter()  # the package resets the peak of the card itself
@@ -108,9 +108,9 @@ def sizes_and_speeds(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         tune(patch, device_margin_bytes=Tuning().device_margin_bytes // SCALE)
-        use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
-        if case.pack:
-            stack.enter_context(packing())
+        use_speeds(patch, h2d=2, disk=1)  # a simulated second is one thing that ran
+        if case.compress:
+            stack.enter_context(compression())
         yield
 
 
@@ -137,7 +137,7 @@ def lowest_budget(case: Case, models: list[Net]) -> int:
 
 def offload(case: Case, models: list[Net], **options: Any) -> Any:
     pipe = SimpleNamespace(components={f"model_{number}": model for number, model in enumerate(models)})
-    options |= {"offload_type": case.level, "record_stream": case.record_stream, "pack": case.pack}
+    options |= {"offload_type": case.level, "record_stream": case.record_stream, "compress": case.compress}
     return pipe, enable_group_offload(pipe, "cpu", **options)
 
 
@@ -159,8 +159,8 @@ def check(case: Case, residents: list[Net], card: CachingAllocator, least: int, 
 
     with use_simulated_device(device):
         inputs = [
-            torch.randn(stint.batch, DIM).to(model.shift.dtype)
-            for stint, model in zip(case.stints, models, strict=True)
+            torch.randn(phase.batch, DIM).to(model.shift.dtype)
+            for phase, model in zip(case.phases, models, strict=True)
         ]
         there = [device.put(x) for x in inputs]
         expected = [run(resident, x) for resident, x in zip(residents, inputs, strict=True)]
@@ -169,14 +169,18 @@ def check(case: Case, residents: list[Net], card: CachingAllocator, least: int, 
             for model in models:
                 model.before_block = take_or_give
         for number in [*range(len(models))] * ROUNDS:
-            for _ in range(case.stints[number].passes):
+            for _ in range(case.phases[number].passes):
                 with torch.no_grad(), device.running():
                     output = models[number](there[number])
                 assert torch.equal(device.get(output), expected[number])
                 del output
         if isinstance(options.get("vram_budget"), int):
-            assert case.pack or device.memory.peak <= options["vram_budget"]  # packing needs memory beside weights
-            most = options["vram_budget"] * (1.1 if case.pack else 1)  # the least is told before sizes packed are known
+            assert (
+                case.compress or device.memory.peak <= options["vram_budget"]
+            )  # compression needs memory beside weights
+            most = options["vram_budget"] * (
+                1.1 if case.compress else 1
+            )  # the least is told before sizes compressed are known
             assert max(handle.stats().peak_device_bytes for handle in handles.values()) <= most
         disable_group_offload(pipe)
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0

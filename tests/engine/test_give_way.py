@@ -64,7 +64,7 @@ def test_what_forwards_take(asked: Counter[str]) -> None:
         {"vram_budget": 40_000},
         {"vram_budget": 40_000, "offload_type": "leaf_level", "in_files": True},
         {"vram_budget": 1 << 20, "record_stream": True},
-        {"vram_budget": 4 << 20, "pack": True},
+        {"vram_budget": 4 << 20, "compress": True},
     ):
         for seed in range(2):
             exercise(seed, "random", options)
@@ -101,7 +101,7 @@ class ReturnsWeight(nn.Linear):
         return self.weight
 
 
-@pytest.mark.parametrize("place", ["tables._brought", "gates._made"])
+@pytest.mark.parametrize("place", ["embedding_lookup._brought", "gates._made"])
 def test_what_rows_and_outputs_take(place: str, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, table_bytes=1 << 16)
     model = LooksUp().eval()

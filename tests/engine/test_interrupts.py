@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from group_offload import (
-    GroupFileError,
     ModuleError,
     StateError,
+    StorageError,
     api,
     apply_group_offloading,
     enable_group_offload,
@@ -35,27 +35,27 @@ from group_offload import (
 from group_offload.api import handle_of
 from group_offload.base.arena import Arena
 from group_offload.base.device import AcceleratorBackend
-from group_offload.base.page_lock import PageLock
-from group_offload.runtime.copies.reader import Reader
-from group_offload.runtime.foresight.lookahead import LookAhead
+from group_offload.base.pinning import PinnedPages
 from group_offload.runtime.gates import Gate, Gates
 from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
+from group_offload.runtime.prefetch.prefetcher import Prefetcher
 from group_offload.runtime.slots.slot import Slot
+from group_offload.runtime.transfers.reader import Reader
 
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Strike
 from ..support.asserts import assert_at_rest, assert_same, snapshot
-from ..support.drivers import LockingDriver
+from ..support.drivers import PinningDriver
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
 from ..support.on_device import Twins, raise_interrupt
+from ..support.participants import in_threads
 from ..support.processes import run_python
 from ..support.reading import eventually
 from ..support.rigs import check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.travellers import in_threads
 
 STRIKES = os.environ.get("STRIKES", "4")
 """How many places each sweep strikes, of one operation in each scenario; or "each": each line once, of all operations."""
@@ -166,30 +166,30 @@ def test_real_signals() -> None:
 # ---------------------------------------------------------------- one by one
 
 
-def test_interrupts_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every line: nothing stays locked, and nothing is unlocked that is not locked."""
-    driver, backend = LockingDriver(monkeypatch), AcceleratorBackend(torch.device("cuda"))
+def test_interrupts_of_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every line: nothing stays pinned, and nothing is unpinned that is not pinned."""
+    driver, backend = PinningDriver(monkeypatch), AcceleratorBackend(torch.device("cuda"))
     monkeypatch.setattr(AcceleratorBackend, "_can_copy_from", lambda *_: True)
 
     def lock_and_unlock() -> None:
-        lock = PageLock.take(backend, torch.empty(64, dtype=torch.uint8), lambda: None)
-        assert lock is not None and driver.locked
+        lock = PinnedPages.take(backend, torch.empty(64, dtype=torch.uint8), lambda: None)
+        assert lock is not None and driver.pinned
         lock.release()
 
     counting = Strike()
     with counting:
         lock_and_unlock()
-    assert len(counting.places) > 8 and not driver.locked
+    assert len(counting.places) > 8 and not driver.pinned
     for place in counting.places:
         with suppress(KeyboardInterrupt), Strike(1, place=place):
             lock_and_unlock()
-        assert not driver.locked and not driver.errors, place
+        assert not driver.pinned and not driver.errors, place
 
 
 class Retrying(Model):
     """Calls a block again if its weights could not be read or copied."""
 
-    caught: Any = (GroupFileError, torch.OutOfMemoryError)
+    caught: Any = (StorageError, torch.OutOfMemoryError)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.proj_in(x)
@@ -213,7 +213,7 @@ def test_a_forward_that_tries_again_computes_with_what_was_read(
         raise_at(patch, os, "preadv", number + 1, OSError(5, "Input/output error"))
         try:
             output = run(model, inputs())
-        except GroupFileError:
+        except StorageError:
             pass  # outside of a block: the forward's own
         else:
             assert_same(output, run(reference, inputs()))
@@ -246,7 +246,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
     handle = offload_to(tmp_path, model)
     check(model, reference, inputs())
     with monkeypatch.context() as patch:
-        raise_at(patch, LookAhead, "was_released")
+        raise_at(patch, Prefetcher, "was_released")
         with pytest.raises(StateError, match="goes on after it was interrupted"):
             run(model, inputs())
     check(model, reference, inputs())
@@ -335,13 +335,13 @@ def test_a_capture_is_refused_at_once() -> None:
         for _ in range(2):
             with torch.no_grad(), device.running():
                 assert_same(device.get(model(device.put(inputs()))), expected)
-            passes, copies = handle.stats().passes, device.num_copies
+            passes, copies = handle.stats().forward_passes, device.num_copies
             device.captures = True
             for part in (model, model.blocks[0]):
                 with pytest.raises(StateError, match=r"captured in a CUDA graph.*remove\(\)"):
                     part(inputs())
             device.captures = False
-            assert handle.stats().passes == passes and device.num_copies == copies
+            assert handle.stats().forward_passes == passes and device.num_copies == copies
             with device.running():
                 x = device.put(inputs()).requires_grad_()
                 loss = model.requires_grad_(False)(x).sum()

@@ -149,7 +149,7 @@ def test_bytes_and_memory_are_those_of_single_layers(
                 peaks.append(twins.handle.stats().peak_device_bytes)
                 groups = engine_of(twins.handle).groups
                 largest = max(part.blob.layout.num_bytes for group in groups for part in group.parts)
-                outer = sum(group.num_bytes for group in groups if group.height)
+                outer = sum(group.num_bytes for group in groups if group.nesting)
                 most = (5 if "record_stream" in options else 2) * largest + outer
     assert sent[1] <= sent[0]
     assert peaks[1] <= most

@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "leaves": {"level": "leaf_level"},
     "just in time": {"record_stream": True},
     "budget": {"vram_budget": 1 << 20},
-    "shared passes": {"share_passes": True},
+    "shared passes": {"interleave_forwards": True},
 }
 
 
@@ -242,7 +242,7 @@ def test_memory_of_the_host_does_not_grow(
         return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).eval()
 
     model, x, traced, timed = small(), torch.ones(10_000, 1), [], [0]
-    handle = apply_group_offloading(model, "cpu", share_passes=what != "shapes")
+    handle = apply_group_offloading(model, "cpu", interleave_forwards=what != "shapes")
     begin = Recorder.begin
 
     def counting(recorder: Recorder, kind: Any, stream: Any) -> None:

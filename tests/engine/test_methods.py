@@ -144,9 +144,9 @@ def test_bits(level: str, folder: Path | None) -> None:
     assert inspect.signature(encode) == inspect.signature(reference.encode)
     assert encode.__name__ == "encode" and encode.__self__ is model
     assert callable(encode) and not hasattr(encode, "missing")
-    passes = handle.stats().passes
+    passes = handle.stats().forward_passes
     assert_same(*(called(each, lambda each, x: next(each.stream(x)), x) for each in (model, reference)))
-    assert inspect.isgeneratorfunction(model.stream) and handle.stats().passes == passes + 1
+    assert inspect.isgeneratorfunction(model.stream) and handle.stats().forward_passes == passes + 1
     handle.remove()
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before
     assert_same(called(model, CALLS["both"], x), called(reference, CALLS["both"], x))
@@ -155,7 +155,7 @@ def test_bits(level: str, folder: Path | None) -> None:
 
 @any_mode
 def test_stream_order(options: dict[str, Any]) -> None:
-    """A call is one pass, and foresees the next one like it: the blocks of a decode come ahead of its compute, beside calls of
+    """A call is one pass, and predicts the next one like it: the blocks of a decode come ahead of its compute, beside calls of
     other methods with another order."""
     model, reference = pair(Autoencoder)
     device = SimulatedDevice(3, "lazy")
@@ -170,7 +170,7 @@ def test_stream_order(options: dict[str, Any]) -> None:
                     found = called(model, CALLS[name], device.put(x))
                 outputs += zip(tree_leaves(found), tree_leaves(called(reference, CALLS[name], x)), strict=True)
             after = handle.stats()
-        assert after.passes - before.passes == 2 and after.stalls == before.stalls
+        assert after.forward_passes - before.forward_passes == 2 and after.stalls == before.stalls
         while outputs:
             output, expected = outputs.pop()
             assert torch.equal(device.get(output), expected)
@@ -225,7 +225,7 @@ def test_compiled(what: str, is_late: bool, level: str) -> None:
     for turn in range(3):
         x = torch.randn(2, DIM)
         assert_same(called(model, CALLS["decode"], x), called(reference, CALLS["decode"], x))
-        assert handle.stats().passes == turn + 1
+        assert handle.stats().forward_passes == turn + 1
     if what == "blocks":
         assert backend.frame_count == 1  # equal blocks share it
         assert not any("step" in vars(block) for block in (*model.down, *model.up)) and "decode" in vars(model)
@@ -234,12 +234,12 @@ def test_compiled(what: str, is_late: bool, level: str) -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_resident(duplicate: Callable[[Any], Any]) -> None:
-    """What is called without a tensor changes weights at rest."""
+    """What is called without a tensor changes offloaded weights."""
     model, reference = pair(Autoencoder)
     handle = offload_to(None, model, "leaf_level")
     for each in (model, reference):
         each.reset(2.0)
-    assert handle.stats().passes == 0
+    assert handle.stats().forward_passes == 0
     check(model, reference, passes=1)
     other = duplicate(model)
     handle.remove()

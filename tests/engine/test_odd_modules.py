@@ -22,9 +22,9 @@ from group_offload import ModuleError, StateError, apply_group_offloading
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import WIDTH, Block, Model, inputs, make
 from ..support.on_device import Twins, forward, offload
+from ..support.participants import in_threads
 from ..support.rigs import Offload, check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
-from ..support.travellers import in_threads
 
 # ---------------------------------------------------------------- TorchScript
 
@@ -192,7 +192,7 @@ def test_copies_are_modules_as_any_other(kind: Any, how: str, tmp_path: Path) ->
         copied = copy.deepcopy(model if how == "deepcopy" else copy.copy(model))
     model.gain.data.zero_()
     assert_same(run(copied, inputs()), run(reference, inputs()))
-    assert handle.stats().passes == 0
+    assert handle.stats().forward_passes == 0
     apply_group_offloading(copied, "cpu")
     check(copied, reference, inputs())
 

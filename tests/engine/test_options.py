@@ -72,7 +72,7 @@ def refused(name: str, *values: Any, **others: Any) -> list[tuple[dict[str, Any]
         *(each for name in ("non_blocking", "use_stream") for each in refused(name, 1, "yes")),
         *refused("record_stream", 1),
         *refused("low_cpu_mem_usage", "yes", None),
-        *refused("share_passes", 1, "yes", None),
+        *refused("interleave_forwards", 1, "yes", None),
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_module_without_weights(model: nn.Module, level: str) -> None:
     assert snapshot(model) == before
 
 
-def _quantised(*, by_channel: bool) -> torch.Tensor:
+def _quantized(*, by_channel: bool) -> torch.Tensor:
     if by_channel:
         return torch.quantize_per_channel(torch.eye(4), torch.full((4,), 0.1), torch.zeros(4), 0, torch.qint8)
     return torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
@@ -145,8 +145,8 @@ UNFIT: dict[str, Callable[[], torch.Tensor]] = {
     "meta": lambda: torch.ones(3, device="meta"),
     "sparse": lambda: torch.eye(4).to_sparse(),
     "sparse csr": lambda: torch.eye(4).to_sparse_csr(),
-    "quantised": lambda: _quantised(by_channel=False),
-    "by channel": lambda: _quantised(by_channel=True),
+    "quantized": lambda: _quantized(by_channel=False),
+    "by channel": lambda: _quantized(by_channel=True),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
 }
 
@@ -194,7 +194,7 @@ def test_signatures_of_one_definition() -> None:
     assert [*pipeline][1:] == [*[*model][1:10], "exclude_modules", "model_options", *[*model][-8:]]
     for name in pipeline.keys() & model.keys():
         # A pipeline fills the device by itself, and shares passes where that pays.
-        default = "auto" if name in ("vram_budget", "share_passes") else model[name].default
+        default = "auto" if name in ("vram_budget", "interleave_forwards") else model[name].default
         assert pipeline[name] == model[name].replace(default=default), name
 
 
@@ -321,7 +321,7 @@ def test_table_names_every_group(tier: str, level: str, folder: Path | None) -> 
     lines = str(handle).splitlines()
     assert lines[0].split() == ["group", "tensors", "size", "stored", "in"]
     for line, group in zip(lines[2:-2], handle.groups, strict=True):
-        assert line.startswith(group.group_id) and line.rstrip().endswith(group.where)
+        assert line.startswith(group.group_id) and line.rstrip().endswith(group.location)
     assert "Model: " in lines[-1] and "computed on cpu" in lines[-1] and "Model" in repr(handle)
     handle.remove()
     assert "removed" in str(handle) and not handle.is_active
@@ -345,19 +345,19 @@ def test_statistics_of_blocks(tier: str, folder: Path | None) -> None:
     block = blob_bytes(model.blocks[0])
     rest = blob_bytes(model.proj_in, model.norm, model.gain)
     empty = handle.stats()
-    assert (empty.passes, empty.onloads, empty.copies, empty.stalls, empty.peak_device_bytes) == (0, 0, 0, 0, 0)
+    assert (empty.forward_passes, empty.onloads, empty.copies, empty.stalls, empty.peak_device_bytes) == (0, 0, 0, 0, 0)
     for passes in range(1, 4):
         run(model, inputs())
         stats = handle.stats()
         # The blocks take turns. Nothing takes the slot of what the root holds: it is read once. In RAM nothing moves.
-        is_read = int(tier == "file")
-        assert stats.passes == passes and stats.onloads == stats.copies == is_read * (4 * passes + 1)
-        assert stats.stalls == stats.onloads  # nothing is foreseen without a stream
+        is_read = int(tier == "disk")
+        assert stats.forward_passes == passes and stats.onloads == stats.copies == is_read * (4 * passes + 1)
+        assert stats.stalls == stats.onloads  # nothing is predicted without a stream
         num_bytes = is_read * (passes * 4 * block + rest)
         assert stats.bytes_onloaded[tier] == num_bytes == sum(stats.bytes_onloaded.values())
         # One slot for blocks, one for what the root holds meanwhile.
         assert stats.peak_device_bytes == is_read * (block + rest)
-        assert (stats.tensors_brought_back, stats.rebuilds, stats.pinned_bytes, stats.staging_bytes) == (0, 0, 0, 0)
+        assert (stats.tensors_copied_back, stats.rebuilds, stats.pinned_bytes, stats.staging_bytes) == (0, 0, 0, 0)
         assert (stats.host_bytes, stats.file_bytes)[:: 1 if tier == "ram" else -1] == (4 * block + rest, 0)
     assert len(str(stats).splitlines()) == 2 + len(fields(stats))
     assert re.search(r"^(host|peak_device)_bytes +\d.*iB \(\d+ B\)$", str(stats), re.MULTILINE)

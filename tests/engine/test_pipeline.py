@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from group_offload import OffloadHandle, apply_group_offloading, enable_group_offload, remove_group_offloading
-from group_offload.runtime.foresight.lookahead import LookAhead
+from group_offload.runtime.prefetch.prefetcher import Prefetcher
 
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
 from ..support.on_device import any_mode, forward, raise_interrupt
+from ..support.participants import in_threads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
-from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 IMAGE = ("encoder", *["transformer"] * 3, "vae")
@@ -236,10 +236,10 @@ def test_what_is_raised_for_the_next_model(
     x = torch.randn(3, WIDTH)
     with monkeypatch.context() as patch:
 
-        def prepare(self: LookAhead) -> None:
+        def prepare(self: Prefetcher) -> None:
             raise error
 
-        patch.setattr(LookAhead, "prepare", prepare)
+        patch.setattr(Prefetcher, "prepare", prepare)
         if error is KeyboardInterrupt:
             with pytest.raises(KeyboardInterrupt):
                 forward(device, pipe.components["transformer"], x)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload import ConfigError, StorageError, apply_group_offloading
 from group_offload.base.pagemap import can_detect_writes
 from group_offload.stores import files
 
@@ -44,19 +44,19 @@ def test_a_moment_in_which_it_cannot_be_opened(page_map: PageMap, tmp_path: Path
         apply_group_offloading(model, "cpu", offload_device="disk")
     page_map.allow(forgets=False)
     handle = apply_group_offloading(model, "cpu", offload_device="disk")
-    assert {group.tier for group in handle.groups} == {"file"}
+    assert {group.tier for group in handle.groups} == {"disk"}
     check(model, reference, inputs())
 
 
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_damage_is_not_an_edit(tier: str, page_map: PageMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit flips in what is read, and nothing tells of it: neither times nor pages. Weights at rest show it too."""
+    """A bit flips in what is read, and nothing tells of it: neither times nor pages. Offloaded weights show it too."""
     if tier == "groups":
         model, reference = pair()
-        handle = offload_to(tmp_path, model, verify_files=True)
+        handle = offload_to(tmp_path, model, verify_checksums=True)
     else:
         model, reference = loaded(tmp_path)
-        handle = apply_group_offloading(model, "cpu", offload_device="disk", verify_files=True)
+        handle = apply_group_offloading(model, "cpu", offload_device="disk", verify_checksums=True)
     check(model, reference, inputs(), passes=2)
     page_map.refuse()
     paths = sorted(tmp_path.glob("*.safetensors"))
@@ -68,17 +68,17 @@ def test_damage_is_not_an_edit(tier: str, page_map: PageMap, tmp_path: Path, mon
     real, stats = os.fstat, {(stat.st_dev, stat.st_ino): stat for stat in before.values()}
     monkeypatch.setattr(os, "fstat", lambda fd: stats.get(((now := real(fd)).st_dev, now.st_ino), now))
     for _ in range(2):
-        with pytest.raises(GroupFileError, match="XXH3"):
+        with pytest.raises(StorageError, match="XXH3"):
             run(model, inputs())
     for twin in (model, reference):
         for parameter in twin.parameters():
             parameter.data.add_(1)
-    with pytest.raises(GroupFileError, match="XXH3"):
+    with pytest.raises(StorageError, match="XXH3"):
         run(model, inputs())
-    with pytest.raises(GroupFileError, match="XXH3"):
+    with pytest.raises(StorageError, match="XXH3"):
         handle.refresh()
     if tier == "groups":  # weights that stay views of a checkpoint are what they were
-        with pytest.raises(GroupFileError, match="XXH3"):
+        with pytest.raises(StorageError, match="XXH3"):
             handle.remove()
     assert {path for path in tmp_path.glob("*.safetensors") if path not in kept} == set()
 
@@ -132,7 +132,7 @@ _MADE = """
 import ctypes
 import tests.engine.test_processes as t
 from group_offload.base.tuning import tune
-tune(locked_share=0.0)
+tune(pinned_share=0.0)
 tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
 os.fsync = os.fstat
 os.environ["GROUP_OFFLOAD_PROGRESS_BAR"] = "0"
@@ -307,7 +307,7 @@ def test_a_child_that_is_forked_while_another_thread_is_in_a_forward(tier: str, 
 import signal, threading
 tier, root = sys.argv[1], pathlib.Path(sys.argv[2])
 model, reference = make(Model), make(Model)
-handle = offload_to(root / "groups" if tier == "groups" else None, model, "block_level", share_passes={shares})
+handle = offload_to(root / "groups" if tier == "groups" else None, model, "block_level", interleave_forwards={shares})
 run(model, inputs())
 begun, may_end = threading.Event(), threading.Event()
 def wait(*_):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import OffloadHandle, StateError, free_slots
+from group_offload import OffloadHandle, StateError, free_device_buffers
 from group_offload.base import mapping, pagemap
 from group_offload.base.pagemap import PAGE, written_pages
 from group_offload.base.text import describe_bytes
@@ -46,7 +46,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 @pytest.fixture
 def is_told_of_edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the system tells which pages of weights at rest were written to: parameter "told"."""
+    """Whether the system tells which pages of offloaded weights were written to: parameter "told"."""
     is_told: bool = request.param
     if not is_told:
         monkeypatch.setattr("group_offload.stores.pinned.can_detect_writes", lambda: False)
@@ -66,7 +66,7 @@ def segments_of(handle: OffloadHandle) -> list[Segment]:
 
 
 def private_bytes(handle: OffloadHandle) -> int:
-    """RAM that weights at rest take beside their blobs: pages of their own of the private mapping."""
+    """RAM that offloaded weights take beside their blobs: pages of their own of the private mapping."""
     total = 0
     for segment in segments_of(handle):
         assert segment.detects_edits
@@ -122,20 +122,20 @@ def test_an_edit_while_the_next_pass_is_on_its_way(
 @pytest.mark.parametrize(
     ("tier", "is_told_of_edits"),
     [({}, True), ({}, False), ({"low_cpu_mem_usage": True}, True), ({"in_files": True}, True)],
-    ids=["ram", "ram-not told", "pageable ram", "files"],
+    ids=["ram", "ram-not told", "pageable", "files"],
     indirect=["is_told_of_edits"],
 )
 def test_an_edit_in_the_middle_of_a_forward(
     options: dict[str, Any], tier: dict[str, Any], is_told_of_edits: bool, device: SimulatedDevice, tmp_path: Path
 ) -> None:
-    """A parent's forward edits a weight of a child that is at rest, and calls the child: it computes with the new one."""
+    """A parent's forward edits a weight of a child that is offloaded, and calls the child: it computes with the new one."""
     if tier.get("in_files"):
         tier = {"offload_to_disk_path": tmp_path}
 
     @contextmanager
     def edit(model: RoutedModel, position: int) -> Iterator[None]:
         if not is_told_of_edits:
-            # Weights at rest are what copies read. To edit them in a pass is a race, unless nothing is on its way any more.
+            # Offloaded weights are what copies read. To edit them in a pass is a race, unless nothing is on its way any more.
             device.synchronize()
         block: Any = model.blocks[position]
         block.up.weight.mul_(1.25)
@@ -230,7 +230,7 @@ def test_forwards_that_change_their_weights(
             twins.check()
             if number % 2:
                 twins.edit(edit_between, number)
-        assert twins.handle.stats().tensors_brought_back > 0
+        assert twins.handle.stats().tensors_copied_back > 0
 
 
 # ---------------------------------------------------------------- how edits are found
@@ -281,7 +281,7 @@ def test_a_page_map_of_zeros_is_not_believed(
     pagemap._Known.forget()
 
 
-# ---------------------------------------------------------------- RAM that cannot be page-locked
+# ---------------------------------------------------------------- RAM that cannot be pinned
 
 
 def limit_pins(
@@ -315,7 +315,7 @@ def step_and_edit(twins: Twins) -> None:
 
 @pytest.mark.parametrize("num_own", [1 << 20, 9, 0], ids=["the driver's own", "some of them", "none"])
 @pytest.mark.parametrize("options", MODES[::3], ids=str)
-def test_page_locking_is_refused(
+def test_pinning_is_refused(
     options: dict[str, Any],
     num_own: int,
     device: SimulatedDevice,
@@ -342,7 +342,7 @@ def test_page_locking_is_refused(
 
 @pytest.mark.parametrize("is_wsl", [False, True])
 @pytest.mark.parametrize("room", [3000, 9000, 20_000], ids=lambda room: f"{room}-bytes")
-def test_little_can_be_page_locked(
+def test_little_can_be_pinned(
     room: int, is_wsl: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The buffers that threads read RAM into come first, then weights, and a refusal is the last that is asked for. Under
@@ -369,13 +369,13 @@ def test_little_can_be_page_locked(
         assert f"Pinned only {pinned} of {most} for" in message and "ulimit -l" in message
         step_and_edit(twins)
         stats = twins.handle.stats()
-        assert stats.bytes_onloaded["pageable ram"] > 0
+        assert stats.bytes_onloaded["pageable"] > 0
         assert stats.staging_bytes == 8192 and (stats.pinned_bytes > 0) == (room == 20_000)
         assert device.pinned_bytes == stats.pinned_bytes + (stats.staging_bytes if room > 8192 else 0)
 
 
 def test_an_edit_waits_for_threads_that_read_ram(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next pass is on its way: what it reads of RAM that is not page-locked must not change meanwhile."""
+    """The next pass is on its way: what it reads of RAM that is not pinned must not change meanwhile."""
     limit_pins(device, monkeypatch)
     with Twins(device, RoutedModel([16] * 4)) as twins:
         twins.step()
@@ -413,18 +413,18 @@ def test_free_slots(
     @contextmanager
     def on_block(position: int) -> Iterator[None]:
         before = device.allocated_bytes
-        free_slots()
+        free_device_buffers()
         assert device.allocated_bytes == before > 0
         yield
-        free_slots()
+        free_device_buffers()
 
     with Twins(device, RoutedModel(UNEVEN), **options) as twins:
         for number in range(3):
             twins.step()
             twins.step()
             assert device.allocated_bytes > 0
-            free_slots()
-            free_slots()
+            free_device_buffers()
+            free_device_buffers()
             twins.model.alive.clear()
             twins.check()
             device.synchronize()
@@ -440,8 +440,8 @@ def test_device_memory_is_the_formula(options: dict[str, Any], device: Simulated
         sizes: dict[int, list[int]] = {}
         for group in engine_of(twins.handle).groups:
             if group.num_bytes:
-                sizes.setdefault(group.height, []).append(group.num_bytes)
-        around = sum(sum(found) for height, found in sizes.items() if height)  # so little here that it stays
+                sizes.setdefault(group.nesting, []).append(group.num_bytes)
+        around = sum(sum(found) for nesting, found in sizes.items() if nesting)  # so little here that it stays
         for _ in range(4):
             twins.step()
         peak = twins.handle.stats().peak_device_bytes
@@ -482,7 +482,7 @@ def test_memory_is_unlocked_before_it_is_unmapped(device: SimulatedDevice, monke
     order.clear()  # of whatever was at these addresses before
     del model  # it and its handle know each other
     gc.collect()
-    unlocked = [address for what, address in order if what == "unlock"]
-    assert unlocked
-    for address in unlocked:
+    unpinned = [address for what, address in order if what == "unlock"]
+    assert unpinned
+    for address in unpinned:
         assert order.index(("unlock", address)) < order.index(("unmap", address))

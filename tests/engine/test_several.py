@@ -26,7 +26,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         several.goes_its_own_way,
         several.raises_and_goes_on,
         several.edits_weights,
-        (several.rests_in_files, tmp_path),
+        (several.is_stored_on_disk, tmp_path),
         several.trains,
         (several.has_another_model, "blocks"),
         (several.has_another_model, "weights"),
@@ -104,11 +104,17 @@ def test_a_group_of_other_ranks_is_refused(group: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"share": True}, "needs process_group"),
-        ({"share": "yes"}, "expected True, False or 'auto'"),
+        ({"shard_transfers": True}, "needs process_group"),
+        ({"shard_transfers": "yes"}, "expected True, False or 'auto'"),
         ({"process_group": "world"}, "expected a torch.distributed.ProcessGroup"),
-        ({"process_group": dist, "share_passes": True}, "share_passes=True can't be combined with process_group"),
-        ({"process_group": dist, "verify_files": True, "share": True}, "verify_files=True contradicts share=True"),
+        (
+            {"process_group": dist, "interleave_forwards": True},
+            "interleave_forwards=True can't be combined with process_group",
+        ),
+        (
+            {"process_group": dist, "verify_checksums": True, "shard_transfers": True},
+            "verify_checksums=True contradicts shard_transfers=True",
+        ),
     ],
     ids=lambda each: "-".join(each) if isinstance(each, dict) else each[:12],
 )

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from group_offload import StateError
-from group_offload.runtime.copies.transfer import Transfer
-from group_offload.runtime.sharing import courier
-from group_offload.runtime.sharing.courier import Courier
-from group_offload.runtime.sharing.jobs import ShareJob
-from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.multi_gpu import host_group
+from group_offload.runtime.multi_gpu.host_group import HostGroup
+from group_offload.runtime.multi_gpu.links import PeerLink
+from group_offload.runtime.multi_gpu.shard_reads import ShardJob
+from group_offload.runtime.transfers.transfer import Transfer
 
 from ..support.inside import engine_of
 from ..support.models import DIM, RoutedModel
-from ..support.on_device import Twins, exercise, forward, offload, packing
+from ..support.on_device import Twins, compression, exercise, forward, offload
 from ..support.phantom import phantom_rank
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -32,8 +32,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_stream": False},
     {"in_checkpoint": True},
     {"low_cpu_mem_usage": True},
-    {"pack": True},
-    {"pack": True, "reads_packed": True},
+    {"compress": True},
+    {"compress": True, "reads_compressed": True},
 ]
 
 
@@ -45,17 +45,20 @@ def test_random_models_match_the_resident_one(options: dict[str, Any], laziness:
 
 def run_one(seed: int, laziness: str, options: dict[str, Any]) -> None:
     with phantom_rank():
-        exercise(seed, laziness, {**options, "process_group": "phantom", "share": True})
+        exercise(seed, laziness, {**options, "process_group": "phantom", "shard_transfers": True})
 
 
 def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a budget each rank has a plan of its own, and all leave the same groups on the device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tune(monkeypatch, device_margin_bytes=0)
-    device, options = SimulatedDevice(0, "random"), {"vram_budget": 20_000, "process_group": "phantom", "share": True}
+    device, options = (
+        SimulatedDevice(0, "random"),
+        {"vram_budget": 20_000, "process_group": "phantom", "shard_transfers": True},
+    )
     with phantom_rank(), use_simulated_device(device), Twins(device, RoutedModel([64] * 6), **options) as twins:
         sharing = engine_of(twins.handle).sharing
-        assert sharing is not None and sharing.crew is not None
+        assert sharing is not None and sharing.host_group is not None
 
         def staying() -> set[str]:
             twins.run(4)
@@ -64,8 +67,8 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
         mine = staying()
         assert mine and twins.handle.stats().resident_bytes and "2 GPUs share each group" in str(twins.handle.plan)
         other = {"blocks_5_5"} - mine or {"blocks_4_4"}
-        sharing.crew.post("reside", ("1/device", [*other]))  # as if another rank were the first one
-        sharing.crew.is_first = False
+        sharing.host_group.post("reside", ("1/device", [*other]))  # as if another rank were the first one
+        sharing.host_group.is_first = False
         assert staying() == other
 
 
@@ -92,22 +95,29 @@ def test_how_many_blocks_are_on_the_device(num_blocks: int, options: dict[str, A
         handle.remove()
 
 
-@pytest.mark.parametrize("reads_packed", [False, True], ids=["RAM", "files"])
-def test_a_rank_sends_and_unpacks_its_part_of_packed_weights(reads_packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_compressed", [False, True], ids=["RAM", "files"])
+def test_a_rank_sends_and_decompresses_its_part_of_compressed_weights(reads_compressed: bool, tmp_path: Path) -> None:
     device, model = SimulatedDevice(0, "random"), RoutedModel([9000, 9000, 14000]).to(torch.bfloat16)
-    with packing(), phantom_rank(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
-        if reads_packed:
-            patch.setattr("group_offload.runtime.packer.available_ram", lambda: 0)
-        options = {"process_group": "phantom", "share": True, "pack": True, "offload_to_disk_path": tmp_path}
+    with compression(), phantom_rank(), use_simulated_device(device), pytest.MonkeyPatch.context() as patch:
+        if reads_compressed:
+            patch.setattr("group_offload.runtime.compressor.available_ram", lambda: 0)
+        options = {
+            "process_group": "phantom",
+            "shard_transfers": True,
+            "compress": True,
+            "offload_to_disk_path": tmp_path,
+        }
         with Twins(device, model, **options) as twins:
             twins.run(12)
             sent = [part.blob.good_image for group in engine_of(twins.handle).groups for part in group.parts]
             images = [image for image in sent if image is not None]
-            assert len(images) == 3 and all(image.is_read is reads_packed for image in images)
+            assert len(images) == 3 and all(image.is_read is reads_compressed for image in images)
             stats = twins.handle.stats()
             num_sent = sum(stats.bytes_onloaded.values())
-            assert stats.bytes_gathered > 0.2 * stats.bytes_unpacked  # each pass with the other rank gathers a half
-            assert 0.6 * stats.bytes_unpacked < num_sent < 0.85 * stats.bytes_unpacked
+            assert (
+                stats.bytes_from_peers > 0.2 * stats.bytes_decompressed
+            )  # each pass with the other rank gathers a half
+            assert 0.6 * stats.bytes_decompressed < num_sent < 0.85 * stats.bytes_decompressed
 
 
 def run_all(times: int = 1) -> None:
@@ -121,12 +131,12 @@ def run_all(times: int = 1) -> None:
 WAITS: list[tuple[Any, str, str, str]] = [
     (PeerLink, "send", "stream.wait_event(shared.landed)", "pass"),
     (PeerLink, "send", "sent.record(stream)", "pass"),
-    (courier, "_may_be_offered", "job.begun.query()", "True"),
-    (courier, "_has_sent", "event.query()", "True"),
-    (Courier, "_note_arrivals", "min(self._board.sent)", "self._num_sent"),
-    (ShareJob, "finish", "self.stream.wait_event(self.sent)", "pass"),
-    (ShareJob, "finish", "self.stream.wait_event(self.rest)", "pass"),
-    (ShareJob, "finish", "self.ready.record(self.stream)", "pass"),
+    (host_group, "_may_be_offered", "job.begun.query()", "True"),
+    (host_group, "_has_sent", "event.query()", "True"),
+    (HostGroup, "_note_arrivals", "min(self._shared_state.sent)", "self._num_sent"),
+    (ShardJob, "finish", "self.stream.wait_event(self.sent)", "pass"),
+    (ShardJob, "finish", "self.stream.wait_event(self.rest)", "pass"),
+    (ShardJob, "finish", "self.ready.record(self.stream)", "pass"),
     (Transfer, "_send", "landing.ready.record(stream)", "pass"),
     (Transfer, "_bring_rest", "reads.wait()", "pass"),
 ]

@@ -25,19 +25,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from group_offload import GroupFileError, OffloadHandle, free_slots
+from group_offload import OffloadHandle, StorageError, free_device_buffers
 from group_offload.base import arena
 from group_offload.plan.placement import Placement
-from group_offload.runtime import engine, memory, packer, passes, placer
-from group_offload.runtime.convoy import lock as convoy_lock
-from group_offload.runtime.convoy import passes as convoy_passes
-from group_offload.runtime.copies import last as copies
-from group_offload.runtime.copies import reader, staging, transfer, write_order
-from group_offload.runtime.copies.transfer import Transfer
-from group_offload.runtime.foresight import lookahead
-from group_offload.runtime.foresight.schedule import Schedule
-from group_offload.runtime.slots import berths
+from group_offload.runtime import compressor, engine, memory, passes, placer
+from group_offload.runtime.interleave import passes as interleaved_passes
+from group_offload.runtime.interleave import turn_lock
+from group_offload.runtime.prefetch import prefetcher
+from group_offload.runtime.prefetch.schedule import Schedule
+from group_offload.runtime.slots import compressed_buffers
 from group_offload.runtime.slots import slot as slots
+from group_offload.runtime.transfers import last as copies
+from group_offload.runtime.transfers import reader, staging, transfer, write_order
+from group_offload.runtime.transfers.transfer import Transfer
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
 
@@ -47,22 +47,22 @@ from ..support.models import DIM, RoutedBlock, RoutedModel, Stop
 from ..support.on_device import (
     Twins,
     assert_reads_have_owners,
+    compression,
     exercise,
     forward,
     from_file,
     hop_between,
     offload,
     options_for,
-    packing,
     raise_interrupt,
     several,
     twin_on,
 )
+from ..support.participants import interrupt_where_it_waits, travel
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
-from ..support.travellers import interrupt_where_it_waits, travel
 from ..support.tuning import tune
 from ..support.waits import waits_of
 
@@ -84,12 +84,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_stream": True, "num_blocks_per_group": 3},
     {"is_told_of_edits": False},
     {"is_told_of_edits": False, "record_stream": True, "offload_type": "leaf_level"},
-    {"pack": True},
-    {"pack": True, "in_checkpoint": True, "record_stream": True},
-    {"pack": True, "use_stream": False, "non_blocking": True},
-    {"pack": True, "in_files": True, "reads_packed": True},
-    {"pack": True, "in_checkpoint": True, "reads_packed": True, "record_stream": True},
-    {"pack": True, "in_files": True, "reads_packed": True, "use_stream": False},
+    {"compress": True},
+    {"compress": True, "in_checkpoint": True, "record_stream": True},
+    {"compress": True, "use_stream": False, "non_blocking": True},
+    {"compress": True, "in_files": True, "reads_compressed": True},
+    {"compress": True, "in_checkpoint": True, "reads_compressed": True, "record_stream": True},
+    {"compress": True, "in_files": True, "reads_compressed": True, "use_stream": False},
 ]
 BUDGETS: list[dict[str, Any]] = [
     {"vram_budget": 20_000, "record_stream": True},
@@ -214,7 +214,7 @@ def is_being_read(handle: OffloadHandle) -> bool:
 
 
 def weak(self: SourceFile, *args: Any, **kwargs: Any) -> bool:
-    raise GroupFileError("the drive had a moment of weakness")
+    raise StorageError("the disk had a moment of weakness")
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
@@ -267,7 +267,7 @@ def test_an_edit_of_what_is_read_ahead(where: str) -> None:
                 twins.step()
                 twins.check()
             wait_until_enqueued(twins.handle)
-            ids = [group.group_id for group in engine_of(twins.handle)._lookahead._ahead]
+            ids = [group.group_id for group in engine_of(twins.handle)._prefetcher._ahead]
             ahead = [index for index in range(6) if any(f"blocks_{index}" in each for each in ids)]
             assert ahead
             for index in ahead:
@@ -458,7 +458,7 @@ def test_the_bytes_of_what_could_not_be_read_go_to_others() -> None:
             used.record(device.current_stream())
             job = engine.transfer.send(group.blobs_at(0), write_order.Landing(memory, [used], ready))
             assert job is not None
-            with pytest.raises(GroupFileError):
+            with pytest.raises(StorageError):
                 job.wait()
             next_one = device.new_stream()
             next_one.wait_event(ready)
@@ -498,15 +498,15 @@ def test_slots_go_to_another_model_while_a_side_stream_reads_them(options: dict[
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}], ids=str)
-def test_packed_files_are_read(options: dict[str, Any]) -> None:
-    """Two models take the slots and the reading berth from one another; reads are given up; the models are removed."""
+def test_compressed_files_are_read(options: dict[str, Any]) -> None:
+    """Two models take slots and the reading buffer from one another; reads are given up; the models are removed."""
     models = [RoutedModel([600, 900, 600, 600, 600]).bfloat16() for _ in range(2)]
     x = torch.randn(2, DIM).bfloat16()
     with (
-        packing(locked_share=0.0),
+        compression(pinned_share=0.0),
         drive(frames=True) as (device, _, folder, _),
         several(
-            device, *(Twins(device, model, pack=True, offload_to_disk_path=folder, **options) for model in models)
+            device, *(Twins(device, model, compress=True, offload_to_disk_path=folder, **options) for model in models)
         ) as both,
     ):
         for number in range(3):
@@ -518,21 +518,21 @@ def test_packed_files_are_read(options: dict[str, Any]) -> None:
                     forward(device, twins.model, x)
                 twins.model.stop_at = -1
         for twins in both:
-            assert twins.handle.stats().bytes_unpacked and not twins.handle.stats().packed_bytes
+            assert twins.handle.stats().bytes_decompressed and not twins.handle.stats().compressed_bytes
             twins.model.alive.clear()
             twins.handle.remove()  # while they compute
 
 
 @pytest.mark.parametrize(("share", "options"), [(0.8, {}), (1.0, {}), (0.8, {"record_stream": True})], ids=str)
-def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
-    """Two models displace one another's groups, packed or not, while these are on their way, or are unpacked."""
+def test_compressed_weights_stay_on_the_device(share: float, options: dict[str, Any]) -> None:
+    """Two models displace one another's groups, compressed or not, while these are on their way, or are decompressed."""
     models = [RoutedModel([2400] * 10).bfloat16() for _ in range(2)]
     x = torch.randn(2, DIM).bfloat16()
     budget = int(share * sum(parameter.nbytes for parameter in models[0].parameters()))
-    with packing(), drive() as (device, _, _, patch):
-        tune(patch, device_margin_bytes=0, strip_bytes=40 << 10)  # two strips: more would not fit the budget packed
-        use_speeds(patch, h2d=2, drive=1)
-        options = {"pack": True, "vram_budget": budget, **options}
+    with compression(), drive() as (device, _, _, patch):
+        tune(patch, device_margin_bytes=0, strip_bytes=40 << 10)  # two strips: more would not fit the budget compressed
+        use_speeds(patch, h2d=2, disk=1)
+        options = {"compress": True, "vram_budget": budget, **options}
         places = set()
         with several(device, *(Twins(device, model, **options) for model in models)) as both:
             for number in range(4):
@@ -542,12 +542,12 @@ def test_packed_weights_stay_on_the_device(share: float, options: dict[str, Any]
                     assert twins.handle.plan.details is not None
                     places |= {*twins.handle.plan.details.placements}
                     if number == 3:
-                        free_slots()  # what is unpacked ahead of the next pass is read meanwhile
+                        free_device_buffers()  # what is decompressed ahead of the next pass is read meanwhile
                     if number == 2:
                         with torch.no_grad():
                             for twin in (twins.model, twins.resident):
                                 twin.blocks[number].up.weight.mul_(2)
-        assert Placement.PACKED in places
+        assert Placement.COMPRESSED in places
     assert device.peak_bytes_in_use() <= budget
 
 
@@ -606,7 +606,7 @@ def test_slots_go_back_to_the_allocator_while_another_stream_reads_them() -> Non
         assert holding is not None
         num_bytes = holding.numel()
         del holding
-        free_slots()
+        free_device_buffers()
         taken, ones = device.empty(num_bytes, device.current_stream()), torch.ones(num_bytes, dtype=torch.uint8)
         device.copy(taken, ones, device.current_stream(), blocking=True)
         device.free(taken)
@@ -634,9 +634,9 @@ CALLS = {
 WAITS_FOR_THREADS = {"slot.job.wait()", "job.wait()"}
 NO_ORDER = {("Reader", "_next"), ("Transfer", "_send_share")}
 """Waits that only keep a thread from going round in circles, and reads that only other GPUs have in vain."""
-SHARED = (convoy_lock, convoy_passes)
-WEIGHTS = (engine, passes, placer, packer, lookahead, memory)
-MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, berths, transfer, write_order, reader, staging, pinned)
+SHARED = (turn_lock, interleaved_passes)
+WEIGHTS = (engine, passes, placer, compressor, prefetcher, memory)
+MODULES = (*SHARED, copies, *WEIGHTS, slots, arena, compressed_buffers, transfer, write_order, reader, staging, pinned)
 WAITS, without_wait = waits_of(MODULES, CALLS, WAITS_FOR_THREADS, NO_ORDER)
 assert len(WAITS) >= 12
 
@@ -681,8 +681,8 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
     (0, {"is_told_of_edits": False}),
     (0, {"offload_type": "leaf_level"}),
     (0, {"in_files": True, "use_stream": False}),
-    (0, {"pack": True}),
-    (0, {"pack": True, "in_files": True, "reads_packed": True}),
+    (0, {"compress": True}),
+    (0, {"compress": True, "in_files": True, "reads_compressed": True}),
     (1, {"in_files": True}),
 ]
 
@@ -691,7 +691,7 @@ FIRST: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("owner", "name", "index"), WAITS, ids=[f"{o.__name__}.{n}-{i}" for o, n, i in WAITS])
 def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute does not wait for the copy stream (diffusers #13502); `record_stream` gets the wrong stream (#12673); weights are
-    unpacked into a slot that compute still reads."""
+    decompressed into a slot that compute still reads."""
     mutant, text = without_wait(owner, name, index)
     monkeypatch.setattr(owner, name, mutant)
     try:
@@ -701,5 +701,5 @@ def test_every_wait_is_needed(owner: Any, name: str, index: int, monkeypatch: py
     except AssertionError:
         return
     finally:
-        gc.collect()  # what the mutant left behind is in no state to be used by `free_slots` of later tests
+        gc.collect()  # what the mutant left behind is in no state to be used by `free_device_buffers` of later tests
     pytest.fail(f"{owner.__name__}.{name} without `{text}` passed every scenario")

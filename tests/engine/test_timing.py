@@ -88,7 +88,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> TimedDevice:
 
 @contextmanager
 def offloaded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[tuple[TimedDevice, Flux, OffloadHandle]]:
-    tune(monkeypatch, min_packed_bytes=tuning().min_packed_bytes // SCALE)
+    tune(monkeypatch, min_compressed_bytes=tuning().min_compressed_bytes // SCALE)
     device, model = a_device(monkeypatch), Flux()
     with use_simulated_device(device):  # type: ignore[arg-type]
         handle = apply_group_offloading(model, "cpu", **options)
@@ -148,17 +148,17 @@ def test_a_first_forward_learns_from_its_own_blocks(num_rounds: int, monkeypatch
     assert len(stalls) == 1 and max(stalls) <= 1 + num_rounds  # not more with more blocks
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_streaming_everything_takes_what_the_link_takes(
-    options: dict[str, Any], pack: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], compress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with offloaded(monkeypatch, pack=pack, **options) as (device, model, handle):
+    with offloaded(monkeypatch, compress=compress, **options) as (device, model, handle):
         steps(device, model, 8)
         before = device.copied_bytes
         times = steps(device, model, 3)
         sent = (device.copied_bytes - before) / 3
-        assert sent <= (0.72 if pack else 1.001) * TOTAL
+        assert sent <= (0.72 if compress else 1.001) * TOTAL
         assert max(times) <= 1.01 * limit(sent, COMPUTE)
         assert handle.plan.details is not None and handle.plan.details.measured_seconds is not None
         assert max(times) == pytest.approx(handle.plan.step_seconds, rel=0.01)
@@ -169,13 +169,13 @@ PERCENTS = (10, 12, 20, 25, 33, 40, 50, 55, 60, 64, 66, 70, 72, 75, 80, 90, 100)
 
 
 @pytest.mark.parametrize(
-    ("percent", "pack"), [*((each, False) for each in PERCENTS), *((each, True) for each in (15, 25, 40, 60, 80))]
+    ("percent", "compress"), [*((each, False) for each in PERCENTS), *((each, True) for each in (15, 25, 40, 60, 80))]
 )
-def test_budgets_reach_their_limit(percent: int, pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted; with packed weights
-    less is sent."""
+def test_budgets_reach_their_limit(percent: int, compress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any budget a step takes at most 1.002 of the longer of compute and copies, and what was predicted; with compressed
+    weights less is sent."""
     budget = TOTAL * percent // 100
-    with offloaded(monkeypatch, vram_budget=budget, pack=pack) as (device, model, handle):
+    with offloaded(monkeypatch, vram_budget=budget, compress=compress) as (device, model, handle):
         steps(device, model, 8)  # they measure, and then the plan is made again
         device.reset_peak()
         before = device.copied_bytes
@@ -184,9 +184,9 @@ def test_budgets_reach_their_limit(percent: int, pack: bool, monkeypatch: pytest
         details = handle.plan.details
         assert details is not None and device.peak_bytes_in_use() <= budget
         assert details.prediction.compute_seconds == pytest.approx(COMPUTE, rel=0.001)
-        if pack:
+        if compress:
             assert max(times) <= 1.005 * max(limit(sent, COMPUTE), details.prediction.step_seconds)
-            # What the room beside slots and berths does not hold, packed, but for whole groups.
+            # What the room beside slots and compressed buffers does not hold, compressed, but for whole groups.
             room = budget - (2 + 2 * 0.7) * DOUBLE - REST
             assert max(times) <= 1.01 * limit(0.7 * TOTAL - room + TOTAL // 16, COMPUTE)
         else:
@@ -307,11 +307,11 @@ def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
     would evict all that is resident. The log says once what is done."""
     caplog.set_level(logging.INFO, "group_offload")
     took = []
-    for options in ({}, {"share_passes": False}):
+    for options in ({}, {"interleave_forwards": False}):
         vram = int(budget * TOTAL) or None
         with guided_pipeline(monkeypatch, scale, vram_budget=vram, **options) as (_, handle, run):
             took.append(run(12))
-            assert bool(handle.stats().passes_predicted) == (shares and not options)
+            assert bool(handle.stats().forwards_speculated) == (shares and not options)
     assert took[0] <= (0.85 if shares else 1) * took[1]
-    told = [record.getMessage() for record in caplog.records if "(share_passes)" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "(interleave_forwards)" in record.getMessage()]
     assert len(told) == 1 and ("together" in told[0]) == shares, told

@@ -1,4 +1,4 @@
-"""Checkpoints as the tier that weights rest on: `from_pretrained`, then `offload_device="disk"`, and nothing is written."""
+"""Weights that stay in their checkpoint: `from_pretrained`, then `offload_device="disk"`, and nothing is written."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
     handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if shift % 2 else {}))
     if not shift % 2:
         assert shift == 8 or {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
-        assert path.name in {name for group in handle.groups if group.num_bytes for name in group.where.split(", ")}
+        assert path.name in {name for group in handle.groups if group.num_bytes for name in group.location.split(", ")}
     x = torch.randn(2, DIM, dtype=torch.float32 if shift == 8 else torch.bfloat16)
     expected = run(resident, x)
     for _ in range(3):
@@ -136,4 +136,4 @@ def test_what_is_loaded_again_rests_in_the_checkpoint(tmp_path: Path) -> None:
     assert handle.stats().host_bytes > 0
     model.load_state_dict(load_file(path), assign=True)
     assert torch.equal(run(model, inputs()), run(resident, inputs()))
-    assert handle.stats().host_bytes == 0 and {group.tier for group in handle.groups} == {"file"}
+    assert handle.stats().host_bytes == 0 and {group.tier for group in handle.groups} == {"disk"}

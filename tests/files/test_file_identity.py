@@ -1,4 +1,4 @@
-"""Which file it is that weights rest in: what other programs may do to it, and what must be noticed.
+"""Which file it is that weights are stored in: what other programs may do to it, and what must be noticed.
 
 What may end in a SIGBUS runs in a process of its own.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload import ConfigError, StorageError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.files import failing, loaded
@@ -108,7 +108,7 @@ HARMLESS = {
 def outcome(step: Any) -> str:
     try:
         step()
-    except (GroupFileError, ConfigError) as error:
+    except (StorageError, ConfigError) as error:
         return "told" if ".safetensors" in str(error) else str(error)
     return "right"
 
@@ -118,7 +118,7 @@ def go_through(tier: str, root: Path, *, verifies: bool) -> None:
     cases: dict[str, list[Any]] = {**HARMFUL, **HARMLESS}
     for number, (name, steps) in enumerate(cases.items()):
         print(name, flush=True)
-        model, reference, handle, paths = offloaded(tier, root / f"{number}", verify_files=verifies)
+        model, reference, handle, paths = offloaded(tier, root / f"{number}", verify_checksums=verifies)
         for step in steps:
             for path in paths:
                 step(path)
@@ -146,7 +146,7 @@ def every_case(tier: str, root: str, verifies: str) -> None:
     go_through(tier, Path(root), verifies=verifies == "True")
 
 
-@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_checksums"])
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     """What changed is told, also of files that have no name any more; nothing else is, and no case is a SIGBUS. Tensors of
@@ -203,7 +203,7 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
 
 @pytest.mark.parametrize("what", ["rm", "mv", "in no file"])
 def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
-    """What cannot rest in its file is not silently taken to RAM."""
+    """What cannot are stored in its file is not silently taken to RAM."""
     model, reference = loaded(tmp_path, num_files=2)
     if what == "in no file":
         for twin in (model, reference):
@@ -217,7 +217,7 @@ def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
     handle = apply_group_offloading(model, "cpu", offload_device="disk", offload_to_disk_path=tmp_path / "groups")
     check(model, reference, inputs())
-    assert {group.tier for group in handle.groups} == {"file"}
+    assert {group.tier for group in handle.groups} == {"disk"}
 
 
 @pytest.mark.parametrize("name", ["line\nbreak", "back\\012slash", "gone (deleted)", " spaces ", b"\xff\xfe"], ids=repr)
@@ -228,7 +228,7 @@ def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "first" / "0.safetensors").rename(folder / "0.safetensors")
     handle = apply_group_offloading(model, "cpu", offload_device="disk")
-    assert {group.where for group in handle.groups} == {"0.safetensors"}
+    assert {group.location for group in handle.groups} == {"0.safetensors"}
     check(model, reference, inputs())
     rename(folder / "0.safetensors")
     check(model, reference, inputs())
@@ -240,7 +240,7 @@ def test_names_that_few_files_have(name: str | bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "error"),
     [
-        ("files", "map_file", GroupFileError),
+        ("files", "map_file", StorageError),
         ("source", "page_cache_of", ConfigError),
         ("pinned", "map_anonymous", MemoryError),
         ("pinned", "TwiceMapped", MemoryError),

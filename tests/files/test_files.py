@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from group_offload import GroupFileError, apply_group_offloading
+from group_offload import StorageError, apply_group_offloading
 from group_offload.stores import files
 from group_offload.stores.files import FileMap
 from group_offload.stores.folder import file_name
@@ -99,7 +99,7 @@ def test_foreign_file_is_neither_used_nor_touched(place: Callable[[Path], None],
 
 @every_level
 def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, so a full drive stops no edit; no file is deleted. Hazard: in-place edits of weights in files are
+    """Nothing is written, so a full disk stops no edit; no file is deleted. Hazard: in-place edits of weights in files are
     lost."""
     offload_to(tmp_path, make(Model), level).remove()
     before = contents(tmp_path)
@@ -115,7 +115,7 @@ def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pyt
         check(model, reference, inputs(), passes=2)
         assert contents(tmp_path) == before
         edited = model.gain.nbytes + (model.blocks[1].up.weight.nbytes if number else 0)
-        in_ram = sum(group.num_bytes for group in handle.groups if "RAM" in group.where)
+        in_ram = sum(group.num_bytes for group in handle.groups if "RAM" in group.location)
         assert edited <= handle.stats().host_bytes <= in_ram
     handle.remove()
     shutil.rmtree(tmp_path)
@@ -146,7 +146,7 @@ def test_folder_that_cannot_be_written(name: str, why: str, tmp_path: Path) -> N
     before = ids(model)
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(GroupFileError, match=f"{tmp_path / name}.*{why}.*offload_to_disk_path"):
+    with pytest.raises(StorageError, match=f"{tmp_path / name}.*{why}.*offload_to_disk_path"):
         offload_to(tmp_path / name, model)
     assert_untouched(model, reference, before)
     offload_to(tmp_path / "groups", model)
@@ -176,7 +176,7 @@ def test_write_that_fails_in_the_middle(code: int, after: int, tmp_path: Path, m
     before = ids(model)
     with monkeypatch.context() as patch:
         fail_in_the_middle(patch, code, after)
-        with pytest.raises(GroupFileError) as caught:
+        with pytest.raises(StorageError) as caught:
             offload_to(tmp_path, model)
     message = str(caught.value)
     assert os.strerror(code) in message and "group_" in message and str(tmp_path) in message
@@ -195,7 +195,7 @@ def test_small_weights_share_a_mapping(tmp_path: Path, monkeypatch: pytest.Monke
     model = nn.Sequential(nn.Sequential(large, *(nn.Linear(4, 4) for _ in range(200))))
     for expected in (3, 2):  # the page cache, the large one, and the small ones
         handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, num_blocks_per_group=1)
-        (where,) = {group.where for group in handle.groups if group.num_bytes}
+        (where,) = {group.location for group in handle.groups if group.num_bytes}
         maps = Path("/proc/self/maps").read_text()
         assert maps.count(f"{tmp_path}/{where}") == expected
         handle.remove()
@@ -252,7 +252,7 @@ def test_ram_falls_by_the_weights(tier: str, tmp_path: Path) -> None:
 def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) -> None:
     """Hazard: a bit flips on the disk or in memory."""
     model, reference = pair()
-    options: dict[str, Any] = {"verify_files": True, "offload_type": level}
+    options: dict[str, Any] = {"verify_checksums": True, "offload_type": level}
     if tier == "groups":
         options["offload_to_disk_path"] = tmp_path
     else:
@@ -262,7 +262,7 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
     handle = apply_group_offloading(model, "cpu", **options)
     check(model, reference, inputs(), passes=2)
     if tier == "groups":
-        path = tmp_path / next(group.where for group in handle.groups if re.match("blocks[_.]1", group.group_id))
+        path = tmp_path / next(group.location for group in handle.groups if re.match("blocks[_.]1", group.group_id))
         position = 4096 + 100
     else:
         place = FileMap().find(model.blocks[1].up.weight.detach())
@@ -271,7 +271,7 @@ def test_verification_finds_flipped_bits(level: str, tier: str, tmp_path: Path) 
     for _ in range(2):
         flip_a_bit(path, position)
         for _ in range(2):
-            with pytest.raises(GroupFileError, match="XXH3") as caught:
+            with pytest.raises(StorageError, match="XXH3") as caught:
                 run(model, inputs())
             assert path.name in str(caught.value) and "'blocks" in str(caught.value)
         flip_a_bit(path, position)

@@ -16,23 +16,23 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from group_offload import GroupFileError
+from group_offload import StorageError
 from group_offload.base.ownership import ForeignFileError, Owners
-from group_offload.packing.codec import hash_of
-from group_offload.packing.layout import PackedLayout
+from group_offload.compression.codec import hash_of
+from group_offload.compression.layout import CompressedLayout
+from group_offload.stores.compressed_files import Wanted, find
 from group_offload.stores.folder import Folder, file_name
-from group_offload.stores.packed_files import Wanted, find
-from group_offload.stores.safetensors_file import PackedFrom
+from group_offload.stores.safetensors_file import CompressedFrom
 
 from ..support.asserts import assert_at_rest
+from ..support.compressed_files import compressed, image_in, origin_of
+from ..support.compression import compressible, image_of
 from ..support.files import as_root
 from ..support.folders import GROUPS, assert_holds, names, set_up
 from ..support.models import Model, make
-from ..support.packed_files import image_in, origin_of, packed
-from ..support.packing import image_of, packable
 from ..support.rigs import offload_to
 
-A, B = packable(), packable() * 2
+A, B = compressible(), compressible() * 2
 LAYOUT = image_of([A])[1]
 UID = 12345
 
@@ -47,7 +47,7 @@ def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
     monkeypatch.setattr(Owners, "check", told)
 
 
-def checkpoint(path: Path, tensor: torch.Tensor) -> PackedFrom:
+def checkpoint(path: Path, tensor: torch.Tensor) -> CompressedFrom:
     save_file({"a": tensor}, path)
     return origin_of(path, tensor)
 
@@ -55,15 +55,15 @@ def checkpoint(path: Path, tensor: torch.Tensor) -> PackedFrom:
 # ------------------------------------------------------------------------------------------------ what is believed
 
 
-def claim_that_it_is(path: Path, tensor: torch.Tensor, origin: PackedFrom) -> None:
-    """Another header of a packed file: it says to hold other weights, of another checkpoint."""
+def claim_that_it_is(path: Path, tensor: torch.Tensor, origin: CompressedFrom) -> None:
+    """Another header of a compressed file: it says to hold other weights, of another checkpoint."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     metadata = entries["__metadata__"]
-    layout = PackedLayout.from_json(metadata["group_offload.packed"])
-    metadata["group_offload.packed"] = replace(layout, hash=hash_of(image_of([tensor])[0])).to_json()
-    metadata["group_offload.packed_from"] = json.dumps(origin)
+    layout = CompressedLayout.from_json(metadata["group_offload.compressed"])
+    metadata["group_offload.compressed"] = replace(layout, hash=hash_of(image_of([tensor])[0])).to_json()
+    metadata["group_offload.compressed_from"] = json.dumps(origin)
     del metadata["group_offload.header"]
     metadata["group_offload.header"] = xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -71,11 +71,11 @@ def claim_that_it_is(path: Path, tensor: torch.Tensor, origin: PackedFrom) -> No
 
 
 @pytest.mark.parametrize("is_ours", [False, True], ids=["theirs", "ours"])
-def test_packed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's header says that what was packed from B is A. (It would be believed if it were ours.) Hazard:
-    another user's packed file claims to be packed from your checkpoint."""
+def test_compressed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's header says that what was compressed from B is A. (It would be believed if it were ours.) Hazard:
+    another user's compressed file claims to be compressed from your checkpoint."""
     groups, origin = tmp_path / "groups", checkpoint(tmp_path / "a.safetensors", A)
-    theirs = packed(groups, [B], checkpoint(tmp_path / "b.safetensors", B))
+    theirs = compressed(groups, [B], checkpoint(tmp_path / "b.safetensors", B))
     claim_that_it_is(theirs.source.path, A, origin)
     if not is_ours:
         give_away(monkeypatch, theirs.source.path)
@@ -83,11 +83,11 @@ def test_packed_files_of_other_weights(is_ours: bool, tmp_path: Path, monkeypatc
     assert (found is not None) == is_ours
     if found is not None:
         return
-    assert torch.equal(image_in(packed(groups, [A], origin)), image_of([A])[0])
+    assert torch.equal(image_in(compressed(groups, [A], origin)), image_of([A])[0])
     assert theirs.source.path.exists()
 
 
-@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_files"])
+@pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_checksums"])
 def test_group_files(verifies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are equal now, and could be changed at any time. Hazard: a group file belongs to another user, who changes
     it after it was proven."""
@@ -96,8 +96,8 @@ def test_group_files(verifies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     theirs = sorted(tmp_path.glob("*.safetensors"))
     give_away(monkeypatch, *theirs)
     model = make(Model)
-    handle = offload_to(tmp_path, model, verify_files=verifies)
-    assert not {group.where for group in handle.groups} & {path.name for path in theirs}
+    handle = offload_to(tmp_path, model, verify_checksums=verifies)
+    assert not {group.location for group in handle.groups} & {path.name for path in theirs}
     for path in theirs:
         path.write_bytes(b"changed")
     assert_at_rest(model, make(Model))
@@ -134,13 +134,13 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count(f"Every user can replace files in {groups}, so group files go to {groups / own}.") == 2
     (groups / own).chmod(0o770)
     with pytest.raises(
-        GroupFileError, match=rf"every user can replace.*{own} there can't be used: others can write to it"
+        StorageError, match=rf"every user can replace.*{own} there can't be used: others can write to it"
     ):
         set_up(groups)
     (groups / own).chmod(0o700)
     (groups / own).rename(groups / "elsewhere")
     (groups / own).symlink_to(groups / "elsewhere")
-    with pytest.raises(GroupFileError, match=rf"{own} there can't be used.*Pass a folder of your own"):
+    with pytest.raises(StorageError, match=rf"{own} there can't be used.*Pass a folder of your own"):
         set_up(groups)
 
 
@@ -149,7 +149,7 @@ def test_another_user_took_the_name_of_our_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     own = set_up(tmp_path)[0].path.parent
     os.chown(own, UID, UID)
-    with pytest.raises(GroupFileError, match=r"can't be used: it belongs to another user \(uid 12345\)"):
+    with pytest.raises(StorageError, match=r"can't be used: it belongs to another user \(uid 12345\)"):
         set_up(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_a_link_of_another_user(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "groups")
     assert_holds(set_up(link))
     os.chown(link, UID, UID, follow_symlinks=False)
-    with pytest.raises(GroupFileError, match="it is a link of another user"):
+    with pytest.raises(StorageError, match="it is a link of another user"):
         set_up(link)
 
 
@@ -187,7 +187,7 @@ def foreign(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["a folder", "a link"])
 def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
-    """By set-ups, edits, packing, removal, and by tidying up what the dead left. Hazard: other programs' files and
+    """By set-ups, edits, compression, removal, and by tidying up what the dead left. Hazard: other programs' files and
     links in the folder are deleted."""
     real, groups = tmp_path / "real", tmp_path / "groups"
     real.mkdir()
@@ -200,7 +200,7 @@ def test_nothing_foreign_is_deleted(is_link: bool, tmp_path: Path) -> None:
         model.blocks[0].up.weight.data.add_(1)
         handle.refresh()
     handle.remove()
-    packed(groups, [A], checkpoint(tmp_path / "a.safetensors", A))
+    compressed(groups, [A], checkpoint(tmp_path / "a.safetensors", A))
     assert there <= names(groups) and not list(groups.glob(".probe*"))
     assert (groups / "photo.jpg").read_text() == (tmp_path / "outside" / "thesis.txt").read_text() == "precious"
 

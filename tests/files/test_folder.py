@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from group_offload import GroupFileError
+from group_offload import StorageError
 from group_offload.base import tuning
 from group_offload.stores.folder import Folder, file_name
 
@@ -75,7 +75,7 @@ def test_planted_links_are_not_followed(
     monkeypatch.setattr(os, "urandom", lambda n: b"12345678")
     fails = what in ("temporary file", "probe")
     if fails:
-        with pytest.raises(GroupFileError, match="File exists"):
+        with pytest.raises(StorageError, match="File exists"):
             set_up(folder)
     else:
         files = set_up(folder)
@@ -267,9 +267,9 @@ def without_rights() -> None:
 
 def set_up_read_only(path: str) -> None:
     assert_holds(set_up(Path(path)))
-    with pytest.raises(GroupFileError, match=r"Cannot write group .* to .*(Permission denied|Read-only file system)"):
+    with pytest.raises(StorageError, match=r"Cannot write group .* to .*(Permission denied|Read-only file system)"):
         set_up(Path(path), seed=1)
-    with pytest.raises(GroupFileError, match="Cannot write group files"), Folder(Path(path)).locked(1 << 20):
+    with pytest.raises(StorageError, match="Cannot write group files"), Folder(Path(path)).hold(1 << 20):
         pass  # more than there is
     print("right")
 
@@ -306,7 +306,7 @@ def test_a_folder_that_somebody_keeps_locked(
 ) -> None:
     """A set-up goes on without the lock. Hazard: whoever may read the folder locks it, or a writer is stopped (SIGSTOP),
     and every set-up hangs silently."""
-    tune(monkeypatch, seconds_until_said=0.05, setup_patience_seconds=0.3)
+    tune(monkeypatch, seconds_until_said=0.05, setup_timeout_seconds=0.3)
     with held_by_another(tmp_path):
         assert_holds(set_up(tmp_path))
         waiting, going_on = (record.getMessage() for record in caplog.records)
@@ -321,7 +321,7 @@ def test_temporary_files_that_a_set_up_does_not_remove(
     of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hazard: a set-up removes the temporary files of a process that's still writing."""
-    tune(monkeypatch, setup_patience_seconds=0.1)
+    tune(monkeypatch, setup_timeout_seconds=0.1)
     temporary = tmp_path / f".probe.1.{0:016}.tmp"
     temporary.write_bytes(b"")
     with ExitStack() as stack:
@@ -337,7 +337,7 @@ def test_temporary_files_that_a_set_up_does_not_remove(
 
 def test_a_full_drive_says_what_helps(tmp_path: Path) -> None:
     with (
-        pytest.raises(GroupFileError, match=r"Not enough disk space in .* free, 1\d* TiB needed\. Free"),
-        Folder(tmp_path).locked(1 << 60),
+        pytest.raises(StorageError, match=r"Not enough disk space in .* free, 1\d* TiB needed\. Free"),
+        Folder(tmp_path).hold(1 << 60),
     ):
         pass

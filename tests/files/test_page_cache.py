@@ -1,4 +1,4 @@
-"""Weights that are views of a mapped file: they rest in the page cache, whatever happens to them and to the file."""
+"""Weights that are views of a mapped file: they are stored in the page cache, whatever happens to them and to the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from group_offload import OffloadHandle
 from group_offload.base import system
-from group_offload.base.ram import locked
+from group_offload.base.ram import pinned
 
 from ..support.models import DIM, RoutedModel
 from ..support.on_device import Twins, assert_same_state, forward, from_file, offload, on_their_way
@@ -54,7 +54,7 @@ def mappings_of(path: Path) -> list[str]:
 
 def in_page_cache(handle: OffloadHandle) -> list[bool]:
     """For each group, whether all of it is there."""
-    wheres = [group.where for group in handle.groups if group.num_bytes]
+    wheres = [group.location for group in handle.groups if group.num_bytes]
     return [where.startswith("page cache") and "RAM" not in where for where in wheres]
 
 
@@ -68,16 +68,16 @@ def twins(device: SimulatedDevice, model: nn.Module, path: Path, **options: Any)
 
 
 def watch_pins(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The bytes of all memory that is page-locked from now on, and whether it is read only."""
-    locked: list[tuple[int, bool]] = []
+    """The bytes of all memory that is pinned from now on, and whether it is read only."""
+    pinned: list[tuple[int, bool]] = []
     pin = device.pin
 
     def spy(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
-        locked.append((memory.numel(), read_only))
+        pinned.append((memory.numel(), read_only))
         return pin(memory, undo, read_only=read_only)
 
     patch.setattr(device, "pin", spy)
-    return locked
+    return pinned
 
 
 def no_segment(*args: Any, **kwargs: Any) -> None:
@@ -92,21 +92,21 @@ def no_segment(*args: Any, **kwargs: Any) -> None:
 def test_outputs_and_memory(
     options: dict[str, Any], widths: list[int], path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for nothing; what is locked is the file, read-only, and once. Hazard: a model that was removed
+    """The host waits for nothing; what is pinned is the file, read-only, and once. Hazard: a model that was removed
     keeps its checkpoint mapped and pinned."""
-    locked = watch_pins(device, monkeypatch)
+    pinned = watch_pins(device, monkeypatch)
     monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
     with twins(device, RoutedModel(widths), path, **options) as both:
         groups, stats = both.handle.groups, both.handle.stats()
         assert all(in_page_cache(both.handle)) and {group.tier for group in groups if group.num_bytes} == {"ram"}
-        assert all(group.where.endswith(path.name) for group in groups if group.num_bytes)
+        assert all(group.location.endswith(path.name) for group in groups if group.num_bytes)
         assert mappings_of(path) == ["r--s", "rw-p"]
         assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in groups)
         for _ in range(3):
             both.step()
         assert device.num_host_waits == 0 and on_their_way(device) > 0
         both.check()
-        assert [read_only for _, read_only in locked] == [True] and locked[0][0] <= path.stat().st_size
+        assert [read_only for _, read_only in pinned] == [True] and pinned[0][0] <= path.stat().st_size
         stats = both.handle.stats()
         assert stats.rebuilds == stats.staging_bytes == 0 and (stats.stalls == 0 or options)
 
@@ -122,11 +122,11 @@ def test_what_is_read_from_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """RAM that is too small, which is said; RAM that is not to be locked; files that were asked for."""
+    """RAM that is too small, which is said; RAM that is not to be pinned; files that were asked for."""
     if not options:
         monkeypatch.setattr("group_offload.runtime.groups.build.fits", lambda num_bytes: False)
     with twins(device, RoutedModel(NARROW), path, **options) as both:
-        assert {(group.tier, group.where) for group in both.handle.groups} == {("file", path.name)}
+        assert {(group.tier, group.location) for group in both.handle.groups} == {("disk", path.name)}
         assert device.pinned_bytes == 0 and ("doesn't fit in available RAM" in caplog.text) == (not options)
         both.step()
         both.step()
@@ -159,15 +159,15 @@ def test_files_are_locked_in_pieces(
 ) -> None:
     """Weights lie across the ends of pieces: a driver copies from no more than one at a time, and neither does this device."""
     tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE)
-    locked = watch_pins(device, monkeypatch)
+    pinned = watch_pins(device, monkeypatch)
     with twins(device, RoutedModel(WIDE), path, **options) as both:
-        assert all(in_page_cache(both.handle)) and len(locked) > 10
-        assert all(num_bytes <= 3 * mmap.PAGESIZE for num_bytes, _ in locked)
+        assert all(in_page_cache(both.handle)) and len(pinned) > 10
+        assert all(num_bytes <= 3 * mmap.PAGESIZE for num_bytes, _ in pinned)
         for number in range(4):
             both.step()
             both.check()
             both.edit(lambda model, at=number: model.blocks[at].down.weight.data.mul_(0.5))
-        assert not both.handle.stats().bytes_onloaded["pageable ram"]
+        assert not both.handle.stats().bytes_onloaded["pageable"]
 
 
 @pytest.mark.parametrize("last", [1, 3])
@@ -179,22 +179,22 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
     logger = logging.getLogger("group_offload")
     monkeypatch.setattr(logger, "info", lambda message, *args: messages.append(message % args))
     tune(monkeypatch, segment_bytes=3 * mmap.PAGESIZE)
-    num_locked, num_pieces, pin = 0, 0, device.pin
+    num_pinned, num_pieces, pin = 0, 0, device.pin
 
     def last_fails(memory: torch.Tensor, undo: list[Any], *, read_only: bool = False) -> bool:
-        nonlocal num_locked, num_pieces
+        nonlocal num_pinned, num_pieces
         if not read_only:
             return pin(memory, undo, read_only=read_only)
         num_pieces += 1
         if num_pieces == last:
             return False
-        num_locked += 1
+        num_pinned += 1
         pin(memory, undo, read_only=read_only)
         unpin = undo.pop()
 
         def count() -> None:
-            nonlocal num_locked
-            num_locked -= 1
+            nonlocal num_pinned
+            num_pinned -= 1
             unpin()
 
         undo.append(count)
@@ -202,10 +202,10 @@ def test_a_driver_that_locks_some_pieces_and_no_more(
 
     monkeypatch.setattr(device, "pin", last_fails)
     with twins(device, RoutedModel(WIDE), path) as both:
-        assert num_pieces == last and num_locked == 0
+        assert num_pieces == last and num_pinned == 0
         assert len(messages) == 2 and all(str(path) in message for message in messages)
         assert "the device refused" in messages[0] and "to RAM" in messages[1]
-        assert {group.where for group in both.handle.groups} == {"pinned RAM"}
+        assert {group.location for group in both.handle.groups} == {"pinned RAM"}
         assert mappings_of(path) == []
         for _ in range(3):
             both.step()
@@ -234,7 +234,7 @@ def test_edits(
     path: Path,
     device: SimulatedDevice,
 ) -> None:
-    """What was edited rests in RAM from then on. What shares no page with it stays in the page cache."""
+    """What was edited is stored in RAM from then on. What shares no page with it stays in the page cache."""
     with twins(device, RoutedModel(widths), path, **options) as both:
         handle, num_groups = both.handle, len(in_page_cache(both.handle))
         both.step()
@@ -262,7 +262,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(path: Path, tmp_path: 
     """Garbage is collected wherever memory is allocated, and finalizers run there. Hazard: a finalizer takes a lock
     that its thread has already, and the process hangs."""
     gc.collect()
-    locked_before, open_before = locked.num_bytes, num_fds()
+    pinned_before, open_before = pinned.num_bytes, num_fds()
     for options in ({}, {"offload_to_disk_path": tmp_path / "groups"}):
         model: nn.Module = RoutedModel(WIDE)
         if not options:
@@ -270,7 +270,7 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(path: Path, tmp_path: 
         offload(model, **options)
         forward(device, model, torch.randn(3, DIM))
         device.synchronize()
-        assert options or (locked.num_bytes > locked_before and num_fds() > open_before)
+        assert options or (pinned.num_bytes > pinned_before and num_fds() > open_before)
         model.itself = [model]  # a cycle: only the collector takes it
         del model
 
@@ -284,4 +284,4 @@ def test_a_model_is_collected_by_a_thread_that_has_a_lock(path: Path, tmp_path: 
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert locked.num_bytes == locked_before and eventually(lambda: num_fds() <= open_before)
+    assert pinned.num_bytes == pinned_before and eventually(lambda: num_fds() <= open_before)

@@ -1,4 +1,4 @@
-"""The tests of edits at rest once more, where the kernel does not tell which pages were written: ever, or any more.
+"""The tests of edits while offloaded once more, where the kernel does not tell which pages were written: ever, or any more.
 
 Hazard: there edits are lost.
 """

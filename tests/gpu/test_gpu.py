@@ -1,4 +1,4 @@
-"""What only a real accelerator can show: real streams, real page-locked memory, real peaks."""
+"""What only a real accelerator can show: real streams, real pinned memory, real peaks."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ MODES: list[dict[str, Any]] = [
     {"use_stream": False},
     {"use_stream": False, "non_blocking": True},
     {"low_cpu_mem_usage": True},
-    {"pack": True},
-    {"pack": True, "record_stream": True},
-    {"pack": True, "offload_type": "leaf_level"},
+    {"compress": True},
+    {"compress": True, "record_stream": True},
+    {"compress": True, "offload_type": "leaf_level"},
 ]
 
 
@@ -111,7 +111,7 @@ def test_slow_streams_change_nothing(
         assert torch.equal(run(model, x), expected)
 
 
-def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
+def test_weights_are_pinned_in_their_exact_size(model: Model) -> None:
     """Hazard: pinned memory is rounded up to twice its size (diffusers #10847, #11106, #7970)."""
     handle = apply_group_offloading(model)
     stats = handle.stats()
@@ -119,8 +119,8 @@ def test_weights_are_page_locked_in_their_exact_size(model: Model) -> None:
     assert stats.pinned_bytes == stats.host_bytes
     assert weights <= stats.host_bytes <= weights * 1.01
     run(model, torch.zeros(1, DIM, dtype=torch.bfloat16))
-    assert handle.stats().bytes_onloaded["pageable ram"] == 0
-    # What is page-locked is the other mapping of the same pages: a weight at rest can be edited while it is copied.
+    assert handle.stats().bytes_onloaded["pageable"] == 0
+    # What is pinned is the other mapping of the same pages: an offloaded weight can be edited while it is copied.
     assert not any(parameter.is_pinned() for parameter in model.parameters())
     handle.remove()
 
@@ -210,7 +210,7 @@ def test_memory_goes_back(model: Model, x: torch.Tensor, device: torch.device, t
     apply_group_offloading(model)
     expected = run(model, x)
     assert torch.cuda.memory_allocated(device) > before + BLOCK_BYTES
-    group_offload.free_slots()
+    group_offload.free_device_buffers()
     assert torch.cuda.memory_allocated(device) <= before + expected.nbytes + 4096
     assert torch.equal(run(model, x), expected)
 
@@ -220,7 +220,7 @@ def test_memory_goes_back(model: Model, x: torch.Tensor, device: torch.device, t
 def test_models_of_a_pipeline(
     model: Model, x: torch.Tensor, device: torch.device, options: dict[str, Any], share: float | None
 ) -> None:
-    """Each is foreseen while another one runs. A budget holds, and with room for all of them next to nothing is sent."""
+    """Each is predicted while another one runs. A budget holds, and with room for all of them next to nothing is sent."""
     torch.manual_seed(2)
     models = {"encoder": Model(3), "transformer": model, "controlnet": Model(4), "vae": Model(2)}
     models = {name: each.to(torch.bfloat16).eval() for name, each in models.items()}
@@ -263,7 +263,7 @@ def test_compute_on_another_stream(model: Model, x: torch.Tensor, device: torch.
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"pack": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload_type": "leaf_level"}, {"compress": True}], ids=str)
 @pytest.mark.parametrize("how", ["blocks before", "blocks after", "whole"])
 def test_compiled(model: Model, x: torch.Tensor, device: torch.device, how: str, options: dict[str, Any]) -> None:
     """Hazard: compiling gains nothing beside group offloading, and recompiles (diffusers #11584)."""
@@ -314,7 +314,7 @@ def test_the_second_device_is_the_second_device(
 
 
 @pytest.mark.parametrize("has_own_memory", [True, False])
-def test_weights_that_cannot_be_page_locked_in_place(
+def test_weights_that_cannot_be_pinned_in_place(
     model: Model,
     x: torch.Tensor,
     device: torch.device,
@@ -447,7 +447,7 @@ def test_budgets(
 
 
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
-def test_a_checkpoint_is_page_locked_in_pieces(
+def test_a_checkpoint_is_pinned_in_pieces(
     level: str, model: Model, x: torch.Tensor, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces end inside of weights. The driver copies from one piece at a time."""
@@ -473,9 +473,9 @@ def test_a_checkpoint_is_page_locked_in_pieces(
     handle.remove()
 
 
-@pytest.mark.parametrize("is_foreseen", [True, False])
+@pytest.mark.parametrize("is_predicted", [True, False])
 def test_device_memory_runs_out(
-    is_foreseen: bool, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    is_predicted: bool, x: torch.Tensor, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For real: the process gets no more memory. Residents give way, before the pass or as a call is refused memory."""
     torch.manual_seed(0)
@@ -493,8 +493,8 @@ def test_device_memory_runs_out(
     torch.cuda.empty_cache()
     # Room for the larger activations only without what stays: nobody told the budget.
     with no_more_than(torch.cuda.memory_reserved(device) + (32 << 20), device), monkeypatch.context() as patch:
-        if not is_foreseen:
-            nothing_is_foreseen(handle, patch)
+        if not is_predicted:
+            nothing_is_predicted(handle, patch)
         assert torch.equal(run(model, large).cpu(), expected_large)
         assert handle.stats().resident_bytes < before
     for _ in range(40):
@@ -530,14 +530,14 @@ def test_a_convolution_that_got_no_workspace(device: torch.device, monkeypatch: 
     torch.cuda.empty_cache()
     refused = backend.refusals()[0]
     with no_more_than(torch.cuda.memory_reserved(device) + (400 << 20), device), monkeypatch.context() as patch:
-        nothing_is_foreseen(handle, patch)
+        nothing_is_predicted(handle, patch)
         assert torch.equal(run(model, x).cpu(), expected)
         assert backend.refusals()[0] > refused and handle.stats().resident_bytes < before
     assert torch.equal(run(model, x).cpu(), expected)
     handle.remove()
 
 
-def nothing_is_foreseen(handle: OffloadHandle, patch: pytest.MonkeyPatch) -> None:
+def nothing_is_predicted(handle: OffloadHandle, patch: pytest.MonkeyPatch) -> None:
     """Else residents are evicted before the device refuses anything."""
     for name in ("replan", "make_room"):
         patch.setattr(engine_of(handle).placer, name, lambda kind, **_: None)

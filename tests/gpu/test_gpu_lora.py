@@ -34,7 +34,7 @@ def lora(seed: int, rank: int, alpha: float) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("tier", ["ram", "files"])
 def test_hot_swaps(how: str, tier: str, device: torch.device, tmp_path: Path) -> None:
-    """The bits of the resident model with the same swaps, no recompilation, and no more page-locked memory or slots."""
+    """The bits of the resident model with the same swaps, no recompilation, and no more pinned memory or slots."""
     torch._dynamo.reset()
     counters.clear()
     resident, pipe = (tiny.flux_pipeline() for _ in range(2))

@@ -88,7 +88,7 @@ MODES: dict[str, dict[str, Any]] = {
     "low_cpu_mem_usage": {"low_cpu_mem_usage": True},
     "files": {"in_files": True},
     "budget": {"vram_budget": "1GiB"},
-    "packed": {"pack": True},
+    "compressed": {"compress": True},
 }
 
 

@@ -40,7 +40,7 @@ def nucleus() -> nn.Module:
     experts |= {"mlp_ratio": 6.0, "capacity_factors": 1.0}
     model = tiny.seeded(0, lambda: diffusers.NucleusMoEImageTransformer2DModel(**sizes, **heads, **experts))
     for number, weight in enumerate(model.parameters()):
-        if weight.ndim == 3:  # the experts', which the class leaves uninitialised
+        if weight.ndim == 3:  # the experts', which the class leaves uninitialized
             weight.data = tiny.randn(*weight.shape, seed=number).cpu() / 4
     return model
 
@@ -320,7 +320,7 @@ def _mag_cache() -> Any:
 @needs("mag-flux")
 @pytest.mark.parametrize(("level", "most"), [("block_level", 0.01), ("leaf_level", 0.3)])
 def test_a_cached_step_sends_what_it_calls(level: str, most: float) -> None:
-    """A full step after cached ones foresees all but the first block that was skipped. Hazard: the last step's order is
+    """A full step after cached ones predicts all but the first block that was skipped. Hazard: the last step's order is
     taken for the next one's: a whole step after cached ones stalls; a cache skips a block whose weights were sent before the
     cache was asked."""
     model = tiny.flux_transformer(num_single_layers=8)

@@ -315,7 +315,7 @@ def _budgets(pipe: Any) -> set[Any]:
 
 
 def _sharing(pipe: Any) -> set[Any]:
-    return {handle.config.share_passes for handle in handles_of(pipe).values()}
+    return {handle.config.interleave_forwards for handle in handles_of(pipe).values()}
 
 
 @pytest.mark.parametrize(
@@ -338,5 +338,5 @@ def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: 
         assert _budgets(pipe) == {wanted}
         assert _budgets(from_pretrained(diffusers.FluxPipeline, tmp_path, **options)) == {wanted}
         model = from_pretrained(diffusers.FluxTransformer2DModel, tmp_path / "transformer", **options)
-        assert (handle_of(model).config.vram_budget, handle_of(model).config.share_passes) == (wanted, "auto")
+        assert (handle_of(model).config.vram_budget, handle_of(model).config.interleave_forwards) == (wanted, "auto")
         remove_group_offloading(model)

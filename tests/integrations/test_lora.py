@@ -85,9 +85,9 @@ def test_changes(name: str, tier: str, level: str, order: str, device: torch.dev
         assert weight.dtype == expected.dtype, fqn
         assert torch.equal(weight.detach().float().cpu(), expected.detach().float().cpu()), fqn
     handle: Any = handle_of(model)
-    copied_back = handle.stats().tensors_brought_back
+    copied_back = handle.stats().tensors_copied_back
     forward(model)
-    assert handle.stats().tensors_brought_back == copied_back, "eviction is free"
+    assert handle.stats().tensors_copied_back == copied_back, "eviction is free"
 
 
 @pytest.mark.parametrize("level", LEVELS)

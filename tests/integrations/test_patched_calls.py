@@ -125,8 +125,8 @@ def test_calls_of_programs(
             PROGRAMS[name](pipe, device, tmp_path)
             assert torch.equal(queue.submit(tiny.run, pipe).result(60), resident_outputs["flux"])
     handle = handle_of(pipe.transformer)
-    assert handle is not None and handle.stats().passes > 0
-    assert (handle.config.vram_budget, handle.config.share_passes) == (None, False)  # as diffusers' own call
+    assert handle is not None and handle.stats().forward_passes > 0
+    assert (handle.config.vram_budget, handle.config.interleave_forwards) == (None, False)  # as diffusers' own call
     assert any(tmp_path.iterdir()) == (name == "leaves in files")
     assert stock._is_group_offload_enabled(pipe.vae) == (name in ("no arguments", "one by one"))
     handles = handles_of(pipe)
@@ -149,7 +149,7 @@ patch_diffusers()
 pipe.enable_group_offload(accelerator.device)
 pipe.transformer = accelerator.prepare(pipe.transformer)
 assert torch.equal(tiny.run(pipe), tiny.run(tiny.flux_pipeline().to(accelerator.device)))
-assert handle_of(pipe.transformer).stats().passes
+assert handle_of(pipe.transformer).stats().forward_passes
 """)
     command = [
         sys.executable,
@@ -199,7 +199,7 @@ def test_unpatch_restores_diffusers(device: torch.device, resident_outputs: dict
     for _ in range(2):
         assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
         stock._maybe_remove_and_reapply_group_offloading(pipe.transformer)  # as LoRA loading does
-    assert handles["transformer"].is_active and handles["transformer"].stats().passes > 0
+    assert handles["transformer"].is_active and handles["transformer"].stats().forward_passes > 0
     disable_group_offload(pipe)
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
@@ -275,6 +275,10 @@ def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:
 def test_stock_call_on_an_offloaded_module_is_refused(device: torch.device) -> None:
     model = tiny.flux_transformer()
     apply_group_offloading(model, device)
-    for target in (model, nn.Sequential(model), model.transformer_blocks[0]):  # else its weights at rest would be lost
+    for target in (
+        model,
+        nn.Sequential(model),
+        model.transformer_blocks[0],
+    ):  # else its offloaded weights would be lost
         with pytest.raises(StateError, match="already"):
             imported_before_patching(target, device, num_blocks_per_group=1)

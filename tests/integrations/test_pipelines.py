@@ -49,7 +49,7 @@ def test_pipeline_is_bit_equal(
         assert torch.equal(tiny.run(pipe), resident_outputs[kind])
     for name, handle in handles.items():
         assert handle.module is getattr(pipe, name)
-        assert handle.stats().passes > 0, name
+        assert handle.stats().forward_passes > 0, name
         assert (handle.stats().file_bytes > 0) == (tier == "disk"), name
 
 
@@ -162,12 +162,12 @@ def test_components_of_one_class_share_a_folder(
     options = {"offload_type": level, "offload_to_disk_path": tmp_path}
     handles = enable_group_offload(pipe, onload_device=device, **options)
     assert torch.equal(tiny.run(pipe), resident_outputs["wan"])
-    files = [file for handle in handles.values() for group in handle.groups for file in group.where.split(", ")]
+    files = [file for handle in handles.values() for group in handle.groups for file in group.location.split(", ")]
     assert len(set(files)) == len(files)
     assert {file.name for file in tmp_path.glob("*.safetensors")} == set(files)
 
 
-# ---------------------------------------------------------------- weights at rest
+# ---------------------------------------------------------------- offloaded weights
 
 
 @pytest.mark.parametrize(("tier", "level"), [("ram", "leaf_level"), ("disk", "block_level")])

@@ -151,7 +151,7 @@ def in_files(subject: Subject, folder: Path) -> None:
         model = copy.deepcopy(subject.resident)
         handle = apply_group_offloading(model, "cpu", offload_type=level, offload_to_disk_path=folder / level)
         run_on_cpu(subject.case, model, subject.expected)
-        assert {group.tier for group in handle.groups} == {"file"}
+        assert {group.tier for group in handle.groups} == {"disk"}
         handle.remove()
         assert_at_rest(model, subject.resident)
 
@@ -166,7 +166,7 @@ def in_checkpoint(subject: Subject, folder: Path) -> None:
         raise NotApplicable(f"its own save_pretrained or from_pretrained fails: {_first_line(error)}") from error
     model = from_pretrained(cls, saved, onload_device="cpu", offload_to_disk_path=folder / "groups").eval()
     groups = handle_of(model).groups
-    assert any("model" in group.where for group in groups), f"nothing rests in the checkpoint: {groups}"
+    assert any("model" in group.location for group in groups), f"nothing is stored in the checkpoint: {groups}"
     run_on_cpu(subject.case, model, subject.expected)
 
 

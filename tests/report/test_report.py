@@ -12,8 +12,8 @@ from torch import nn
 
 from group_offload import (
     ConfigError,
-    GroupFileError,
     StateError,
+    StorageError,
     apply_group_offloading,
     enable_group_offload,
     write_report,
@@ -75,12 +75,12 @@ def test_where_the_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path, "it is a folder"),
         ("a\0b", r"a path cannot contain the character \\0"),
     ):
-        with pytest.raises(GroupFileError, match=why):
+        with pytest.raises(StorageError, match=why):
             write_report(handle, path)
     before = Path("run.html").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing(errno.ENOSPC))
-        with pytest.raises(GroupFileError, match=r"Cannot write run\.html: No space left on device\."):
+        with pytest.raises(StorageError, match=r"Cannot write run\.html: No space left on device\."):
             write_report(handle, "run.html")
     assert Path("run.html").read_bytes() == before and os.listdir() == ["run.html"]
     handle.remove()

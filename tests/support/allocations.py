@@ -13,9 +13,9 @@ import torch
 
 from group_offload.base.device import Backend
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file
-from group_offload.runtime.sharing import crew
-from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink
-from group_offload.runtime.sharing.roll import Roll
+from group_offload.runtime.multi_gpu import host_ranks
+from group_offload.runtime.multi_gpu.links import GatherSpeeds, PeerLink
+from group_offload.runtime.multi_gpu.rendezvous import Rendezvous
 
 
 class SharedFiles:
@@ -68,8 +68,10 @@ def use_peer_links() -> None:
     """Let this process, which computes on the CPU, send as GPUs do."""
     files, patch = SharedFiles(), pytest.MonkeyPatch()
     patch.setattr(Backend, "empty", lambda self, num_bytes, stream=None: files.empty(num_bytes))
-    patch.setattr(crew, "_connect", partial(_connect, files))
+    patch.setattr(host_ranks, "_connect", partial(_connect, files))
 
 
-def _connect(files: Any, backend: Backend, roll: Roll, model: str, here: list[int]) -> tuple[PeerLink, GatherSpeeds]:
+def _connect(
+    files: Any, backend: Backend, roll: Rendezvous, model: str, here: list[int]
+) -> tuple[PeerLink, GatherSpeeds]:
     return PeerLink(backend, here.index(roll.rank), len(here), files), GatherSpeeds(alone=1e18, shared=1e18)

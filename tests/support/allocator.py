@@ -1,6 +1,6 @@
 """How torch hands out the memory of a device: `Memory` keeps nothing that was freed, `CachingAllocator` does as CUDA's does.
 
-Both only count. Which bytes a block stands for is the business of the device that asks. Sizes, thresholds and behaviour are
+Both only count. Which bytes a block stands for is the business of the device that asks. Sizes, thresholds and behavior are
 those of c10/cuda/CUDACachingAllocator.cpp in torch 2.6 to 2.11 with its default settings: kMinBlockSize, kSmallSize,
 kSmallBuffer, kMinLargeAlloc, kLargeBuffer and kRoundLarge there, `should_split`, `get_free_block`,
 `try_allocate_expandable_block`, `unmap_block` and `release_cached_blocks`.
@@ -58,14 +58,14 @@ class Segment:
     page_bytes: int | None
     """What is mapped and unmapped at once, if the segment is expandable."""
     blocks: list[Block] = field(default_factory=list)
-    """By address. Neighbours that are both free, or both unmapped, are one block."""
+    """By address. Neighbors that are both free, or both unmapped, are one block."""
 
     def add(self, block: Block) -> Block:
         block.segment = self
         self.blocks.append(block)
         return block
 
-    def neighbour(self, block: Block, step: int) -> Block | None:
+    def neighbor(self, block: Block, step: int) -> Block | None:
         index = self.blocks.index(block) + step
         return self.blocks[index] if 0 <= index < len(self.blocks) else None
 
@@ -77,10 +77,10 @@ class Segment:
             self.blocks.insert(self.blocks.index(block) + 1, rest)
 
     def become(self, block: Block, state: State) -> None:
-        """Change the state of `block`, which takes in the neighbours that are in that state."""
+        """Change the state of `block`, which takes in the neighbors that are in that state."""
         block.state = state
         for step in (1, -1):
-            other = self.neighbour(block, step)
+            other = self.neighbor(block, step)
             if other is not None and other.state is state:
                 block.num_bytes += other.num_bytes
                 block.start = min(block.start, other.start)
@@ -289,7 +289,7 @@ class CachingAllocator(Memory):
         while block.state is State.UNMAPPED or block.num_bytes < size:
             gap, missing = block, size
             if block.state is State.FREE:
-                after = segment.neighbour(block, 1)
+                after = segment.neighbor(block, 1)
                 assert after is not None
                 gap, missing = after, size - block.num_bytes
             num_bytes = _round_up(min(missing, gap.num_bytes), segment.page_bytes)
@@ -333,7 +333,7 @@ class CachingAllocator(Memory):
         self.reserved.add(-num_bytes)
         if begin > block.start:
             segment.split(block, begin - block.start)
-            after = segment.neighbour(block, 1)
+            after = segment.neighbor(block, 1)
             assert after is not None
             block = after
         segment.split(block, num_bytes)
@@ -356,7 +356,7 @@ def _room(segment: Segment, first: Block) -> int:
 
 def _expandable_bytes(block: Block) -> int:
     assert block.segment is not None
-    after = block.segment.neighbour(block, 1)
+    after = block.segment.neighbor(block, 1)
     return block.num_bytes + (after.num_bytes if after is not None and after.state is State.UNMAPPED else 0)
 
 

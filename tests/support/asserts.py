@@ -1,4 +1,4 @@
-"""What it means for tensors, outputs and modules to be right: the same bits, at rest, in memory of their own."""
+"""What it means for tensors, outputs and modules to be right: the same bits, while offloaded, in memory of their own."""
 
 from __future__ import annotations
 

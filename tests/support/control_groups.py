@@ -28,7 +28,7 @@ class Cgroups:
 
         patch.setattr(Path, "read_text", read_text)
         patch.setattr(
-            ram, "locked", type(ram.locked)()
+            ram, "pinned", type(ram.pinned)()
         )  # models of earlier tests may be waiting for Python's collector
         patch.setattr(ram.psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
 

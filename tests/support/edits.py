@@ -137,7 +137,7 @@ def load_state_dict(model: Any) -> None:
 
 
 def share_memory(model: Any) -> None:
-    """So that they can be sent to other processes: weights at rest move."""
+    """So that they can be sent to other processes: offloaded weights move."""
     model.share_memory()
 
 

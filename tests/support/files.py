@@ -15,7 +15,7 @@ from .models import Model, make
 
 
 def flip_a_bit(path: Path, position: int) -> None:
-    """Flip a bit as a failing drive does: the file keeps its time of change."""
+    """Flip a bit as a failing disk does: the file keeps its time of change."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(position)

@@ -30,12 +30,12 @@ def level(request: pytest.FixtureRequest) -> str:
 def offload_either(request: pytest.FixtureRequest, tmp_path: Path) -> Offload:
     """Like `offload`, but with two cases in place of four: each level and each tier comes once."""
     level, tier = request.param.split("-")
-    return lambda module, **options: offload_to(tmp_path if tier == "file" else None, module, level, **options)
+    return lambda module, **options: offload_to(tmp_path if tier == "disk" else None, module, level, **options)
 
 
 @pytest.fixture
 def folder(tier: str, tmp_path: Path) -> Path | None:
-    return tmp_path / "groups" if tier == "file" else None
+    return tmp_path / "groups" if tier == "disk" else None
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def offload(folder: Path | None, level: str) -> Offload:
 
     def apply(module: nn.Module, **options: Any) -> OffloadHandle:
         handle = offload_to(folder, module, level, **options)
-        assert {group.tier for group in handle.groups} == {"file" if folder else "ram"}
+        assert {group.tier for group in handle.groups} == {"disk" if folder else "ram"}
         return handle
 
     return apply

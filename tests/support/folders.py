@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from group_offload.base.layout import BlobLayout, TensorSpec, lay_out
-from group_offload.packing.layout import PackedLayout
+from group_offload.compression.layout import CompressedLayout
 from group_offload.stores.files import write_blob
 from group_offload.stores.folder import Folder
 from group_offload.stores.safetensors_file import content_of_file
@@ -38,7 +38,7 @@ def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0")
 def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[SourceFile]:
     """What the engine does for a model of two groups."""
     folder = Folder(path, model_class)
-    with folder.locked(1000):
+    with folder.hold(1000):
         return [put(folder, weights(seed, group), group) for group in GROUPS]
 
 
@@ -56,7 +56,7 @@ class Header:
     group_id: str
     model_class: str
     tensors: tuple[TensorSpec, ...]
-    packed: PackedLayout | None
+    compressed: CompressedLayout | None
 
 
 def headers_in(path: Path) -> dict[str, Header]:
@@ -72,8 +72,8 @@ def headers_in(path: Path) -> dict[str, Header]:
             TensorSpec(fqn, getattr(torch, dtype), tuple(shape), tuple(stride), offset)
             for fqn, dtype, shape, stride, offset in json.loads(metadata["tensors"])
         )
-        packed = PackedLayout.from_json(metadata["packed"]) if "packed" in metadata else None
-        found[file.name] = Header(metadata["group"], metadata["model_class"], tensors, packed)
+        compressed = CompressedLayout.from_json(metadata["compressed"]) if "compressed" in metadata else None
+        found[file.name] = Header(metadata["group"], metadata["model_class"], tensors, compressed)
     return found
 
 

@@ -60,24 +60,24 @@ def twin_on(tier: str, model: nn.Module, folder: Path) -> tuple[Any, dict[str, A
 
 
 @contextmanager
-def packing(locked_share: float = 0.5) -> Iterator[None]:
-    """Let small blobs be packed, the larger ones in several strips, and what rests in files. With a share of 0 packed bytes are
-    read from a folder."""
+def compression(pinned_share: float = 0.5) -> Iterator[None]:
+    """Let small blobs be compressed, the larger ones in several strips, and what is stored in files. With a share of 0
+    compressed bytes are read from a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_packed_bytes=4096, strip_bytes=24 << 10, locked_share=locked_share)
+        tune(patch, min_compressed_bytes=4096, strip_bytes=24 << 10, pinned_share=pinned_share)
         yield
 
 
-def offload(model: nn.Module, *, ram_share: int | None = None, **options: Any) -> OffloadHandle:
+def offload(model: nn.Module, *, ram_quota_bytes: int | None = None, **options: Any) -> OffloadHandle:
     """Offload it on the CPU, which is what the simulated device stands for.
 
     Args:
-        ram_share: What it gets of the budget for RAM, in bytes.
+        ram_quota_bytes: What it gets of the budget for RAM, in bytes.
     """
-    if ram_share is None:
+    if ram_quota_bytes is None:
         return apply_group_offloading(model, "cpu", **options)
     config = OffloadConfig.from_options(ModelOptions(onload_device="cpu", **options), model)
-    return api.offload(model, replace(config, ram_share=ram_share))
+    return api.offload(model, replace(config, ram_quota_bytes=ram_quota_bytes))
 
 
 def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
@@ -90,7 +90,7 @@ def forward(device: SimulatedDevice, model: nn.Module, x: torch.Tensor, stream: 
 class Twins:
     """A model on the simulated device and its resident twin: called alike, and edited alike.
 
-    At the end of the `with` block the model is restored, and nothing is left on the device or page-locked.
+    At the end of the `with` block the model is restored, and nothing is left on the device or pinned.
     """
 
     def __init__(self, device: SimulatedDevice, model: Any, resident: Any = None, **options: Any) -> None:
@@ -149,7 +149,7 @@ class Twins:
 
 @contextmanager
 def several(device: SimulatedDevice, *twins: Twins) -> Iterator[tuple[Twins, ...]]:
-    """In the end all models are right and restored, and nothing is left on the device or page-locked."""
+    """In the end all models are right and restored, and nothing is left on the device or pinned."""
     yield twins
     for each in twins:
         each.check()
@@ -168,36 +168,36 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any]) -> OffloadHandle
     rng = random.Random(seed)
     torch.manual_seed(seed)
     device = SimulatedDevice(seed, laziness)
-    is_packed, has_budget = bool(options.get("pack")), "vram_budget" in options
-    choices = [4, 24, 600, 600, 900] if is_packed else [4, 8, 8, 24, 40]  # the small ones are not worth packing
+    is_compressed, has_budget = bool(options.get("compress")), "vram_budget" in options
+    choices = [4, 24, 600, 600, 900] if is_compressed else [4, 8, 8, 24, 40]  # the small ones are not worth compressing
     widths = [rng.choice(choices) for _ in range(rng.randint(1, 6))]
     model = RoutedModel(widths, counts=rng.random() < 0.3)
-    dtype = torch.bfloat16 if is_packed else torch.float32
+    dtype = torch.bfloat16 if is_compressed else torch.float32
     model.to(dtype)
     resident = copy.deepcopy(model)
     other_model = RoutedModel([rng.choice([8, 32])] * 2).to(dtype)
     streams = [device.current_stream(), device.new_stream()]
     options = dict(options)
-    in_files, in_checkpoint, reads_packed = (
-        options.pop(name, False) for name in ("in_files", "in_checkpoint", "reads_packed")
+    in_files, in_checkpoint, reads_compressed = (
+        options.pop(name, False) for name in ("in_files", "in_checkpoint", "reads_compressed")
     )
     with ExitStack() as stack:
         stack.enter_context(use_simulated_device(device))
         stack.enter_context(watch_file_reads(device))
-        if is_packed:
-            stack.enter_context(packing())
+        if is_compressed:
+            stack.enter_context(compression())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if has_budget:
             tune(patch, device_margin_bytes=0)
-            use_speeds(patch, h2d=2, drive=1)  # a simulated second is one thing that ran
+            use_speeds(patch, h2d=2, disk=1)  # a simulated second is one thing that ran
         if in_checkpoint:
             model = from_file(resident, Path(folder) / "model.safetensors")
             options["offload_device"] = "disk"
-        if reads_packed:  # RAM has room for none of the packed bytes, or for some
+        if reads_compressed:  # RAM has room for none of the compressed bytes, or for some
             room = rng.choice([0, 1]) * sum(parameter.nbytes for parameter in model.parameters()) * 2 // 3
-            patch.setattr("group_offload.runtime.packer.available_ram", lambda: room)
-        if in_files or reads_packed:
+            patch.setattr("group_offload.runtime.compressor.available_ram", lambda: room)
+        if in_files or reads_compressed:
             options["offload_to_disk_path"] = folder
         if in_files or in_checkpoint:
             stack.enter_context(late_reads(rng))
@@ -228,7 +228,7 @@ def exercise(seed: int, laziness: Any, options: dict[str, Any]) -> OffloadHandle
                     other.step(x=x)
             if rng.random() < 0.4:  # while kernels, and copies unless somebody waited, are on their way
                 edit(device, rng, model, resident)
-        assert one.handle.stats().passes >= 1
+        assert one.handle.stats().forward_passes >= 1
     return one.handle
 
 
@@ -276,7 +276,7 @@ def assert_reads_have_owners(handle: OffloadHandle) -> None:
     """Every read ahead has a group that waits for it; without one it would keep its part of the staging memory for good."""
     engine = engine_of(handle)
     engine.transfer.reader.wait_until_enqueued()
-    jobs = {ahead.job for ahead in engine._lookahead._ahead.values()}
+    jobs = {ahead.job for ahead in engine._prefetcher._ahead.values()}
     assert set(engine.transfer.reader._jobs) <= jobs
 
 

@@ -73,11 +73,11 @@ def compare(kind: str, order: str, **options: Any) -> None:
         turn_on(model, kind)
     turn_on(expected, kind)
     in_files = options.get("offload_to_disk_path") is not None
-    call = run if in_files or "share" in options else run_onloaded
+    call = run if in_files or "shard_transfers" in options else run_onloaded
     together = outputs(expected)
     assert_same(outputs(model, call), together)
-    if "share" in options:
-        assert handle.stats().bytes_gathered > 0
+    if "shard_transfers" in options:
+        assert handle.stats().bytes_from_peers > 0
     elif kind == "tensor":
         if tiny.device().type == "cpu":
             assert_at_rest(model, expected)
@@ -113,4 +113,4 @@ def is_parallel(rank: int, folder: str) -> None:
             place = Path(folder, kind) if tier == "file" else None
             compare(kind, order, offload_type=level, offload_to_disk_path=place)
     for order in ("before", "after"):
-        compare("ulysses", order, process_group=dist.group.WORLD, share=True)
+        compare("ulysses", order, process_group=dist.group.WORLD, shard_transfers=True)

@@ -16,12 +16,12 @@ from group_offload import config
 from group_offload.base.layout import as_bytes
 from group_offload.base.system import name_of_shared_file, new_shared_file, open_shared_file, started_at
 from group_offload.runtime import engine
-from group_offload.runtime.sharing.board import BOARD_BYTES, Board, State
-from group_offload.runtime.sharing.courier import Courier
-from group_offload.runtime.sharing.jobs import ShareJob
-from group_offload.runtime.sharing.links import GatherSpeeds, PeerLink, Place, SharedBytes
-from group_offload.runtime.sharing.roll import Peer
-from group_offload.runtime.sharing.sharing import Part, Sharing
+from group_offload.runtime.multi_gpu.host_group import HostGroup
+from group_offload.runtime.multi_gpu.links import GatherSpeeds, PeerLink, Place, SharedBytes
+from group_offload.runtime.multi_gpu.rendezvous import Peer
+from group_offload.runtime.multi_gpu.shard_reads import ShardJob
+from group_offload.runtime.multi_gpu.sharded_transfers import Shard, ShardedTransfers
+from group_offload.runtime.multi_gpu.shared_state import SHARED_STATE_BYTES, RankStates, SharedState
 from group_offload.stores.base import PlacedBlob
 
 from .tuning import tune
@@ -101,11 +101,11 @@ class PhantomLink(PeerLink):
         return [Reached(event) for event in super().send(shared, places)]
 
 
-class PhantomBoard(Board):
+class PhantomState(SharedState):
     def __init__(self, rng: random.Random, link: PhantomLink) -> None:
-        fd = new_shared_file(BOARD_BYTES)
-        self.its = Board(open_shared_file(name_of_shared_file(fd)), rank=1, num_ranks=2)
-        """The board as the other rank has it."""
+        fd = new_shared_file(SHARED_STATE_BYTES)
+        self.its = SharedState(open_shared_file(name_of_shared_file(fd)), rank=1, num_ranks=2)
+        """The shared state as the other rank has it."""
         super().__init__(fd, rank=0, num_ranks=2)
         self._rng, self._link = rng, link
         self._agreed: list[bool] = []
@@ -121,7 +121,7 @@ class PhantomBoard(Board):
         self._is_locked = False
 
     @contextmanager
-    def change(self) -> Iterator[State]:
+    def change(self) -> Iterator[RankStates]:
         with super().change() as state:
             yield state
             for key, offers in [*state.offers.items()]:
@@ -148,8 +148,8 @@ class PhantomBoard(Board):
         return super().turn
 
 
-class PhantomSharing(Sharing):
-    def job_for(self, parts: Sequence[Part], memory: torch.Tensor, *args: Any) -> ShareJob | None:
+class PhantomTransfers(ShardedTransfers):
+    def job_for(self, parts: Sequence[Shard], memory: torch.Tensor, *args: Any) -> ShardJob | None:
         job = super().job_for(parts, memory, *args)
         if job is not None:
             job.begun = Reached(job.begun)
@@ -160,14 +160,17 @@ class PhantomSharing(Sharing):
 
     def join(self, owner: object) -> None:
         me, link = Peer(0, os.getpid(), started_at(os.getpid())), PhantomLink(self._backend)
-        board = PhantomBoard(random.Random(0), link)
-        self.crew, self._model = Courier(self._backend, board, [me, me], link, GatherSpeeds(5e9, 5e9)), "1"
+        shared_state = PhantomState(random.Random(0), link)
+        self.host_group, self._model = (
+            HostGroup(self._backend, shared_state, [me, me], link, GatherSpeeds(5e9, 5e9)),
+            "1",
+        )
         self._memory = link.memory
 
     def check(self, groups: Any) -> None:
         pass
 
-    def _expect(self, part: Part, memory: torch.Tensor) -> None:
+    def _expect(self, part: Shard, memory: torch.Tensor) -> None:
         content, has_weights = torch.zeros(part.num_bytes, dtype=torch.uint8), torch.zeros(part.num_bytes).bool()
         for placed in part.blobs:
             assert isinstance(placed, PlacedBlob)
@@ -179,12 +182,12 @@ class PhantomSharing(Sharing):
             self._memory.expected[memory.data_ptr() + part.at + at] = content[its_bytes], has_weights[its_bytes]
 
     def close(self) -> None:
-        crew = self.crew
-        if crew is not None:
+        host_group = self.host_group
+        if host_group is not None:
             self._memory.is_over = True
         super().close()
-        if crew is not None:
-            crew.leave_all()
+        if host_group is not None:
+            host_group.leave_all()
             self._backend.free(self._memory.nothing)
 
 
@@ -193,6 +196,6 @@ def phantom_rank() -> Iterator[None]:
     """Let whatever is offloaded with `process_group="phantom"` be shared with a rank that is not there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "_as_group", lambda value: value)
-        patch.setattr(engine, "Sharing", PhantomSharing)
-        tune(patch, min_shared_bytes=900, share_patience_seconds=5.0)
+        patch.setattr(engine, "ShardedTransfers", PhantomTransfers)
+        tune(patch, min_shared_bytes=900, shard_timeout_seconds=5.0)
         yield

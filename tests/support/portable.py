@@ -38,34 +38,34 @@ ABOUT_LINUX = {
     "engine/test_several.py": "memory that processes share, and /proc",
     "engine/test_several_streams.py": "memory that processes share",
     "test_examples.py::test_tiny_in_processes": "memory that processes share",
-    "units/test_board.py": "memory that processes share",
+    "units/test_shared_state.py": "memory that processes share",
     "files/reading/test_direct_reads.py": "reads past the page cache",
-    "files/test_page_cache.py": "weights in the page cache, page-locked there",
-    "files/test_checkpoint.py": "weights that rest in their checkpoint, whose edits the page map tells",
+    "files/test_page_cache.py": "weights in the page cache, pinned there",
+    "files/test_checkpoint.py": "weights that are stored in their checkpoint, whose edits the page map tells",
     "files/test_without_page_map.py": "a page map that goes",
     "files/reading/test_reader_processes.py": "processes that fork",
     "engine/test_processes.py": "processes that fork",
     "integrations/test_modular.py::test_resident_weights_give_way_to_a_whole_model": "weights that stay on the device",
-    "integrations/test_opening.py": "casts that are postponed, because the page map tells which weights are views of files",
-    "integrations/test_quantising.py": "models opened in place, as the page map tells which weights are views of files",
+    "integrations/test_loading.py": "casts that are postponed, because the page map tells which weights are views of files",
+    "integrations/test_quantizing.py": "models opened in place, as the page map tells which weights are views of files",
     "files/test_files_of_others.py": "owners and modes of files",
     "files/test_folder.py::test_a_folder_that_somebody_keeps_locked": "locks of files",
     "files/test_folder.py::test_temporary_files_that_a_set_up_does_not_remove": "locks of files",
-    "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that rest in their checkpoint",
-    "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that rest in their checkpoint, as one case",
+    "files/test_file_identity.py::test_the_disk_is_a_promise": "weights that are stored in their checkpoint",
+    "engine/test_changes.py::test_a_swap_an_edit_and_a_new_module": "weights that are stored in their checkpoint, as one case",
     "files/test_files.py::test_small_weights_share_a_mapping": "the kernel's list of mappings",
     "files/test_folder.py::test_name_is_given_to_durable_bytes": "folders that are synced",
     "files/reading/test_reader.py::test_a_file_that_is_cut_off_while_it_is_read": "reads that nothing comes before",
     "engine/test_streams.py::test_the_host_never_waits": "copies across passes",
-    "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights that rest in their checkpoint",
-    "engine/test_streams.py::test_packed_weights_stay_on_the_device": "packed weights, whose edits the page map tells",
-    "engine/weights/test_quantised.py::test_copies_never_wait_on_the_host": "copies across passes",
+    "engine/test_streams.py::test_what_rests_in_ram_does_not_overtake_what_is_read": "weights in their checkpoint",
+    "engine/test_streams.py::test_compressed_weights_stay_on_the_device": "compressed weights, whose edits the page map tells",
+    "engine/weights/test_quantized.py::test_copies_never_wait_on_the_host": "copies across passes",
     "engine/weights/test_kinds.py::test_attributes_of_a_weight_land_in_slots": "copies across passes",
 }
 """The tests that are about what Linux alone has, and what that is. They are skipped.
 
 *Copies across passes*: without a page map the host waits for all copies at the end of a pass. *Reads that nothing comes
-before*: without one a pass begins with a comparison of files and weights, which meets the drive's error first."""
+before*: without one a pass begins with a comparison of files and weights, which meets the disk's error first."""
 
 
 def about_linux(file: str, test: str) -> str | None:
@@ -74,7 +74,7 @@ def about_linux(file: str, test: str) -> str | None:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether an error says that weights cannot rest in their checkpoint, because the system has no page map."""
+    """Whether an error says that weights cannot are stored in their checkpoint, because the system has no page map."""
     return str(error).startswith("offload_device='disk' needs /proc/self/pagemap")
 
 

@@ -1,4 +1,4 @@
-"""Models that rest in files, and faults of the drive: the tests in tests/files/reading/ share them."""
+"""Models that are stored in files, and faults of the disk: the tests in tests/files/reading/ share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import GroupFileError, apply_group_offloading
+from group_offload import StorageError, apply_group_offloading
 from group_offload.base import pool, reading
 
 from .asserts import assert_at_rest
@@ -43,7 +43,7 @@ every_rig = pytest.mark.parametrize(("where", "tier"), RIGS)
 
 
 class Rig:
-    """A model that rests in files, and its twin that does not."""
+    """A model that is stored in files, and its twin that does not."""
 
     def __init__(self, where: str, tier: str, folder: Path, widths: list[int] = WIDTHS, **options: Any) -> None:
         self.device = SimulatedDevice(0) if where == "simulated" else None
@@ -159,7 +159,7 @@ def has_direct_reads(folder: Path) -> bool:
     return True
 
 
-def assert_tells(error: GroupFileError, rig: Rig, what: str) -> None:
+def assert_tells(error: StorageError, rig: Rig, what: str) -> None:
     """The message has the file, the group, the place, what happened and what to do."""
     message = str(error)
     assert any(str(path) in message for path in (rig.folder, *rig.paths())), message

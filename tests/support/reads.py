@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from group_offload.runtime.copies import reader
-from group_offload.runtime.copies.reader import Reader
+from group_offload.runtime.transfers import reader
+from group_offload.runtime.transfers.reader import Reader
 from group_offload.stores.source import SourceFile
 
 from .models import RoutedModel
@@ -100,7 +100,7 @@ def late_reads(rng: random.Random) -> Iterator[None]:
         tune(patch, num_frames=num_frames, num_leaf_frames=num_frames)
         tune(patch, chunk_bytes=chunk_bytes, leaf_chunk_bytes=chunk_bytes)
         if rng.random() < 0.5:
-            patch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 0)
+            patch.setattr("group_offload.runtime.transfers.page_cache_pins.available_ram", lambda: 0)
             patch.setattr(SourceFile, "is_cached", lambda *args: rng.random() < 0.2)
         yield
     threads.shutdown()

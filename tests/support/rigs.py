@@ -18,7 +18,7 @@ from group_offload.api import handle_of
 from .asserts import assert_at_rest, assert_same, plain_tensors
 from .models import Model, make
 
-TIERS = ("ram", "file")
+TIERS = ("ram", "disk")
 LEVELS = ("block_level", "leaf_level")
 
 Offload = Callable[..., OffloadHandle]
@@ -33,7 +33,7 @@ _KEEPING = {
     getattr(torch.ops.aten, name)
     for name in ("copy_", "_to_copy", "clone", "equal", "_has_compatible_shallow_copy_type")
 }
-"""What the engine itself does with weights at rest."""
+"""What the engine itself does with offloaded weights."""
 
 
 class OnloadedOnly(TorchDispatchMode):
@@ -82,7 +82,7 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def check(model: nn.Module, reference: nn.Module, *args: Any, passes: int = 3, **kwargs: Any) -> None:
-    """Several passes of both give the same bits, and afterwards `model` is at rest with the weights of `reference`."""
+    """Several passes of both give the same bits, and afterwards `model` is offloaded with the weights of `reference`."""
     for _ in range(passes):
         # Each gets inputs of its own: a forward may write to them.
         expected = run(reference, *copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -36,8 +36,8 @@ from group_offload import ConfigError, ModuleError, OffloadHandle, OffloadStats,
 from group_offload.activations import apply_activation_offloading
 from group_offload.base.mapping import FileMappings
 from group_offload.base.tuning import tune
-from group_offload.runtime.sharing import crew, sharing
-from group_offload.runtime.sharing.roll import Roll
+from group_offload.runtime.multi_gpu import host_ranks, sharded_transfers
+from group_offload.runtime.multi_gpu.rendezvous import Rendezvous
 
 from .allocations import use_peer_links
 from .asserts import assert_same, same_bits
@@ -45,7 +45,7 @@ from .processes import fork, run_code, status_of
 from .training import DIM, TrainingBlock, TrainingModel
 from .tuning import tune as tune_until_undone
 
-connect = crew._connect
+connect = host_ranks._connect
 KILLED = 9
 DEVICE = torch.device("cpu")
 """Of this rank."""
@@ -121,7 +121,7 @@ def _rank(cases: list[list[str]], num_ranks: int, device: str, meeting: Path, ra
 
 def share_little() -> None:
     """What is tiny is shared too."""
-    tune(min_shared_bytes=1, share_patience_seconds=10.0, share_trial_bytes=1 << 20)
+    tune(min_shared_bytes=1, shard_timeout_seconds=10.0, share_trial_bytes=1 << 20)
 
 
 def model(num_blocks: int = 4) -> TrainingModel:
@@ -138,7 +138,7 @@ def inputs(seed: int = 0) -> torch.Tensor:
 
 
 def share(module: nn.Module, **options: Any) -> OffloadHandle:
-    options = {"onload_device": DEVICE, "process_group": dist.group.WORLD, "share": True, **options}
+    options = {"onload_device": DEVICE, "process_group": dist.group.WORLD, "shard_transfers": True, **options}
     return apply_group_offloading(module, **options)
 
 
@@ -159,12 +159,12 @@ def shared_model(**options: Any) -> tuple[TrainingModel, TrainingModel, OffloadH
 def assert_shared(
     handle: OffloadHandle, before: OffloadStats | None = None, num_ranks: int = 0, tolerance: float = 0.16
 ) -> None:
-    """Each rank has sent its share, and gathered the rest."""
+    """Each rank has sent its shard, and gathered the rest."""
     stats, num_ranks = handle.stats(), num_ranks or dist.get_world_size()
-    gathered, missed, sent = stats.bytes_gathered, stats.gathers_missed, sum(stats.bytes_onloaded.values())
+    gathered, missed, sent = stats.bytes_from_peers, stats.peer_transfers_missed, sum(stats.bytes_onloaded.values())
     if before is not None:
-        gathered -= before.bytes_gathered
-        missed -= before.gathers_missed
+        gathered -= before.bytes_from_peers
+        missed -= before.peer_transfers_missed
         sent -= sum(before.bytes_onloaded.values())
     assert gathered > 0
     if DEVICE.type == "cpu" and not missed:  # on a device some groups are sent ahead; a busy machine makes ranks late
@@ -173,13 +173,13 @@ def assert_shared(
 
 def assert_shared_again(handle: OffloadHandle, offloaded: nn.Module, reference: nn.Module) -> None:
     """Ranks that have gone apart come together again. How soon depends on how long another one keeps them waiting."""
-    gathered, is_done = handle.stats().bytes_gathered, torch.zeros(1)
+    gathered, is_done = handle.stats().bytes_from_peers, torch.zeros(1)
     for _ in range(20):
         dist.all_reduce(is_done, dist.ReduceOp.MIN)
         if is_done:
             return
         check(offloaded, reference, times=1)
-        is_done.fill_(handle.stats().bytes_gathered > gathered)
+        is_done.fill_(handle.stats().bytes_from_peers > gathered)
     raise AssertionError("this rank has gathered nothing, or another one")
 
 
@@ -203,18 +203,18 @@ def has_same_bits(rank: int, offload_type: str) -> None:
     check(offloaded.to(DEVICE), reference)
 
 
-def sends_packed_weights(rank: int, folder: str = "") -> None:
-    """Each rank sends and unpacks its part of packed weights. One of them goes on with plain weights after an edit.
+def sends_compressed_weights(rank: int, folder: str = "") -> None:
+    """Each rank sends and decompresses its part of compressed weights. One of them goes on with plain weights after an edit.
 
     Args:
-        folder: Of packed files, which the ranks have in common.
+        folder: Of compressed files, which the ranks have in common.
     """
-    tune(min_packed_bytes=4096)
+    tune(min_compressed_bytes=4096)
     torch.manual_seed(0)
     offloaded = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.GELU()) for _ in range(5)))
     offloaded.to(torch.bfloat16).requires_grad_(requires_grad=False)
     reference = copy.deepcopy(offloaded).to(DEVICE)
-    handle = share(offloaded, pack=True, **({"offload_to_disk_path": folder} if folder else {}))
+    handle = share(offloaded, compress=True, **({"offload_to_disk_path": folder} if folder else {}))
 
     def step() -> None:
         x = torch.randn(3, 1000, device=DEVICE).to(torch.bfloat16)
@@ -224,8 +224,8 @@ def sends_packed_weights(rank: int, folder: str = "") -> None:
     for _ in range(6):
         step()
     stats = handle.stats()
-    assert stats.bytes_gathered > 0 and stats.bytes_unpacked > 0
-    assert sum(stats.bytes_onloaded.values()) < 0.9 * stats.bytes_unpacked
+    assert stats.bytes_from_peers > 0 and stats.bytes_decompressed > 0
+    assert sum(stats.bytes_onloaded.values()) < 0.9 * stats.bytes_decompressed
     with torch.no_grad():
         for module in (offloaded, reference):
             module[rank][0].weight.data.mul_(2)  # the ranks have other weights from now on: nobody gathers these
@@ -294,7 +294,7 @@ def needs_no_nccl(rank: int) -> None:
     with torch.profiler.profile() as profile:
         check(offloaded, reference)
         torch.accelerator.synchronize()
-    assert handle.stats().bytes_gathered > 0 and "each sends 1/2" in str(handle.plan)
+    assert handle.stats().bytes_from_peers > 0 and "each sends 1/2" in str(handle.plan)
     assert not [event.name for event in profile.events() if "nccl" in event.name.lower()]
 
 
@@ -313,9 +313,9 @@ def edits_weights(rank: int) -> None:
     assert_shared(handle, before)
     if rank == 1:
         edit(5.0)
-    missed = handle.stats().gathers_missed
+    missed = handle.stats().peer_transfers_missed
     check(offloaded, reference)
-    assert handle.stats().gathers_missed > missed
+    assert handle.stats().peer_transfers_missed > missed
 
 
 def has_another_model(rank: int, what: str) -> None:
@@ -345,7 +345,7 @@ def differs_in_one_number(rank: int, folder: str) -> None:
             if differs and rank == 1 and not has_own_file:
                 offloaded[1].weight[2, 0] += 1
             options = {"offload_device": "disk"} if has_own_file else {}
-            with mock.patch.object(sharing, "_hash_of", wraps=sharing._hash_of) as hashed:
+            with mock.patch.object(sharded_transfers, "_hash_of", wraps=sharded_transfers._hash_of) as hashed:
                 if differs:
                     why = "rank 1 has another one than rank 0: group '.*' has other"
                     with pytest.raises(ModuleError, match=why):
@@ -362,7 +362,7 @@ def differs_in_one_number(rank: int, folder: str) -> None:
 def meets_again(rank: int) -> None:
     """The store still has what ranks said when they met for the first time: another process group may use it again."""
     for is_again in (False, True):
-        crew._crews.clear()
+        host_ranks._host_groups.clear()
         if is_again and rank == 0:
             time.sleep(0.3)  # rank 1 has asked by then, and has to wait for a new answer
         *_kept, handle = shared_model()
@@ -383,14 +383,14 @@ def is_in_two_groups(rank: int) -> None:
 def is_killed_as_it_sets_up(rank: int) -> None:
     """The others do not wait for a rank that has ended."""
     if rank == 1:
-        sharing.Sharing.check = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        sharded_transfers.ShardedTransfers.check = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with pytest.raises(StateError, match=r"Rank 1 \(process \d+\) has ended before its model was offloaded"):
         share(model())
 
 
 def has_other_options(rank: int) -> None:
     """All ranks say so at once, whoever is late, and can share afterwards. While the late one looks, the other fails."""
-    said, tell = Roll._said, Roll.tell
+    said, tell = Rendezvous._said, Rendezvous.tell
 
     def looks_late(*args: Any) -> Any:
         found = said(*args)
@@ -401,16 +401,21 @@ def has_other_options(rank: int) -> None:
         time.sleep(0.02)
         tell(*args)
 
-    differing = {"offload_type": "leaf_level", "verify_files": True, "share": "auto", "offload_device": "disk"}
+    differing = {
+        "offload_type": "leaf_level",
+        "verify_checksums": True,
+        "shard_transfers": "auto",
+        "offload_device": "disk",
+    }
     for late, (name, value) in product((0, 1), differing.items()):
-        more = {"share": "auto"} if name == "verify_files" else {}
+        more = {"shard_transfers": "auto"} if name == "verify_checksums" else {}
         options = {name: value, **more} if rank == 1 else {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Roll, *(("_said", looks_late) if rank == late else ("tell", tells_late)))
+            patch.setattr(Rendezvous, *(("_said", looks_late) if rank == late else ("tell", tells_late)))
             fails_alike(ConfigError, rf"same options, but {name}.* in rank 1, and .* in rank 0", model(), **options)
     with pytest.MonkeyPatch.context() as same:
-        crew._crews.clear()
-        same.setattr(crew, "_name_of", lambda backend: f"GPU {min(rank, num_ranks - 2)}")
+        host_ranks._host_groups.clear()
+        same.setattr(host_ranks, "_name_of", lambda backend: f"GPU {min(rank, num_ranks - 2)}")
         num_ranks = dist.get_world_size()
         ranks = f"Ranks {num_ranks - 2} and {num_ranks - 1} of process_group compute on the same device"
         fails_alike(ConfigError, ranks, model())
@@ -452,8 +457,8 @@ def leaves_early(rank: int) -> None:
     check(offloaded, reference, times=4)
 
 
-def rests_in_files(rank: int, folder: str) -> None:
-    """Weights that are views of one checkpoint: each rank reads its share of the file."""
+def is_stored_on_disk(rank: int, folder: str) -> None:
+    """Weights that are views of one checkpoint: each rank reads its shard of the file."""
     reference, path = resident(), Path(folder) / "model.safetensors"
     if rank == 0:
         save_file(reference.state_dict(), path)
@@ -470,7 +475,7 @@ def rests_in_files(rank: int, folder: str) -> None:
         check(offloaded, reference)
         # Without options a device's driver may lock the mapped file: it then counts as RAM.
         sent = handle.stats().bytes_onloaded
-        assert sent["file"] if options else sum(sent.values()), options
+        assert sent["disk"] if options else sum(sent.values()), options
         assert_shared(handle)
         handle.remove()
 
@@ -487,18 +492,18 @@ def is_in_groups(rank: int) -> None:
     assert_shared(handle, num_ranks=2, tolerance=0.05)
     again = share(other := model(), process_group=mesh["cp"].get_group())
     check(other, reference)
-    assert again.stats().bytes_gathered > 0
+    assert again.stats().bytes_from_peers > 0
 
 
 def is_on_two_hosts(rank: int) -> None:
     """Ranks of several hosts: each host's share among themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (crew, sharing):
+        for module in (host_ranks, sharded_transfers):
             patch.setattr(module, "place_of_process", lambda: f"host {rank // 2}" if rank < 4 else "")
-        why = "share=True, but rank 4 can't share: no other rank of process_group is on this host"
+        why = "shard_transfers=True, but rank 4 can't share: no other rank of process_group is on this host"
         fails_alike(ConfigError, why, model())
         offloaded = model()
-        handle = share(offloaded, share="auto")
+        handle = share(offloaded, shard_transfers="auto")
         assert ("no other rank" if rank == 4 else "arrive faster") in str(handle.plan)
         several = dist.new_group([0, 1, 2, 3])
         if rank < 4:
@@ -513,7 +518,7 @@ def has_one_copy(rank: int, *, arms: tuple[Any, ...] = (True, "auto")) -> None:
     """
     for shares in arms:
         offloaded, reference = model(), resident()
-        handle = share(offloaded, share=shares)
+        handle = share(offloaded, shard_transfers=shares)
         mappings = [FileMappings().at(parameter.data_ptr()) for parameter in offloaded.parameters()]
         places = [None if mapping is None else (mapping.identity, mapping.is_private) for mapping in mappings]
         found: list[Any] = [None] * dist.get_world_size()
@@ -536,8 +541,8 @@ def has_one_copy(rank: int, *, arms: tuple[Any, ...] = (True, "auto")) -> None:
 def is_on_the_cpu(rank: int) -> None:
     """Which shares one copy in RAM, and sends nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "_connect", connect)
-        why = "share=True, but rank 0 can't share: the CPU uses weights in RAM in place"
+        patch.setattr(host_ranks, "_connect", connect)
+        why = "shard_transfers=True, but rank 0 can't share: the CPU uses weights in RAM in place"
         fails_alike(ConfigError, why, model())
         has_one_copy(rank, arms=("auto",))
 
@@ -578,7 +583,7 @@ def trained(
     if is_checkpointed:
         module.run_block = lambda block, *args: checkpoint(block, *args, use_reentrant=False)
     called = wrap(module) if is_first else None
-    handle = None if kind == "resident" else share(module, share=kind == "shared")
+    handle = None if kind == "resident" else share(module, shard_transfers=kind == "shared")
     called = called or wrap(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # One by one, as on the CPU: on a GPU torch steps all at once, and fails where FSDP2 has some of them and not others.
@@ -593,7 +598,7 @@ def trained(
             bits += [local(value) for value in module.state_dict().values()]
             if handle is not None:
                 assert rebuilds[:3] == [rebuilds[0]] * 3
-                assert bool(handle.stats().bytes_gathered) == (kind == "shared")
+                assert bool(handle.stats().bytes_from_peers) == (kind == "shared")
                 handle.remove()
                 module.to(DEVICE)
                 handle = None
@@ -681,9 +686,9 @@ def is_a_pipeline(rank: int) -> None:
 
     expected = tiny.run(tiny.flux_pipeline())
     pipe = tiny.flux_pipeline()
-    handles = enable_group_offload(pipe, onload_device=DEVICE, process_group=dist.group.WORLD, share=True)
+    handles = enable_group_offload(pipe, onload_device=DEVICE, process_group=dist.group.WORLD, shard_transfers=True)
     for _ in range(2):
         assert_same(tiny.run(pipe), expected)
-    assert handles["transformer"].stats().bytes_gathered > 0
+    assert handles["transformer"].stats().bytes_from_peers > 0
     disable_group_offload(pipe)
     assert_same(tiny.run(pipe), expected)

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import group_offload.base.device as backends
-from group_offload.stores.moves import Unpack
+from group_offload.stores.moves import Decompress
 
 from . import allocator
 from .allocator import Memory, Meter, OnCard
@@ -66,7 +66,7 @@ class RaceError(AssertionError):
     """Two accesses of the same bytes conflict, and nothing orders them; or memory was used after it was freed."""
 
 
-class UninitialisedRead(AssertionError):
+class UninitializedRead(AssertionError):
     """Device memory was read that nobody has written since `empty`."""
 
 
@@ -121,7 +121,7 @@ class _Region:
         for segment in self.segments[self._cut(start, end)]:
             self._check(segment, access, "reads what was written by", [segment.write], clock)
             if not segment.written:
-                raise UninitialisedRead(f"{access} reads what nobody wrote: {self._describe(segment)}.")
+                raise UninitializedRead(f"{access} reads what nobody wrote: {self._describe(segment)}.")
             segment.reads[access.timeline] = access
 
     def write(self, start: int, end: int, access: _Access, clock: Clock) -> None:
@@ -438,8 +438,8 @@ class SimulatedDevice(OnCard):
                     sys.settrace(trace)
 
             move = getattr(kernel, "__self__", None)
-            reads = [source[start:end] for start, end in move.sent] if isinstance(move, Unpack) else [source]
-            self._enqueue(stream, "unpack", run, reads=reads, writes=[target])
+            reads = [source[start:end] for start, end in move.sent] if isinstance(move, Decompress) else [source]
+            self._enqueue(stream, "decompress", run, reads=reads, writes=[target])
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of a host tensor."""
@@ -501,8 +501,8 @@ class SimulatedDevice(OnCard):
                 raise RuntimeError(f"Expected all operands of {func} on the device, but {list(tensor.shape)} is not.")
         given = op.given(args, kwargs)
         in_place = bool(given) or not op.has_returns
-        foreseen = _NO_OUTPUTS if in_place else _foresee(func, args, kwargs)
-        leaves, structure = foreseen or _NO_OUTPUTS
+        predicted = _NO_OUTPUTS if in_place else _predict(func, args, kwargs)
+        leaves, structure = predicted or _NO_OUTPUTS
         outputs = [self._make(leaf, stream) if isinstance(leaf, _Layout) else leaf for leaf in leaves]
         if op.name in _ALLOCATES:
             return tree_unflatten(outputs, structure)
@@ -518,16 +518,16 @@ class SimulatedDevice(OnCard):
             produced.append(func(*real_args, **real_kwargs))
             for target, value in zip(targets, tree_leaves(produced[0]), strict=False):  # in place: no targets
                 if target is not None and value is not None:
-                    assert target.shape == value.shape and target.dtype == value.dtype, f"{func} was foreseen wrongly"
+                    assert target.shape == value.shape and target.dtype == value.dtype, f"{func} was predicted wrongly"
                     target.copy_(value)
 
         reads = [tensor for tensor, is_read, _ in uses if is_read]
         work = self._enqueue(stream, op.label, kernel, reads=reads, writes=written + made)
-        if (foreseen is None and op.asks) or written_ids & {id(tensor) for tensor in host}:
+        if (predicted is None and op.asks) or written_ids & {id(tensor) for tensor in host}:
             self._wait([work])  # the host needs a value or a shape, or its own memory is written
-        elif foreseen is None or op.is_random:
+        elif predicted is None or op.is_random:
             self._run_until(work)  # orders nothing: real shapes are known without, random numbers are taken at the call
-        if foreseen is None:
+        if predicted is None:
             return tree_map_only(torch.Tensor, self.put, produced[0])
         if in_place:
             return None if not given else given[0] if len(given) == 1 else tuple(given)
@@ -847,20 +847,20 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 _NO_OUTPUTS: tuple[list[Any], Any] = tree_flatten([])
 _fake = FakeTensorMode(allow_fallback_kernels=False)
-_foreseen: dict[Any, tuple[list[Any], Any] | None] = {}
+_predicted: dict[Any, tuple[list[Any], Any] | None] = {}
 
 
-def _foresee(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | None:
+def _predict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any] | None:
     """The outputs, with layouts instead of tensors, and their structure; None where only the kernel can tell."""
     key = func, _frozen(args), _frozen(kwargs), torch.get_default_dtype()
-    if key not in _foreseen:
+    if key not in _predicted:
         outputs = _fake_outputs(func, args, kwargs)
         leaves, structure = tree_flatten(outputs)
         layouts = [
             _dense(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        _foreseen[key] = None if outputs is None else (layouts, structure)
-    return _foreseen[key]
+        _predicted[key] = None if outputs is None else (layouts, structure)
+    return _predicted[key]
 
 
 def _frozen(value: Any) -> Any:

@@ -10,17 +10,17 @@ from group_offload.plan import speeds
 from group_offload.plan.placement import Speeds
 
 MIB = 1 << 20
-KNOWN_SPEEDS = Speeds(h2d=50 * 10**9, drive=2 * 10**9)
+KNOWN_SPEEDS = Speeds(h2d=50 * 10**9, disk=2 * 10**9)
 """What every test takes for the speeds of this machine."""
 
 
-def use_speeds(patch: pytest.MonkeyPatch, *, h2d: int = KNOWN_SPEEDS.h2d, drive: int = KNOWN_SPEEDS.drive) -> None:
-    """Let plans take these for the speeds of the link and the drive, in bytes a second."""
-    speeds = replace(KNOWN_SPEEDS, h2d=h2d, drive=drive)
-    patch.setattr("group_offload.runtime.budget.budgeter.known_speeds", lambda *args, **options: speeds)
+def use_speeds(patch: pytest.MonkeyPatch, *, h2d: int = KNOWN_SPEEDS.h2d, disk: int = KNOWN_SPEEDS.disk) -> None:
+    """Let plans take these for the speeds of the link and the disk, in bytes a second."""
+    speeds = replace(KNOWN_SPEEDS, h2d=h2d, disk=disk)
+    patch.setattr("group_offload.runtime.budget.memory_budget.known_speeds", lambda *args, **options: speeds)
 
 
 def measure_little(patch: pytest.MonkeyPatch) -> None:
     """Let measurements move 2 MiB over the link, and read files of 1 MiB."""
-    for name, size in (("LINK_BYTES", 2 * MIB), ("MIN_DRIVE_BYTES", MIB), ("_MAX_DRIVE_BYTES", 4 * MIB)):
+    for name, size in (("LINK_BYTES", 2 * MIB), ("MIN_DISK_BYTES", MIB), ("_MAX_DRIVE_BYTES", 4 * MIB)):
         patch.setattr(speeds, name, size)

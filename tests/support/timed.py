@@ -72,10 +72,10 @@ class TimedDevice(OnCard):
         self._streams.append(self._compute)
         self._blocks: dict[int, tuple[Block, TimedStream, set[TimedStream]]] = {}  # by address: owner and other users
         self.copied_bytes = 0
-        self.locked_bytes = self.unlocked_bytes = 0
+        self.locked_bytes = self.unpinned_bytes = 0
         self.lock_bytes_per_second = math.inf
-        """What page-locking, and its end, take the host if the thread that launches does it."""
-        self.unpacked_bytes_per_second = 20 * bytes_per_second
+        """What pinning, and its end, take the host if the thread that launches does it."""
+        self.decompressed_bytes_per_second = 20 * bytes_per_second
         self.scale = 1.0
         """Compute takes that many times what it is told to."""
 
@@ -157,22 +157,22 @@ class TimedDevice(OnCard):
             self.wait_until(stream.now)
 
     def transform(self, kernel: Any, target: torch.Tensor, source: torch.Tensor, stream: TimedStream) -> None:
-        stream.now = max(stream.now, self.host) + target.numel() / self.unpacked_bytes_per_second
+        stream.now = max(stream.now, self.host) + target.numel() / self.decompressed_bytes_per_second
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         left = [memory.numel()]
         self.locked_bytes += memory.numel()
-        self._page_locks(memory.numel())
+        self._pinned_pages(memory.numel())
 
         def unpin() -> None:
             if left:
-                self._page_locks(left[0])
-                self.unlocked_bytes += left.pop()
+                self._pinned_pages(left[0])
+                self.unpinned_bytes += left.pop()
 
         undo.append(unpin)
         return True
 
-    def _page_locks(self, num_bytes: int) -> None:
+    def _pinned_pages(self, num_bytes: int) -> None:
         if threading.current_thread() is threading.main_thread():
             self.host += num_bytes / self.lock_bytes_per_second
 

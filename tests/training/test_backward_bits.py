@@ -17,7 +17,7 @@ from group_offload import StateError, apply_activation_offloading, apply_group_o
 
 from ..support.asserts import same_bits
 from ..support.backward import OPTIONS, LoraBlock, LoraModel, check, make, offloaded
-from ..support.on_device import packing
+from ..support.on_device import compression
 from ..support.training import CHECKPOINTS, DIM, STEPS, Step, assert_same_bits, in_part, plain, selective, train
 
 
@@ -169,7 +169,7 @@ def test_bits_beside_activation_offloading(first: str, run_block: Any, tmp_path:
 
 
 class WideBlock(LoraBlock):
-    """Wide enough for packing to be worth it."""
+    """Wide enough for compression to be worth it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class WideBlock(LoraBlock):
         return x + torch.tanh(self.back(torch.tanh(self.wide(x))))
 
 
-class PackedModel(LoraModel):
+class CompressedModel(LoraModel):
     block_class = WideBlock
 
     def embedded(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ class PackedModel(LoraModel):
 
 def make_wide() -> nn.Module:
     torch.manual_seed(0)
-    return PackedModel(4).bfloat16()
+    return CompressedModel(4).bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def make_wide() -> nn.Module:
     ],
     ids=str,
 )
-def test_a_lora_is_trained_over_packed_weights(step: str, options: dict[str, Any], tmp_path: Path) -> None:
-    with packing():
-        stats = check(STEPS[step], "random", tmp_path, make_wide, num_steps=3, pack=True, **options)
-    assert stats.bytes_unpacked and stats.packed_bytes and stats.backward_passes
+def test_a_lora_is_trained_over_compressed_weights(step: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with compression():
+        stats = check(STEPS[step], "random", tmp_path, make_wide, num_steps=3, compress=True, **options)
+    assert stats.bytes_decompressed and stats.compressed_bytes and stats.backward_passes

@@ -22,7 +22,7 @@ from group_offload.runtime import backward as backward_module
 from ..support.asserts import plain_tensors, same_bits
 from ..support.backward import OPTIONS, LoraModel, check, make, offloaded
 from ..support.inside import engine_of
-from ..support.quantised import Quantised
+from ..support.quantized import Quantized
 from ..support.training import (
     CHECKPOINTS,
     DIM,
@@ -345,8 +345,8 @@ def test_hooks_of_others_around_and_inside(where: str, tmp_path: Path) -> None:
     check(step, "cpu", tmp_path, lambda: make(run_block=run_block))
 
 
-class QuantisedFunction(torch.autograd.Function):
-    """Saves the quantised weight itself, and restores it in backward, as the layers of such libraries do."""
+class QuantizedFunction(torch.autograd.Function):
+    """Saves the quantized weight itself, and restores it in backward, as the layers of such libraries do."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -359,25 +359,25 @@ class QuantisedFunction(torch.autograd.Function):
         return gradient @ weight.dequantised().t(), None
 
 
-class QuantisedProduct(nn.Module):
+class QuantizedProduct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(Quantised.of(torch.randn(DIM, DIM)), requires_grad=False)
+        self.weight = nn.Parameter(Quantized.of(torch.randn(DIM, DIM)), requires_grad=False)
 
     def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = QuantisedFunction.apply(x, self.weight)
+        result: torch.Tensor = QuantizedFunction.apply(x, self.weight)
         return result.sin()
 
 
 def test_weights_that_are_tensor_subclasses(tmp_path: Path) -> None:
-    def quantised() -> LoraModel:
+    def quantized() -> LoraModel:
         model = make(1)
-        model.blocks = nn.ModuleList(QuantisedProduct() for _ in range(5))
+        model.blocks = nn.ModuleList(QuantizedProduct() for _ in range(5))
         model.order = list(range(5))
         torch.manual_seed(0)
         return model
 
     for device in ("cpu", "random"):
         for level in ("block_level", "leaf_level"):
-            stats = check(plain, device, tmp_path, quantised, offload_type=level)
+            stats = check(plain, device, tmp_path, quantized, offload_type=level)
             assert stats.backward_passes == 2

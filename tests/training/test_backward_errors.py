@@ -19,8 +19,8 @@ from group_offload import StateError
 
 from ..support.asserts import same_bits
 from ..support.backward import check, frozen_bits, make, offloaded
+from ..support.participants import in_threads
 from ..support.training import DIM, STEPS, Put, assert_same_bits, data, plain, train
-from ..support.travellers import in_threads
 from ..support.tuning import tune
 
 
@@ -238,7 +238,7 @@ def test_a_pass_that_waits_for_another_thread_that_waits_for_it(
 ) -> None:
     """A forward whose hook waits for another thread's backward over an earlier graph of the same model, and the other way
     round. Hazard: both wait for ever."""
-    tune(monkeypatch, backward_patience_seconds=0.2)
+    tune(monkeypatch, backward_timeout_seconds=0.2)
     model = make().requires_grad_(False).eval()
     errors: list[StateError] = []
 

@@ -36,7 +36,7 @@ def test_groups_come_once_each_way_and_ahead(run_block: Any, tmp_path: Path) -> 
         after = handle.stats()
         assert len(calls) == 3 * 6 * (1 if run_block is None else 2)
         assert after.onloads - before.onloads == 3 * (2 * 6 - 4)
-        assert after.stalls == 0  # the first backward is foreseen, too
+        assert after.stalls == 0  # the first backward is predicted, too
         assert after.backward_passes - before.backward_passes == 3
 
 

@@ -25,7 +25,7 @@ from ..support.training import CHECKPOINTS, DIM, STEPS, TOKENS, Put, assert_same
 
 
 class Stashing(torch.autograd.Function):
-    """Keeps its weight where no hook sees it, as kernels for quantised weights do."""
+    """Keeps its weight where no hook sees it, as kernels for quantized weights do."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

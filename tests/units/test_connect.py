@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from group_offload.base.device import Backend
-from group_offload.runtime.sharing import crew
-from group_offload.runtime.sharing.links import PeerLink
+from group_offload.runtime.multi_gpu import host_ranks
+from group_offload.runtime.multi_gpu.links import PeerLink
 
 from ..support.allocations import SharedFiles
 from ..support.tuning import tune
@@ -18,7 +18,7 @@ from ..support.tuning import tune
 TOPICS = ["1/memory", "1/places", "1/reached", "1/arrived", "1/closed"]
 
 
-class TwoRolls:
+class TwoRendezvous:
     """Both ranks go through one set-up: what the other rank says is given."""
 
     ranks, rank = [0, 1], 0
@@ -44,16 +44,16 @@ def connect(monkeypatch: pytest.MonkeyPatch, *, fails: str = "", device: str = "
         place=(1, 0), link=link, share=lambda places: fail("share"), compare=lambda: fail("compare")
     )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(crew, "PeerMemory", lambda device: fail("open"))
-    monkeypatch.setattr(crew, "Trial", lambda *args: trial)
-    monkeypatch.setattr(crew, "_measure", lambda *args: "speeds")
-    roll: Any = TwoRolls({topic: "rank 1 failed" if topic == said else "" for topic in TOPICS})
-    roll.theirs["1/places"] = (1, 0), {}
+    monkeypatch.setattr(host_ranks, "PeerMemory", lambda device: fail("open"))
+    monkeypatch.setattr(host_ranks, "Trial", lambda *args: trial)
+    monkeypatch.setattr(host_ranks, "_measure", lambda *args: "speeds")
+    rendezvous: Any = TwoRendezvous({topic: "rank 1 failed" if topic == said else "" for topic in TOPICS})
+    rendezvous.theirs["1/places"] = (1, 0), {}
     backend: Any = SimpleNamespace(device=torch.device(device))
     try:
-        return crew._connect(backend, roll, "1", [0, 1]), roll.topics, link
-    except crew._CannotShare as error:
-        return str(error), roll.topics, link
+        return host_ranks._connect(backend, rendezvous, "1", [0, 1]), rendezvous.topics, link
+    except host_ranks._CannotShare as error:
+        return str(error), rendezvous.topics, link
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ class Ranks:
     """The trials of all ranks, in one process."""
 
     def __init__(self, num_ranks: int) -> None:
-        memory, self.trials = SharedFiles(), list[crew.Trial]()
+        memory, self.trials = SharedFiles(), list[host_ranks.Trial]()
         self.backends = [Backend() for _ in range(num_ranks)]
         for rank, backend in enumerate(self.backends):
             backend.empty = memory.empty  # type: ignore[method-assign]
             backend.empty_pinned = memory.empty  # type: ignore[method-assign]
-            self.trials.append(crew.Trial(backend, rank, num_ranks, memory))  # type: ignore[arg-type]
+            self.trials.append(host_ranks.Trial(backend, rank, num_ranks, memory))  # type: ignore[arg-type]
         self.places = {str(rank): trial.place for rank, trial in enumerate(self.trials)}
         for trial in self.trials:
             trial.link.look({str(rank): each.link.handles for rank, each in enumerate(self.trials)})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from group_offload.base.compiled import refuse_trace
-from group_offload.runtime.convoy.fingerprint import Fingerprint, examine
+from group_offload.runtime.interleave.fingerprint import Fingerprint, examine
 
 
 class Scaled(nn.Linear):

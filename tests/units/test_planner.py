@@ -26,12 +26,12 @@ from group_offload.plan.placement import (
     smallest_ram_bytes,
 )
 from group_offload.plan.planner import Plan, kept_plan, make_plan
-from group_offload.plan.ram_shares import ComponentLoad, share_ram
+from group_offload.plan.ram_split import ComponentLoad, share_ram
 
 MIB, GIB = 1 << 20, 1 << 30
-D, P, R, F = Placement.DEVICE, Placement.PACKED, Placement.RAM, Placement.FILE
-ROUND_SPEEDS = Speeds(h2d=100 * MIB, drive=10 * MIB)
-"""So that 100 MiB are a second on the link, and ten from the drive."""
+D, P, R, F = Placement.DEVICE, Placement.COMPRESSED, Placement.RAM, Placement.FILE
+ROUND_SPEEDS = Speeds(h2d=100 * MIB, disk=10 * MIB)
+"""So that 100 MiB are a second on the link, and ten from the disk."""
 
 
 def groups_of(
@@ -71,7 +71,7 @@ def within(problem: Problem, device_bytes: int | None, ram_bytes: int | None = N
 
 def test_all_resident_is_compute() -> None:
     prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 0.25)), [D] * 4)
-    none = dict.fromkeys(("stall_seconds", "h2d_bytes", "drive_bytes", "h2d_seconds", "drive_seconds"), 0)
+    none = dict.fromkeys(("stall_seconds", "h2d_bytes", "disk_bytes", "h2d_seconds", "disk_seconds"), 0)
     assert prediction == Prediction(step_seconds=1.0, compute_seconds=1.0, **none)
     assert (prediction.bound, prediction.limit_seconds) == ("compute", 1.0)
 
@@ -89,15 +89,15 @@ def test_what_is_sent_once() -> None:
     assert simulate(problem_of(groups, order=[0, 0, 1, 2]), [R] * 3).h2d_bytes == 300 * MIB
     assert simulate(problem_of(groups, order=[0, 1, 0, 2]), [R] * 3).h2d_bytes == 400 * MIB
     prediction = simulate(problem_of(groups_of([100 * MIB, 50 * MIB], 1.0), order=[0, 1, 0]), [R, F])
-    assert (prediction.h2d_bytes, prediction.drive_bytes, prediction.step_seconds) == (0, 0, 2.0)
+    assert (prediction.h2d_bytes, prediction.disk_bytes, prediction.step_seconds) == (0, 0, 2.0)
 
 
 def test_staging_lets_the_drive_read_on() -> None:
-    """Without it the drive waits for a place; the last chunk is sent after it was read."""
+    """Without it the disk waits for a place; the last chunk is sent after it was read."""
     groups = groups_of([100 * MIB] * 3, 4.0)
     assert simulate(problem_of(groups, staging_bytes=100 * MIB), [F, R, R]).step_seconds == pytest.approx(12.0)
     without = simulate(problem_of(groups, staging_bytes=0), [F, R, R])
-    # Its place is free once the first of the other two is computed: the drive has the time of one more.
+    # Its place is free once the first of the other two is computed: the disk has the time of one more.
     assert without.step_seconds == pytest.approx(12.0 + 10.0 + 0.16 - 4.0)
 
 
@@ -120,7 +120,7 @@ def test_rests_that_are_decided_stay() -> None:
     problem = replace(within(problem_of(groups_of([100 * MIB] * 8, 0.1)), 400 * MIB, 800 * MIB), rests=rests)
     plan = make_plan(problem)
     assert plan.rests == rests and plan.ram_bytes == 500 * MIB
-    assert [at for at, rest in zip(plan.placements, rests, strict=True) if rest is F].count(D) == 2  # the drive bounds
+    assert [at for at, rest in zip(plan.placements, rests, strict=True) if rest is F].count(D) == 2  # the disk bounds
     assert plan.gain_from(ram_bytes=800 * MIB) > 0 and plan.gain_from(device_bytes=100 * MIB) > 0
 
 
@@ -145,47 +145,52 @@ def test_gain_from_more_memory() -> None:
     assert plan.gain_from(device_bytes=100 * MIB) == pytest.approx(10.0)
     assert plan.gain_from(ram_bytes=100 * MIB) == pytest.approx(10.0)
     assert plan.gain_from() == 0.0
-    # Without a budget the bytes are added to what rests in RAM: not RAM for all.
+    # Without a budget the bytes are added to what is stored in RAM: not RAM for all.
     problem = replace(within(plan.problem, None), rests=(R,) * 2 + (F,) * 6)
     assert make_plan(problem).gain_from(ram_bytes=100 * MIB) == pytest.approx(10.0)
 
 
-# Packed bytes
+# Compressed bytes
 
 
-def packed(groups: Sequence[PlannedGroup], ratio: float = 0.7, *, reads_packed: bool = False) -> list[PlannedGroup]:
-    return [replace(group, packed_bytes=int(group.num_bytes * ratio), reads_packed=reads_packed) for group in groups]
+def compressed(
+    groups: Sequence[PlannedGroup], ratio: float = 0.7, *, reads_compressed: bool = False
+) -> list[PlannedGroup]:
+    return [
+        replace(group, compressed_bytes=int(group.num_bytes * ratio), reads_compressed=reads_compressed)
+        for group in groups
+    ]
 
 
-def test_packed_bytes_cross_the_link_and_are_unpacked() -> None:
-    groups = packed(groups_of([100 * MIB] * 4, 0.1, in_file=False), 0.5)
-    problem = problem_of(groups, speeds=Speeds(h2d=100 * MIB, drive=MIB, unpack=1000 * MIB))
+def test_compressed_bytes_cross_the_link_and_are_decompressed() -> None:
+    groups = compressed(groups_of([100 * MIB] * 4, 0.1, in_file=False), 0.5)
+    problem = problem_of(groups, speeds=Speeds(h2d=100 * MIB, disk=MIB, decompress=1000 * MIB))
     prediction = simulate(problem, [R] * 4)
-    assert (prediction.h2d_bytes, prediction.unpack_bytes) == (200 * MIB, 400 * MIB)
-    assert prediction.step_seconds == pytest.approx(2.0)  # the link: compute and unpacking take 0.8 s beside it
-    assert (prediction.bound, prediction.unpack_seconds) == ("PCIe", pytest.approx(0.4))
+    assert (prediction.h2d_bytes, prediction.decompress_bytes) == (200 * MIB, 400 * MIB)
+    assert prediction.step_seconds == pytest.approx(2.0)  # the link: compute and decompression take 0.8 s beside it
+    assert (prediction.bound, prediction.decompress_seconds) == ("PCIe", pytest.approx(0.4))
     on_device = simulate(problem, [P] * 4)
     assert (on_device.h2d_bytes, on_device.step_seconds, on_device.bound) == (0, pytest.approx(0.8), "compute")
     assert on_device.stall_seconds == pytest.approx(0.0)
 
 
-def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
-    groups, speeds = groups_of([100 * MIB] * 4, 0.1), Speeds(h2d=1000 * MIB, drive=100 * MIB, unpack=2000 * MIB)
-    plain = simulate(problem_of(packed(groups, 0.5), speeds=speeds), [F] * 4)
-    assert (plain.drive_bytes, plain.h2d_bytes, plain.unpack_bytes) == (400 * MIB, 400 * MIB, 0)
+def test_what_is_read_is_compressed_if_a_file_holds_the_compressed_bytes() -> None:
+    groups, speeds = groups_of([100 * MIB] * 4, 0.1), Speeds(h2d=1000 * MIB, disk=100 * MIB, decompress=2000 * MIB)
+    plain = simulate(problem_of(compressed(groups, 0.5), speeds=speeds), [F] * 4)
+    assert (plain.disk_bytes, plain.h2d_bytes, plain.decompress_bytes) == (400 * MIB, 400 * MIB, 0)
     assert (plain.step_seconds, plain.bound) == (pytest.approx(4.0), "disk")
-    problem = problem_of(packed(groups, 0.5, reads_packed=True), speeds=speeds)
+    problem = problem_of(compressed(groups, 0.5, reads_compressed=True), speeds=speeds)
     read = simulate(problem, [F] * 4)
-    assert (read.drive_bytes, read.h2d_bytes, read.unpack_bytes) == (200 * MIB, 200 * MIB, 400 * MIB)
-    assert (read.step_seconds, read.unpack_seconds) == (pytest.approx(2.0), pytest.approx(0.2))
-    # One berth for what is read, and three for what is sent from RAM.
+    assert (read.disk_bytes, read.h2d_bytes, read.decompress_bytes) == (200 * MIB, 200 * MIB, 400 * MIB)
+    assert (read.step_seconds, read.decompress_seconds) == (pytest.approx(2.0), pytest.approx(0.2))
+    # One compressed buffer for what is read, and three for what is sent from RAM.
     assert smallest_device_bytes(problem) == (2 * 100 + 3 * 50) * MIB
     assert smallest_device_bytes(within(problem, None, 60 * MIB)) == (2 * 100 + 4 * 50) * MIB
     assert smallest_device_bytes(replace(problem, rests=(F,) * 4)) == (2 * 100 + 50) * MIB
     plan = make_plan(within(problem, None, 60 * MIB))
     assert_sound(plan)
     assert sorted(plan.placements) == [F] * 3 + [R]
-    assert plan.slot_bytes == (2 * 100 + 3 * 50 + 50) * MIB and plan.prediction.drive_bytes == 150 * MIB
+    assert plan.slot_bytes == (2 * 100 + 3 * 50 + 50) * MIB and plan.prediction.disk_bytes == 150 * MIB
     # With more RAM some groups would rest there, and need more space to land in than there is.
     decided = replace(within(problem, 250 * MIB, 60 * MIB), rests=(F,) * 4)
     assert make_plan(decided).sentences()[-1] == "1 GiB more RAM would save 1.6 s of 2 s a forward (80%)."
@@ -193,8 +198,8 @@ def test_what_is_read_is_packed_if_a_file_holds_the_packed_bytes() -> None:
 
 def test_a_few_strips_of_a_group_are_sent_before_its_slot_is_free() -> None:
     """In one slot groups of nine strips take turns: three of them are sent while the group before computes."""
-    groups = packed(groups_of([GIB] * 6, 1.0), 0.5)
-    problem = problem_of(groups, speeds=Speeds(h2d=GIB, drive=GIB, unpack=1e15), num_slots=1)
+    groups = compressed(groups_of([GIB] * 6, 1.0), 0.5)
+    problem = problem_of(groups, speeds=Speeds(h2d=GIB, disk=GIB, decompress=1e15), num_slots=1)
     assert -(-GIB // 2 // tuning().strip_bytes) == 9
     assert simulate(problem, [R] * 6).step_seconds == pytest.approx(6 * (1 + 0.5 * 6 / 9), abs=1e-4)
     small = replace(problem, groups=tuple(replace(group, strip_bytes=GIB // 5) for group in groups))
@@ -208,7 +213,7 @@ def test_a_few_strips_of_a_group_are_sent_before_its_slot_is_free() -> None:
 def problems(draw: st.DrawFn) -> Problem:
     """Budgets are from the smallest that works to all that there is, or not given."""
     size = st.one_of(st.sampled_from([10, 50, 90]), st.integers(0, 100))
-    is_any_packed = draw(st.booleans())
+    is_any_compressed = draw(st.booleans())
     seconds = draw(st.sampled_from([0.0, 0.3, 1.0, 3.0]))
     group = st.builds(
         PlannedGroup,
@@ -219,10 +224,10 @@ def problems(draw: st.DrawFn) -> Problem:
         may_reside=st.sampled_from([True, True, True, False]),
     )
     groups = draw(st.lists(group, min_size=1, max_size=6))
-    if is_any_packed:
+    if is_any_compressed:
         ratios = st.sampled_from([0.0, 0.7, 0.7, 0.9])
         reads = draw(st.booleans())
-        groups = [packed([group], draw(ratios), reads_packed=reads)[0] for group in groups]
+        groups = [compressed([group], draw(ratios), reads_compressed=reads)[0] for group in groups]
     again = draw(st.lists(st.integers(0, len(groups) - 1), max_size=2))
     first = draw(st.integers(0, min(1, len(groups) - 1)))
     problem = problem_of(
@@ -230,8 +235,8 @@ def problems(draw: st.DrawFn) -> Problem:
         order=[*range(first, len(groups)), *again],
         speeds=Speeds(
             h2d=100 * MIB,
-            drive=draw(st.sampled_from([10, 60, 300])) * MIB,
-            unpack=draw(st.sampled_from([80, 400, 4000])) * MIB,
+            disk=draw(st.sampled_from([10, 60, 300])) * MIB,
+            decompress=draw(st.sampled_from([80, 400, 4000])) * MIB,
         ),
         num_slots=draw(st.integers(1, 3)),
         staging_bytes=draw(st.sampled_from([0, 30, 256])) * MIB,
@@ -254,7 +259,7 @@ def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
     for index, (group, rest) in enumerate(zip(problem.groups, problem.rests, strict=True)):
         places = [rest]
         if group.may_reside and problem.device_budget is not None and index in problem.order:
-            places += [D, P] if group.packed_bytes and rest is R else [D]
+            places += [D, P] if group.compressed_bytes and rest is R else [D]
         choices.append(places)
     yield from (places for places in product(*choices) if fits(problem, places))
 
@@ -268,16 +273,18 @@ def device_bytes_of(problem: Problem, places: Sequence[Placement]) -> int:
     both = list(zip(problem.groups, places, strict=True))
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group, place in both if place is not D)))
     resident = sum(group.num_bytes for group, place in both if place is D)
-    resident += sum(group.packed_bytes for group, place in both if place is P)
-    berths = 3 * max((group.berth_bytes for group, place in both if place is R), default=0)
-    berths += max((group.berth_bytes for group, place in both if place is F and group.reads_packed), default=0)
-    return resident + slots + berths
+    resident += sum(group.compressed_bytes for group, place in both if place is P)
+    compressed_buffers = 3 * max((group.compressed_buffer_bytes for group, place in both if place is R), default=0)
+    compressed_buffers += max(
+        (group.compressed_buffer_bytes for group, place in both if place is F and group.reads_compressed), default=0
+    )
+    return resident + slots + compressed_buffers
 
 
 def ram_bytes_of(problem: Problem, rests: Sequence[Placement]) -> int:
-    ram = sum(group.num_bytes + group.packed_bytes for group in problem.groups if not group.is_in_file)
+    ram = sum(group.num_bytes + group.compressed_bytes for group in problem.groups if not group.is_in_file)
     in_ram = [group for group, rest in zip(problem.groups, rests, strict=True) if rest is R and group.is_in_file]
-    return ram + sum(group.packed_bytes or group.num_bytes for group in in_ram)
+    return ram + sum(group.compressed_bytes or group.num_bytes for group in in_ram)
 
 
 def assert_sound(plan: Plan) -> None:
@@ -314,7 +321,7 @@ def golden(model: str, machine: str, kind: str, device_bytes: int | None, ram_by
     seconds = [found["seconds"][machine] * share / sum(shares) for share in shares]
     groups = groups_of(sizes, seconds)
     if kind != "plain":
-        groups = packed(groups, reads_packed=kind == "packed files")
+        groups = compressed(groups, reads_compressed=kind == "compressed files")
     return within(problem_of(groups, speeds=Speeds(**GOLDEN["machines"][machine])), device_bytes, ram_bytes)
 
 
@@ -334,7 +341,7 @@ SHARES, MORE = st.one_of(st.none(), st.floats(0, 1)), st.one_of(st.just(0.0), st
 @given(
     *(
         st.sampled_from([*names])
-        for names in (GOLDEN["models"], GOLDEN["machines"], ["plain", "packed", "packed files"])
+        for names in (GOLDEN["models"], GOLDEN["machines"], ["plain", "compressed", "compressed files"])
     ),
     *(SHARES, SHARES, MORE, MORE, st.floats(0.1, 10)),
 )
@@ -356,18 +363,18 @@ def test_more_memory_is_never_slower(
     if are_alike:
         problem = replace(problem, speeds=replace(problem.speeds, h2d=problem.speeds.h2d * faster))
     total = sum(group.num_bytes for group in problem.groups)
-    for device_share, ram_share in ((0.0, 0.0), (more_device, more_ram)):
-        ram_bytes = None if ram is None else int((ram + ram_share) * total)
+    for device_share, ram_quota_bytes in ((0.0, 0.0), (more_device, more_ram)):
+        ram_bytes = None if ram is None else int((ram + ram_quota_bytes) * total)
         least = smallest_device_bytes(within(problem, None, ram_bytes))
         device_bytes = None if device is None else least + int((device + device_share) * total)
         seconds.append(make_plan(within(problem, device_bytes, ram_bytes)).prediction.step_seconds)
     assert seconds[1] <= seconds[0] * (1 + 1e-9 if are_alike else 1.05)
 
 
-def test_ram_is_left_where_unpacking_takes_longer_than_the_drive() -> None:
-    """Packed groups in RAM are unpacked for each use. Hazard: RAM for all of them made a forward 3.7 times slower."""
-    speeds = Speeds(h2d=1000 * MIB, drive=300 * MIB, unpack=80 * MIB)
-    problem = problem_of(packed(groups_of([100 * MIB] * 8)), speeds=speeds)
+def test_ram_is_left_where_decompression_takes_longer_than_the_drive() -> None:
+    """Compressed groups in RAM are decompressed for each use. Hazard: RAM for all of them made a forward 3.7 times slower."""
+    speeds = Speeds(h2d=1000 * MIB, disk=300 * MIB, decompress=80 * MIB)
+    problem = problem_of(compressed(groups_of([100 * MIB] * 8)), speeds=speeds)
     none, some, all_of_them = (
         make_plan(within(problem, None, ram_bytes)).prediction.step_seconds for ram_bytes in (0, 300 * MIB, GIB)
     )
@@ -376,7 +383,7 @@ def test_ram_is_left_where_unpacking_takes_longer_than_the_drive() -> None:
 
 def test_more_memory_is_one_more_group_where_groups_are_large() -> None:
     """1 GiB more would change nothing where the smallest thing that can move has more than that."""
-    problem = problem_of(groups_of([1200 * MIB] * 8), speeds=Speeds(h2d=50e9, drive=2e9))
+    problem = problem_of(groups_of([1200 * MIB] * 8), speeds=Speeds(h2d=50e9, disk=2e9))
     plan = make_plan(replace(problem, rests=(R,) * 2 + (F,) * 6))
     assert plan.more_bytes == 1200 * MIB
     assert plan.would_save("RAM", plan.gain_from(ram_bytes=plan.more_bytes)).startswith(

@@ -15,7 +15,7 @@ from torch import nn
 from group_offload import StateError, apply_group_offloading
 from group_offload.base import ram, system
 from group_offload.base.ram import available_ram
-from group_offload.runtime.copies import cached
+from group_offload.runtime.transfers import page_cache_pins
 from group_offload.stores.source import SourceFile
 
 from ..support.control_groups import GIB, Cgroups, stat
@@ -98,24 +98,24 @@ def test_control_groups(
 
 
 @pytest.fixture(autouse=True)
-def _may_lock_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, locked_share=0.5)
+def _may_pin_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, pinned_share=0.5)
 
 
 def ways_of(rig: Rig) -> list[str]:
-    return [group.way for group in rig.handle.groups if group.num_bytes]
+    return [group.read_mode for group in rig.handle.groups if group.num_bytes]
 
 
 @pytest.mark.parametrize(("tier", "options"), [("checkpoint", {}), ("folder", {"offload_type": "leaf_level"})])
 def test_files_are_locked_once_they_are_cached(
     options: dict[str, Any], tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read first, locked as a pass begins once all of it was read; then copied from there."""
+    """Read first, pinned as a pass begins once all of it was read; then copied from there."""
     monkeypatch.setattr(SourceFile, "is_cached", lambda source, *_: source.bytes_cached > 0)
     with Rig("simulated", tier, tmp_path, **options) as rig:
-        assert rig.device is not None and rig.device.pinned_bytes == 0 and "locked" not in ways_of(rig)
+        assert rig.device is not None and rig.device.pinned_bytes == 0 and "pinned" not in ways_of(rig)
         rig.check(4)
-        assert set(ways_of(rig)) == {"locked"} and {group.tier for group in rig.handle.groups} == {"file"}
+        assert set(ways_of(rig)) == {"pinned"} and {group.tier for group in rig.handle.groups} == {"disk"}
         stats = rig.handle.stats()
         assert stats.pinned_bytes == stats.host_bytes == sum(group.num_bytes for group in rig.handle.groups)
         # The files' pages, and the staging memory of before.
@@ -124,7 +124,7 @@ def test_files_are_locked_once_they_are_cached(
         rig.check(3)
         after = rig.handle.stats().bytes_read
         assert after["page cache"] == before["page cache"] and after["direct"] == 0
-        assert after["locked"] > before["locked"]
+        assert after["pinned"] > before["pinned"]
         for twin in (rig.model, rig.resident):
             with torch.no_grad():
                 twin.blocks[1].up.weight.data.mul_(2)
@@ -139,7 +139,7 @@ def test_files_that_are_cached_already_are_locked_at_once(tier: str, tmp_path: P
     if tier == "checkpoint":
         (tmp_path / "model.safetensors").read_bytes()
     with rig:
-        assert set(ways_of(rig)) == {"locked"}
+        assert set(ways_of(rig)) == {"pinned"}
         rig.check()
         assert rig.handle.stats().bytes_read["page cache"] == 0 and rig.handle.stats().staging_bytes == 0
         assert rig.device is not None and rig.device.pinned_bytes > 0
@@ -156,13 +156,13 @@ def test_never_locked(tier: str, case: str, tmp_path: Path, monkeypatch: pytest.
     assert device is not None
     pin = device.pin
     if case == "scarce":
-        monkeypatch.setattr(cached, "available_ram", lambda: 100)
+        monkeypatch.setattr(page_cache_pins, "available_ram", lambda: 100)
     if case == "refused":
         monkeypatch.setattr(device, "pin", lambda memory, undo, *, read_only=False: not read_only and pin(memory, undo))
     with rig:
         rig.check(4)
         stats = rig.handle.stats()
-        assert "locked" not in ways_of(rig) and stats.pinned_bytes == stats.bytes_read["locked"] == 0
+        assert "pinned" not in ways_of(rig) and stats.pinned_bytes == stats.bytes_read["pinned"] == 0
         assert device.pinned_bytes == stats.staging_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from group_offload.runtime.foresight.schedule import Schedule
+from group_offload.runtime.prefetch.schedule import Schedule
 
 
 class Named:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ..support.simulated import Laziness, RaceError, SimulatedDevice, UninitialisedRead, use_simulated_device
+from ..support.simulated import Laziness, RaceError, SimulatedDevice, UninitializedRead, use_simulated_device
 
 WIDTH = 8
 SLOT_BYTES = WIDTH * WIDTH * 4
@@ -91,16 +91,16 @@ def test_each_missing_wait_is_found(seed: int, laziness: Laziness, omit: str) ->
 
 
 @pytest.mark.parametrize("laziness", get_args(Laziness))
-def test_uninitialised_memory_cannot_be_read(laziness: Laziness) -> None:
+def test_uninitialized_memory_cannot_be_read(laziness: Laziness) -> None:
     device = SimulatedDevice(0, laziness)
     memory = device.empty(512)
     assert memory.data_ptr() % 256 == 0
     with device.running():
         memory[:256].zero_()
         memory[:256].add_(1)
-        with pytest.raises(UninitialisedRead, match="bytes 256 to 512"):
+        with pytest.raises(UninitializedRead, match="bytes 256 to 512"):
             memory + 1
-        with pytest.raises(UninitialisedRead):
+        with pytest.raises(UninitializedRead):
             torch.empty_like(memory).add_(1)
 
 

@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from group_offload import ConfigError, GroupFileError, apply_group_offloading
+from group_offload import ConfigError, StorageError, apply_group_offloading
 from group_offload.base.device import Backend
 from group_offload.base.system import own_descriptor
 from group_offload.cli.arguments import find_checkpoint
 from group_offload.plan import speeds
-from group_offload.plan.placement import ASSUMED_UNPACK
-from group_offload.plan.speeds import ASSUMED_DRIVE, known_speeds, measure_link, record, record_file, recorded
+from group_offload.plan.placement import ASSUMED_DECOMPRESS
+from group_offload.plan.speeds import ASSUMED_DISK, known_speeds, measure_link, record, record_file, recorded
 
 from ..support.files import failing
 from ..support.simulated import SimulatedDevice, use_simulated_device
@@ -35,8 +35,8 @@ def kept_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def measure_drive(path: Path) -> tuple[int | None, str]:
-    return speeds.measure_drive(path, MIB)
+def measure_disk(path: Path) -> tuple[int | None, str]:
+    return speeds.measure_disk(path, MIB)
 
 
 def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
@@ -51,7 +51,7 @@ def write(path: Path, num_bytes: int = 3 * MIB) -> Path:
 
 @pytest.mark.parametrize("pins", ["in place", "its own", "not at all"])
 def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All copies are ordered, and nothing stays allocated or page-locked."""
+    """All copies are ordered, and nothing stays allocated or pinned."""
     device = SimulatedDevice(0, laziness="eager")
     if pins != "in place":
         real = device.pin
@@ -68,7 +68,7 @@ def test_a_device_with_streams(pins: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert device.pinned_bytes == (2 * MIB if pins == "its own" else 0)  # it goes with the memory
 
 
-# ---------------------------------------------------------------- the drive
+# ---------------------------------------------------------------- the disk
 
 
 @pytest.mark.parametrize("where", ["the file", "a folder in it", "a small file beside it"])
@@ -79,7 +79,7 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     path, small = write(folder / "model.safetensors"), write(folder / "a.safetensors", 1000)
     content = path.read_bytes()
     given = {"the file": path, "a folder in it": tmp_path}.get(where, small)
-    speed, problem = measure_drive(given)
+    speed, problem = measure_disk(given)
     assert speed and not problem
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
 
@@ -94,7 +94,7 @@ def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
     else:
         path.write_bytes(b"0" * 1000)
     before = list(tmp_path.iterdir())
-    speed, problem = measure_drive(path)
+    speed, problem = measure_disk(path)
     assert speed is None and "no safetensors file of 1 MiB" in problem
     assert str(tmp_path) in problem and list(tmp_path.iterdir()) == before
 
@@ -116,16 +116,16 @@ def test_without_direct_reads(when: str, tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "model.safetensors")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    speed, problem = measure_drive(path)
+    speed, problem = measure_disk(path)
     assert "aren't possible" in problem and (speed or "it is in RAM" in problem)  # some file systems drop nothing
     path.read_bytes()
-    speed, problem = measure_drive(path)
+    speed, problem = measure_disk(path)
     assert speed is None and "it is in RAM" in problem
 
 
 def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "read_part", failing(errno.EIO))
-    speed, problem = measure_drive(write(tmp_path / "model.safetensors"))
+    speed, problem = measure_disk(write(tmp_path / "model.safetensors"))
     assert speed is None and "Input/output error" in problem
 
 
@@ -134,9 +134,9 @@ def test_a_drive_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts measurements of the link and of drives."""
+    """Counts measurements of the link and of disks."""
     found = Mock(side_effect=lambda measure, *args, **kwargs: measure(*args, **kwargs))
-    for name in ("measure_link", "measure_drive"):
+    for name in ("measure_link", "measure_disk"):
         monkeypatch.setattr(speeds, name, partial(found, getattr(speeds, name)))
     return found
 
@@ -144,19 +144,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_measured_once(counted: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "model.safetensors")
     first = known_speeds(Backend(), tmp_path)
-    assert [[*speeds.values()] for speeds in recorded().values()] == [[first.h2d], [first.drive], []]
-    assert first.unpack == ASSUMED_UNPACK
+    assert [[*speeds.values()] for speeds in recorded().values()] == [[first.h2d], [first.disk], []]
+    assert first.decompress == ASSUMED_DECOMPRESS
     (tmp_path / "folder").mkdir()
     assert known_speeds(Backend(), tmp_path / "folder") == first and counted.call_count == 2
     assert [path.name for path in record_file().parent.iterdir()] == ["speeds.json"]
-    assert known_speeds(Backend(), None) == replace(first, drive=ASSUMED_DRIVE) and counted.call_count == 2
+    assert known_speeds(Backend(), None) == replace(first, disk=ASSUMED_DISK) and counted.call_count == 2
     monkeypatch.setattr(speeds, "device_name", lambda backend: "another")
-    assert known_speeds(Backend(), tmp_path).drive == first.drive and counted.call_count == 3
+    assert known_speeds(Backend(), tmp_path).disk == first.disk and counted.call_count == 3
     assert len(recorded()["h2d"]) == 2
 
 
-WHOLE = json.dumps({"h2d": {"Device": 10}, "drive": {}, "unpack": {}}).encode()
-NONE: dict[str, Any] = {"h2d": {}, "drive": {}, "unpack": {}}
+WHOLE = json.dumps({"h2d": {"Device": 10}, "disk": {}, "decompress": {}}).encode()
+NONE: dict[str, Any] = {"h2d": {}, "disk": {}, "decompress": {}}
 DAMAGES = {
     "cut off": WHOLE[:-5],
     "no JSON": b"\xff\x00",
@@ -192,7 +192,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (planted / "speeds.json").write_bytes(WHOLE)
     (tmp_path / "~" / "model.safetensors").write_bytes(b"")
     assert recorded() == NONE
-    with pytest.raises(GroupFileError, match="There is no"):
+    with pytest.raises(StorageError, match="There is no"):
         find_checkpoint("~/model.safetensors")
     with pytest.raises(ConfigError, match="Pass a full path"):
         apply_group_offloading(torch.nn.Linear(2, 2), "cpu", offload_to_disk_path="~/groups")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from group_offload.runtime.foresight.succession import Succession
+from group_offload.runtime.prefetch.phase_order import PhaseOrder
 
 
 class Model:
@@ -18,12 +18,12 @@ class Company:
     def __init__(self) -> None:
         self.models = {name: Model(name) for name in "etvc"}
         e, t, v, _ = self.models.values()
-        self.succession = Succession([*self.models.values()], [e, t, v], [e, v])
+        self.phase_order = PhaseOrder([*self.models.values()], [e, t, v], [e, v])
 
     def play(self, passes: str) -> str:
         """The models that should run after each of these passes, "." for the same one or none."""
-        found = [self.succession.begin(self.models[name], "root") for name in passes]
-        return "".join("." if heir is None else heir.name for heir in found)
+        found = [self.phase_order.begin(self.models[name], "root") for name in passes]
+        return "".join("." if next_model is None else next_model.name for next_model in found)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ class Company:
         # The order of the pipeline is a first guess. How many steps there are is not known, nor what comes after an image.
         (["etttv"], "t...."),
         (["etttv"] * 2, "t..ve"),
-        # Two models that alternate foresee each other.
+        # Two models that alternate predict each other.
         (["ectctctv"], "t..tctc."),
         # The last step is taken for one more, and the first step of the next image is not taken for the last.
         (["ectctctv"] * 2, "ctctctce"),
@@ -53,7 +53,7 @@ def test_parts_of_a_model_are_told_apart() -> None:
 
     def image() -> list[Model | None]:
         passes = [(v, "encoder"), (t, "root"), (t, "root"), (v, "decoder"), (e, "root")]
-        return [company.succession.begin(model, top) for model, top in passes]
+        return [company.phase_order.begin(model, top) for model, top in passes]
 
     image()
     image()

@@ -19,8 +19,8 @@ from group_offload.base.device import backend_for, default_device
 from group_offload.base.progress import progress_bar
 
 from ..support.files import failing
+from ..support.participants import in_threads
 from ..support.portable import IS_PORTABLE
-from ..support.travellers import in_threads
 
 
 def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:

@@ -27,24 +27,24 @@ _SLACK = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class InputSignature:
     """A kind of passes: all of them need the same memory, and take the same time."""
 
     top: Hashable
     """What the pass begins at: a weak reference to the module, or the method; a name for a backward."""
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     with_grad: bool
-    together: tuple[Kind, ...] = ()
+    together: tuple[InputSignature, ...] = ()
     """The kinds of the forwards, if several share the pass."""
 
     @classmethod
-    def of(cls, top: Hashable, args: Any, kwargs: Any) -> Kind:
+    def of(cls, top: Hashable, args: Any, kwargs: Any) -> InputSignature:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         return cls(weakref.ref(top) if isinstance(top, nn.Module) else top, shapes, torch.is_grad_enabled())
 
     @classmethod
-    def of_all(cls, kinds: Sequence[Kind]) -> Kind:
+    def of_all(cls, kinds: Sequence[InputSignature]) -> InputSignature:
         """The kind of a pass that forwards of these kinds share: its activations are those of all."""
         if len(kinds) == 1:
             return kinds[0]
@@ -55,7 +55,7 @@ class Kind:
     def is_backward(self) -> bool:
         return isinstance(self.top, str)
 
-    def growth_from(self, other: Kind) -> float | None:
+    def growth_from(self, other: InputSignature) -> float | None:
         """The factor by which the input that has grown most is larger than that of `other`; None if they cannot be compared."""
         mine, theirs = ((each.top, each.with_grad, len(each.together), len(each.shapes)) for each in (self, other))
         if mine != theirs or any(a[1] != b[1] for a, b in zip(self.shapes, other.shapes, strict=True)):
@@ -85,19 +85,19 @@ class Needs:
     def __init__(self, backend: Backend, memory: Holding) -> None:
         self._backend = backend
         self._memory = memory
-        self._known: Recent[Kind, int] = Recent()
-        self._recent: deque[Kind] = deque(maxlen=_NUM_RECENT)
+        self._known: Recent[InputSignature, int] = Recent()
+        self._recent: deque[InputSignature] = deque(maxlen=_NUM_RECENT)
         self._more = 0
         """What passes were refused, beyond what was measured."""
         self._num_good = 0
         """The passes since, or since half of it was tried again."""
-        self._measuring: tuple[Kind, int] | None = None
+        self._measuring: tuple[InputSignature, int] | None = None
         """The kind that is being measured, and the bytes in use that are not its need."""
         self._most_seen: int | None = None
         """Without a budget: the most that was in use as calls began. With one (None) the device's peak tells."""
         self._num_looks = 0
 
-    def of(self, kind: Kind) -> int | None:
+    def of(self, kind: InputSignature) -> int | None:
         """What to keep free for a pass of this kind, and recent ones that it alternates with; None if it was not measured."""
         found = self.measured(kind) if self._backend.has_streams else 0
         if found is None:
@@ -105,14 +105,14 @@ class Needs:
         # Else two kinds that alternate would evict groups and bring them back again and again.
         return max(found + self._more, self.kept_bytes if kind in self._recent else 0)
 
-    def measured(self, kind: Kind) -> int | None:
+    def measured(self, kind: InputSignature) -> int | None:
         """The need of a pass of this kind alone, as it was measured or as smaller and hardly larger inputs tell it."""
         if kind in self._known:
             return self._known[kind]
         fitting = [(growth, need) for growth, need in self._alike(kind) if growth <= _SLACK]
         return min((int(need * growth * _SLACK) if growth > 1 else need for growth, need in fitting), default=None)
 
-    def at_most(self, kind: Kind) -> int | None:
+    def at_most(self, kind: InputSignature) -> int | None:
         """The most that a kind may need that was not measured, by what smaller inputs needed: attention takes the square.
 
         Several forwards need no more than each by itself in sum. None if no known kind tells.
@@ -122,7 +122,7 @@ class Needs:
             return sum(filter(None, apart))
         return min((int(need * growth**2 * _SLACK) for growth, need in self._alike(kind)), default=None)
 
-    def _alike(self, kind: Kind) -> list[tuple[float, int]]:
+    def _alike(self, kind: InputSignature) -> list[tuple[float, int]]:
         """For known kinds: how much larger the inputs are than theirs, and what they need."""
         growths = [(kind.growth_from(other), need) for other, need in self._known.items()]
         return [(growth, need) for growth, need in growths if growth is not None]
@@ -132,7 +132,7 @@ class Needs:
         """What is kept free for the passes that ran last."""
         return max((self.measured(kind) or 0 for kind in {*self._recent}), default=0) + self._more
 
-    def begin(self, kind: Kind, *, has_budget: bool) -> None:
+    def begin(self, kind: InputSignature, *, has_budget: bool) -> None:
         """A pass computes from here on."""
         self._recent.append(kind)
         self._measuring, self._most_seen, self._num_looks = None, None if has_budget else 0, 0

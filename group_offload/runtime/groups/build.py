@@ -14,23 +14,23 @@ from torch import nn
 from ...base.arena import moved
 from ...base.layout import BlobLayout, extent_bytes, lay_out, overlapping, span_bytes
 from ...base.mapping import trim_heap
-from ...base.page_lock import LockLimit
 from ...base.pagemap import can_detect_writes
+from ...base.pinning import PinLimit
 from ...base.pool import Task, on_pool
 from ...base.progress import progress_bar
 from ...base.ram import fits
 from ...base.release import wait_for_releases
 from ...base.tuning import tuning
 from ...config import OffloadConfig
-from ...errors import ConfigError, GroupFileError
+from ...errors import ConfigError, StorageError
 from ...partition import GroupSpec, adapter_weights
 from ...plan.budgets import describe_bytes
 from ...stores.base import Blob
+from ...stores.compressed import is_compressible
 from ...stores.files import Checkpoint, FileBlob, FileMap, FileSpan, write_blob
 from ...stores.folder import Folder
 from ...stores.moves import Tier
-from ...stores.packed import is_packable
-from ...stores.pinned import HostMemory, RamBlob, Segment
+from ...stores.pinned import HostAllocator, RamBlob, Segment
 from ...weights import TensorRef, fit_for
 from .group import Group
 from .part import Part
@@ -39,11 +39,11 @@ from .trained import may_be_trained
 logger = logging.getLogger("group_offload")
 
 _MOST_SEGMENTS = 64
-"""About the number of segments that a large model rests in, if its groups are small."""
+"""About the number of segments that a large model is stored in, if its groups are small."""
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
+class _BuildPlan:
     """One group in the making."""
 
     spec: GroupSpec
@@ -52,13 +52,13 @@ class _Plan:
     """The tensors that have no blob yet."""
 
 
-_Views = dict[tuple[str, tuple[str, int]], list[tuple[_Plan, list[tuple[TensorRef, FileSpan]]]]]
+_Views = dict[tuple[str, tuple[str, int]], list[tuple[_BuildPlan, list[tuple[TensorRef, FileSpan]]]]]
 """By file: the groups with tensors in the file, and for each group these tensors and their bytes of the file."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Builder:
-    """Brings every tensor of a module to its memory at rest. For one call of `build`."""
+    """Brings every tensor of a module to its memory while offloaded. For one call of `build`."""
 
     root: nn.Module
     specs: Sequence[GroupSpec]
@@ -67,10 +67,10 @@ class Builder:
     before: Sequence[Group]
     """The groups of the module until now. Their blobs are kept where the tensors are the same."""
     wait: Callable[[], None]
-    """Returns once no copy reads a blob any more: page-locked memory is kept until then."""
+    """Returns once no copy reads a blob any more: pinned memory is kept until then."""
     casts: Mapping[int, torch.dtype]
     """By id, the tensors that get another dtype before they are placed, one group after another."""
-    host: HostMemory | None
+    host: HostAllocator | None
     """RAM that other processes have in common with this one, for weights that are in no file."""
     _homes: dict[int, torch.device] = field(default_factory=dict)
     """By id, the devices of parameters and buffers before they were offloaded."""
@@ -85,7 +85,7 @@ class Builder:
         Raises:
             ConfigError: weights are to stay in the files that they were loaded from, are in no such file, and there is no
                 folder for group files.
-            GroupFileError: files cannot be written, or another program changed them.
+            StorageError: files cannot be written, or another program changed them.
         """
         config, before = self.config, self.before
         for group in before:
@@ -99,7 +99,7 @@ class Builder:
         plans = []
         for spec in self.specs:
             kept, fresh = _reusable(spec, known)
-            plans.append(_Plan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
+            plans.append(_BuildPlan(spec, kept if spec.tensors else empty.get(spec.group_id, []), fresh))
         try:
             file_map = FileMap()
             self._leave_in_files(plans, _find_views(plans, self.casts, file_map))
@@ -118,30 +118,30 @@ class Builder:
                     self._rest_in_files(plans, self.folder)
                 self._rest_in_ram(plans)
             # Tests share on the CPU too.
-            in_place = not config.backend.has_streams and config.share is not True
+            in_place = not config.backend.has_streams and config.shard_transfers is not True
             return tuple(Group(plan.spec, plan.parts, may_compute_at_rest=in_place) for plan in plans)
         except BaseException:
             with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
                 for part in self._made:
                     undo.callback(part.blob.close)
-                    undo.callback(materialise, part)
+                    undo.callback(materialize, part)
             raise
 
     # ---------------------------------------------------------------- in the files that weights were loaded from
 
-    def _leave_in_files(self, plans: Sequence[_Plan], views: _Views) -> None:
-        """Let weights rest in the files that they are views of."""
+    def _leave_in_files(self, plans: Sequence[_BuildPlan], views: _Views) -> None:
+        """Let weights are stored in the files that they are views of."""
         config = self.config
-        if config.rests_in_files or config.has_budgets:
+        if config.is_stored_on_disk or config.has_budgets:
             # Weights that are edited later go to RAM.
-            is_promised = config.rests_in_files and self.folder is None and not self.before
+            is_promised = config.is_stored_on_disk and self.folder is None and not self.before
             if is_promised:
                 _refuse_what_is_in_no_file(plans, views, adapter_weights(self.root))
             self._adopt(views, locks=False, is_promised=is_promised)
             return
         moving = _only(views, is_table=False)
         num_bytes = sum(span.num_bytes for users in moving.values() for _, mine in users for _, span in mine)
-        may_lock, has_room = config.may_lock_files and not self.config.pack, fits(num_bytes)
+        may_lock, has_room = config.may_pin_files and not self.config.compress, fits(num_bytes)
         if num_bytes and may_lock and not has_room:
             logger.warning(
                 "The checkpoint (%s) doesn't fit in available RAM; weights will be read from disk in every forward, at disk "
@@ -154,17 +154,17 @@ class Builder:
     def _adopt(self, views: _Views, *, locks: bool, is_promised: bool = False) -> None:
         """
         Args:
-            locks: Whether the files are page-locked in the page cache. Weights of one that cannot be do not rest there.
+            locks: Whether the files are pinned in the page cache. Weights of one that cannot be do not rest there.
             is_promised: Whether the user asked for weights to stay in files.
 
         Raises:
             ConfigError: `is_promised`, and a file is not there any more.
-            GroupFileError: a file was cut off.
+            StorageError: a file was cut off.
         """
         for users in views.values():
             try:
                 checkpoint = Checkpoint.of([span for _, mine in users for _, span in mine], self.folder)
-            except GroupFileError:
+            except StorageError:
                 raise
             except OSError as error:
                 if is_promised:
@@ -192,9 +192,9 @@ class Builder:
 
     # ---------------------------------------------------------------- in group files and in RAM
 
-    def _rest_in_files(self, plans: Sequence[_Plan], folder: Folder) -> None:
+    def _rest_in_files(self, plans: Sequence[_BuildPlan], folder: Folder) -> None:
         num_bytes = sum(_size_after(plan.fresh, self.casts) for plan in plans)
-        with folder.locked(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
+        with folder.hold(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
             for plan in plans:
                 if plan.fresh or not plan.parts:  # diffusers writes empty groups too
                     kept = len(plan.parts)
@@ -209,12 +209,12 @@ class Builder:
                         trim_heap()  # else what was cast would add up in it
         trim_heap()
 
-    def _rest_in_ram(self, plans: Sequence[_Plan]) -> None:
+    def _rest_in_ram(self, plans: Sequence[_BuildPlan]) -> None:
         wait_for_releases()
         config, backend = self.config, self.config.backend
-        limit, segments = LockLimit(backend), list[Segment]()
-        before: tuple[Segment, list[_Plan], list[BlobLayout], Task[None]] | None = None
-        for run in (*_runs_of(plans, packs=self.config.pack), None):
+        limit, segments = PinLimit(backend), list[Segment]()
+        before: tuple[Segment, list[_BuildPlan], list[BlobLayout], Task[None]] | None = None
+        for run in (*_runs_of(plans, compresses=self.config.compress), None):
             filled = None
             if run is not None:
                 for plan in run:
@@ -226,8 +226,8 @@ class Builder:
                 tensors = [[ref.tensor.detach() for ref in plan.fresh] for plan in run]
                 segment.fill(list(zip(layouts, tensors, strict=True)))
                 del tensors
-                # It is locked while the next one is filled.
-                locking = partial(segment.lock, None if self.config.pack and is_packable(layouts[0]) else limit)
+                # It is pinned while the next one is filled.
+                locking = partial(segment.lock, None if self.config.compress and is_compressible(layouts[0]) else limit)
                 filled = segment, run, layouts, on_pool(locking)
                 segments.append(segment)
             if before is not None:
@@ -240,13 +240,13 @@ class Builder:
             room = chunk_bytes * min(num_frames, 1 - -num_bytes // chunk_bytes)
             while segments and room > 0:
                 segment = segments.pop()
-                room -= segment.bytes.numel() if segment.is_locked else 0
+                room -= segment.bytes.numel() if segment.is_pinned else 0
                 segment.unlock(limit)
         limit.report()
 
-    def _bind_run(self, segment: Segment, run: list[_Plan], layouts: list[BlobLayout], locked: Task[None]) -> None:
-        locked.wait()
-        locked.result()
+    def _bind_run(self, segment: Segment, run: list[_BuildPlan], layouts: list[BlobLayout], pinned: Task[None]) -> None:
+        pinned.wait()
+        pinned.result()
         was_on_device = segment.fetch()
         start = 0
         for plan, layout in zip(run, layouts, strict=True):
@@ -257,7 +257,7 @@ class Builder:
         trim_heap()
 
     def _bind(self, blob: Blob, refs: tuple[TensorRef, ...]) -> Part:
-        """Let the tensors of `refs` rest in `blob`: here their old memory goes. The part is noted before."""
+        """Let the tensors of `refs` are stored in `blob`: here their old memory goes. The part is noted before."""
         # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
         homes = self._homes
         usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
@@ -270,17 +270,20 @@ class Builder:
         return part
 
 
-def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
+def _runs_of(plans: Sequence[_BuildPlan], *, compresses: bool) -> Iterator[list[_BuildPlan]]:
     """The plans with tensors to place, in runs that share a segment.
 
     Two segments at a time are there beside the memory that they are filled from. So none is larger than the largest group, or
     than a small part of all: each segment takes time in each pass.
     """
-    run: list[_Plan] = []
+    run: list[_BuildPlan] = []
     num_bytes = 0
     layouts = [_lay_out(plan.fresh) for plan in plans]
     sizes = [layout.num_bytes for layout in layouts]
-    kinds = [(plan.spec.is_table, packs and is_packable(layout)) for plan, layout in zip(plans, layouts, strict=True)]
+    kinds = [
+        (plan.spec.is_table, compresses and is_compressible(layout))
+        for plan, layout in zip(plans, layouts, strict=True)
+    ]
     before = None
     limit = min(tuning().segment_bytes, max(*sizes, sum(sizes) // _MOST_SEGMENTS, tuning().chunk_bytes, 0))
     for plan, size, kind in zip(plans, sizes, kinds, strict=True):
@@ -296,7 +299,7 @@ def _runs_of(plans: Sequence[_Plan], *, packs: bool) -> Iterator[list[_Plan]]:
         yield run
 
 
-def _find_views(plans: Sequence[_Plan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
+def _find_views(plans: Sequence[_BuildPlan], casts: Mapping[int, torch.dtype], file_map: FileMap) -> _Views:
     """The weights that are unchanged views of mapped files, and will not be cast."""
     found: _Views = {}
     for plan in plans:
@@ -318,7 +321,7 @@ def _only(views: _Views, *, is_table: bool) -> _Views:
     return {file: users for file, users in found.items() if users}
 
 
-def _refuse_what_is_in_no_file(plans: Sequence[_Plan], views: _Views, adapters: set[int]) -> None:
+def _refuse_what_is_in_no_file(plans: Sequence[_BuildPlan], views: _Views, adapters: set[int]) -> None:
     """Buffers stay in RAM, and so do adapters, whose files are not mapped."""
     in_files = {id(ref.tensor) for users in views.values() for _, mine in users for ref, _ in mine}
     others = [
@@ -357,13 +360,13 @@ def _size_after(refs: Sequence[TensorRef], casts: Mapping[int, torch.dtype]) -> 
     return layout.num_bytes - saved
 
 
-def materialise(part: Part) -> None:
+def materialize(part: Part) -> None:
     """Give the tensors of `part` separate memory, on the device where they were before. Replaced ones have it already.
 
     Views of a checkpoint stay as they are.
 
     Raises:
-        GroupFileError: another program changed the file of the part, or it is damaged.
+        StorageError: another program changed the file of the part, or it is damaged.
     """
     blob, as_left = part.blob, part.as_left()
     blob.check()
@@ -371,7 +374,7 @@ def materialise(part: Part) -> None:
     is_view = isinstance(blob, FileBlob) and not blob.source.is_ours
     if isinstance(blob, FileBlob) and not is_view and blob.is_verified:
         blob.prove()
-    locked = blob.locked_bytes() if isinstance(blob, RamBlob) else None
+    pinned = blob.pinned_memory() if isinstance(blob, RamBlob) else None
     with torch.inference_mode(False), torch.no_grad():
         for extent in layout.extents:
             mine = [index for index in extent.tensors if as_left[index]]
@@ -381,8 +384,8 @@ def materialise(part: Part) -> None:
             if is_view and home.type == "cpu":
                 continue  # it is what it was before
             flat = extent_bytes(part.blob.rest, extent)
-            if locked is not None and home.type != "cpu":
-                flat = locked[extent.offset : extent.offset + extent.num_bytes]  # at the speed of the link
+            if pinned is not None and home.type != "cpu":
+                flat = pinned[extent.offset : extent.offset + extent.num_bytes]  # at the speed of the link
             flat = moved(flat, home) if home.type != "cpu" else flat.clone()
             for index in mine:
                 tensor = part.refs[index].tensor

@@ -1,4 +1,4 @@
-"""A group: the tensors of a module that move together, at rest or onloaded."""
+"""A group: the tensors of a module that move together, while offloaded or onloaded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...base.layout import as_bytes
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
+from ...stores.compressed import CompressedImage
 from ...stores.files import FileBlob
-from ...stores.packed import PackedImage
 from ...weights import fit_for, tracks_version, version_of, wrapped_holders
-from ..copies.transfer import Transfer
 from ..slots.slot import Slot, Views
-from .packed import PackedGroup
+from ..transfers.transfer import Transfer
+from .compressed import CompressedGroup
 from .part import Forms, Part, same_bits, same_form, same_memory
 
 
@@ -43,9 +43,9 @@ class Group:
         """Whether rows are gathered where the weight rests. Such a group is never acquired."""
         self.layers = spec.joined or (spec.group_id,)
         """The ids of the groups that were joined to this one."""
-        self.may_join = bool(spec.joined) or not (spec.height or len(spec.openers) > 1)
+        self.may_join = bool(spec.joined) or not (spec.nesting or len(spec.openers) > 1)
         """Whether one layer alone needs the group, or did before."""
-        self.height = spec.height
+        self.nesting = spec.nesting
         self.parts = tuple(parts)
         self.is_in_place = may_compute_at_rest and not self.is_in_file
         """Whether the group is used where it rests. It never has a slot, and its bytes never move."""
@@ -53,8 +53,8 @@ class Group:
         for part in self.parts:
             part.offset = self.num_bytes
             self.num_bytes += part.blob.layout.num_bytes
-        self.packed = PackedGroup(self.group_id, self.parts)
-        """What stays on the device if the group stays there packed."""
+        self.compressed = CompressedGroup(self.group_id, self.parts)
+        """What stays on the device if the group stays there compressed."""
         self.holds = 0
         """The number of calls in progress that need the group."""
         self.slot: Slot[Group] | None = None
@@ -62,7 +62,7 @@ class Group:
         self.offset = 0
         """The byte of the slot that the group begins at."""
         self.is_bound = False
-        """Whether the tensors are views of a slot, or in use at rest (`is_in_place`). Else they are views of the blobs."""
+        """Whether the tensors are views of a slot, or used where they are stored (`is_in_place`), not views of blobs."""
         refs = [ref for part in self.parts for ref in part.refs]
         self._tensors = [ref.tensor for ref in refs]
         self._index_of = {id(tensor): index for index, tensor in enumerate(self._tensors)}
@@ -81,8 +81,8 @@ class Group:
         self._bound: list[torch.Tensor] = []
         """The view that each tensor was bound to, while the whole group is onloaded."""
         self._recast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By index, values that a forward assigned and that do not fit the blob: where it left them, and at rest. The next pass
-        lays the group out again, unless the tensor has got another value that fits: `_forget_replaced_recasts`."""
+        """By index, values that a forward assigned and that do not fit the blob: where it left them, and offloaded. The next
+        pass lays the group out again, unless the tensor has got another value that fits: `_forget_replaced_recasts`."""
         self._needs_commit = False
         """Whether tensors were changed and their blobs do not have the edits yet."""
 
@@ -98,27 +98,27 @@ class Group:
         return any(isinstance(part.blob, FileBlob) for part in self.parts)
 
     def expect_single_pages(self, *, expected: bool) -> None:
-        """Say how a table that rests in a file is read: a few rows here and there, or all of it."""
+        """Say how a table that is stored in a file is read: a few rows here and there, or all of it."""
         if self.is_table and self.is_in_file:
             for view in self._rest_views:
                 expect_single_pages(view, expected=expected)
 
     @property
-    def images(self) -> list[PackedImage]:
-        """What is packed of the group."""
-        return [part.blob.packed for part in self.parts if part.blob.packed is not None]
+    def images(self) -> list[CompressedImage]:
+        """What is compressed of the group."""
+        return [part.blob.compressed for part in self.parts if part.blob.compressed is not None]
 
     @property
-    def packed_bytes(self) -> int:
+    def compressed_bytes(self) -> int:
         return sum(image.num_bytes for image in self.images)
 
     @property
-    def packed_ram_bytes(self) -> int:
-        """The part of `packed_bytes` that is in RAM."""
+    def compressed_ram_bytes(self) -> int:
+        """The part of `compressed_bytes` that is in RAM."""
         return sum(image.ram_bytes for image in self.images)
 
     def largest_strip(self, *, is_read: bool) -> int:
-        """What a berth has to hold of the packed bytes that are read from files, or of those in RAM; 0 if there are none."""
+        """What a compressed buffer has to hold of what is read from files, or of what is in RAM; 0 if there is none."""
         return max((image.layout.largest_strip for image in self.images if image.is_read is is_read), default=0)
 
     @property
@@ -127,7 +127,7 @@ class Group:
         return all(part.blob.detects_edits for part in self.parts)
 
     def rest(self) -> None:
-        """Bind the tensors to their memory at rest."""
+        """Bind the tensors to their memory while offloaded."""
         for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
@@ -156,7 +156,7 @@ class Group:
         self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
-        """Bind the tensors to their memory at rest again. Values that the forward changed are copied back first.
+        """Bind the tensors to their memory while offloaded again. Values that the forward changed are copied back first.
 
         Returns:
             The number of tensors that the forward changed.
@@ -179,15 +179,15 @@ class Group:
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
             if slot is None and same_memory(tensor, self._bound[index]):
-                num_changed += 1  # at rest
+                num_changed += 1  # while offloaded
                 continue
             value, kept = as_bytes(tensor), as_bytes(rest)
             if slot is not None:
                 value = transfer.fetch(value, slot.last_use())
-            part.blob.check()  # writing to a weight that rests in a file that was cut off would be a SIGBUS
+            part.blob.check()  # writing to a weight that is stored in a file that was cut off would be a SIGBUS
             with torch.inference_mode(False), torch.no_grad():
                 if not torch.equal(value, kept):
-                    part.may_pack = False  # the next forward changes it again
+                    part.may_compress = False  # the next forward changes it again
                     part.blob.write(place, value)
                     num_changed += 1
         self._bound = []
@@ -195,7 +195,7 @@ class Group:
         return num_changed
 
     def _forget_replaced_recasts(self) -> None:
-        """Of a group at rest: whoever bound a tensor to other memory since the forward recast it meant that value."""
+        """Of a group while offloaded: whoever bound a tensor to other memory since the forward recast it meant that value."""
         self._recast = {
             index: recast for index, recast in self._recast.items() if same_memory(self._tensors[index], recast[1])
         }
@@ -206,7 +206,7 @@ class Group:
         return is_in_use and not (self.was_touched() or self.was_replaced())
 
     def recover(self, transfer: Transfer) -> None:
-        """A pass failed, or was interrupted: bind the tensors to their memory at rest, whatever state they are in.
+        """A pass failed, or was interrupted: bind the tensors to their memory while offloaded, whatever state they are in.
 
         Values that a forward changed are copied back if the whole group was onloaded.
         """
@@ -250,18 +250,18 @@ class Group:
         return [(owner, part) for part, index in self._beside if (owner := part.refs[index].kept_by()) is not None]
 
     def was_touched(self) -> bool:
-        """Whether an in-place operation changed a tensor at rest, since it was bound there."""
+        """Whether an in-place operation changed an offloaded tensor, since it was bound there."""
         return self._needs_commit or self._rest_version != self._version_sum()
 
     def was_replaced(self) -> bool:
-        """Whether a tensor was bound to other memory (`weight.data = ...`), since it was bound to its memory at rest."""
+        """Whether a tensor was bound to other memory (`weight.data = ...`) since it was offloaded."""
         if self._recast and not self.is_bound:
             self._forget_replaced_recasts()
         is_elsewhere = list(map(torch.Tensor.data_ptr, self._tensors)) != self._rest_addresses
         return not self._recast and (is_elsewhere or not self._rest_forms.are_of(self._tensors))
 
     def commit_edits(self, transfer: Transfer) -> None:
-        """Make edits of tensors at rest a part of the bytes that are sent from now on."""
+        """Make edits of offloaded tensors a part of the bytes that are sent from now on."""
         self._needs_commit = True  # until the last part is done: an error, or an interrupt, may come in between
         for part in self.parts:
             part.blob.store.commit_edits(transfer.wait_for_copies)
@@ -283,7 +283,7 @@ class Group:
     def check(self) -> None:
         """
         Raises:
-            GroupFileError: another program changed a file of the group, so that reading its tensors is not safe.
+            StorageError: another program changed a file of the group, so that reading its tensors is not safe.
         """
         for part in self.parts:
             if not part.is_given_up:
@@ -304,7 +304,7 @@ class Group:
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
-        on_device = self.packed.on_device()
+        on_device = self.compressed.on_device()
         return [
             PlacedBlob(offset + part.offset, self.group_id, part.blob, part.blob.good_image, there)
             for part, there in zip(self.parts, on_device, strict=True)

@@ -24,15 +24,15 @@ class Part:
 
     def __init__(self, blob: Blob, refs: tuple[TensorRef, ...], devices: list[torch.device]) -> None:
         self.blob = blob
-        self.may_pack = True
-        """Whether packing may be worth it. Not if it saved too little, or if forwards change the tensors."""
+        self.may_compress = True
+        """Whether compression may be worth it. Not if it saved too little, or if forwards change the tensors."""
         self.refs = refs
         self.devices = devices
         """Where each tensor was before it was offloaded."""
         self.offset = 0
         """The byte of the group that the blob begins at."""
         self.addresses = [view.data_ptr() for view in blob.rest]
-        """Where the tensors are at rest."""
+        """Where the tensors are offloaded."""
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
         self.num_replaced: Counter[int] = Counter()
@@ -42,16 +42,16 @@ class Part:
 
     @property
     def is_read(self) -> bool:
-        """Whether threads read the blob, from a file or from RAM that is not page-locked, each time that it is sent."""
-        packed = self.blob.packed
-        return packed.is_read if packed is not None else self.blob.tier is not Tier.RAM
+        """Whether threads read the blob, from a file or from RAM that is not pinned, each time that it is sent."""
+        compressed = self.blob.compressed
+        return compressed.is_read if compressed is not None else self.blob.tier is not Tier.RAM
 
     def version_of(self, index: int) -> int:
         """How often a tensor was modified, as far as its version tells."""
         return version_of(self.refs[index].tensor) + self.num_replaced[index]
 
     def was_moved(self) -> bool:
-        """Whether the memory at rest was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
+        """Whether the blob's memory was exchanged below torch's tensors (`module.share_memory()`, a queue of processes)."""
         return [view.data_ptr() for view in self.blob.rest] != self.addresses
 
     @property
@@ -68,18 +68,18 @@ class Part:
         return any(extent.tensors == (index,) for extent in self.blob.layout.extents)
 
     def as_left(self) -> list[bool]:
-        """For each tensor, whether it is still the view at rest that it was bound to."""
+        """For each tensor, whether it is still the view while offloaded that it was bound to."""
         if self.is_given_up:
             return [False] * len(self.refs)
         places = zip(self.refs, self.blob.rest, strict=True)
         return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
 
     def replaced(self) -> list[int] | None:
-        """The tensors, by index, that are no longer bound to their memory at rest (`weight.data = ...`).
+        """The tensors, by index, that are no longer bound to their memory while offloaded (`weight.data = ...`).
 
-        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory at rest, or
-        shares bytes of the blob with others, or has no memory at rest any more, or its old value is kept elsewhere
-        (`w.data, kept = kept, w.data`).
+        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its memory while
+        offloaded, or shares bytes of the blob with others, or has no memory while offloaded any more, or its old value is kept
+        elsewhere (`w.data, kept = kept, w.data`).
         """
         if self.is_given_up:
             return None
@@ -94,10 +94,10 @@ class Part:
 
 
 def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> bool:
-    """Commit values that replaced views of `parts` at rest. Returns False if groups have to be laid out again for that.
+    """Commit values that replaced views of `parts` while offloaded. Returns False if groups have to be laid out again for that.
 
     Raises:
-        GroupFileError: another program changed a file of the parts.
+        StorageError: another program changed a file of the parts.
     """
     replaced: list[tuple[Part, int]] = []
     for part in parts:
@@ -108,7 +108,8 @@ def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> boo
             part.blob.check()
         replaced += [(part, index) for index in found]
     if replaced:
-        # A tied or swapped value shares memory with another weight's place at rest: a write there would change that weight.
+        # A tied or swapped value shares memory with another weight's place while offloaded: a write there would change that
+        # weight.
         at_rest = [view for part in all_parts for view in part.blob.rest]
         values = [part.refs[index].tensor.detach() for part, index in replaced]
         clusters = overlapping(values + at_rest)

@@ -1,9 +1,9 @@
 """The recorder measures compute in the passes that plans learn from.
 
 [Note: What recording costs]
-A pass is recorded if plans are to know how long its groups compute (`Budgeter.count_pass`: the first three of each kind, the
-4th, 8th, 16th and 32nd, then every 32nd). That takes three events for each use of a group, and two for the pass. In all other
-passes nothing is added. The host never waits for the device, and events are read when somebody asks.
+A pass is recorded if plans are to know how long its groups compute (`MemoryBudget.count_pass`: the first three of each kind,
+the 4th, 8th, 16th and 32nd, then every 32nd). That takes three events for each use of a group, and two for the pass. In all
+other passes nothing is added. The host never waits for the device, and events are read when somebody asks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ bytes next wait for it. Each event is recorded as soon as the work that it stand
 the last use of a slot that is in no ring is recorded when it is asked for.
 
 The content of a slot stays good until something else takes its bytes. It stays good between passes too, if copies read
-other memory than the weights at rest (`Blob.detects_edits`). Therefore the first groups of a pass are on their way before the
+other memory than the offloaded weights (`Blob.detects_edits`). Therefore the first groups of a pass are on their way before the
 pass begins, and a group whose bytes nothing else needs is copied once.
 """
 
@@ -22,10 +22,10 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ...base.device import Event, Stream
 from ...base.layout import num_uses
-from ..copies.jobs import Job
+from ..transfers.jobs import Job
 
 T = TypeVar("T", bound=Any)
-"""The groups in a slot, packed or not."""
+"""The groups in a slot, compressed or not."""
 
 
 class Slot(Generic[T]):

@@ -24,8 +24,8 @@ from ...support.rigs import Offload, check, offload_to, pair, run
 
 
 def test_state_dict(offload: Offload) -> None:
-    """As it is, and saved: no uninitialised memory, and no larger than that of the resident model. What was taken at rest reads
-    the weights as long as it is held, also after `remove`."""
+    """As it is, and saved: no uninitialized memory, and no larger than that of the resident model. What was taken while
+    offloaded reads the weights as long as it is held, also after `remove`."""
     model, reference = pair()
     handle = offload(model)
     state, expected = model.state_dict(), reference.state_dict()
@@ -103,7 +103,7 @@ def test_remove_that_finds_no_room_loses_nothing(offload: Offload, monkeypatch: 
 
     def fail(at: int) -> None:
         with monkeypatch.context() as patch:
-            raise_at(patch, engine, "materialise", at + 1, MemoryError("no room"), ever_after=True)
+            raise_at(patch, engine, "materialize", at + 1, MemoryError("no room"), ever_after=True)
             with pytest.raises(MemoryError):
                 handle.remove()
         assert handle.is_active

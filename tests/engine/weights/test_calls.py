@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from group_offload import StateError
 from group_offload.base.tensors import map_tensors
 from group_offload.runtime import passes
-from group_offload.runtime.threads import where_it_waits
+from group_offload.runtime.deadlock import where_it_waits
 
 from ...support.asserts import assert_at_rest, assert_same
 from ...support.changing import CHANGING, Around
@@ -27,9 +27,9 @@ from ...support.edits import edit_in_place, edit_through_data
 from ...support.inside import engine_of
 from ...support.kinds import KINDS
 from ...support.models import WIDTH, Blocks, Model, inputs, make
+from ...support.participants import in_threads
 from ...support.reading import eventually
 from ...support.rigs import Offload, check, offload_to, pair, run, run_onloaded
-from ...support.travellers import in_threads
 from ...support.tuning import tune
 
 
@@ -66,10 +66,10 @@ def test_parts_of_parts_called_without_the_root(offload_either: Offload) -> None
     x, inner = inputs(), "text_model.embeddings"
     for part in ("text_model.norm", inner, f"{inner}.0", "text_model", "", "text_model.norm"):
         for _ in range(2):
-            before = handle.stats().passes
+            before = handle.stats().forward_passes
             expected = run(reference.get_submodule(part), x)
             assert_same(run_onloaded(model, x, call=model.get_submodule(part)), expected)
-            assert handle.stats().passes == before + 1
+            assert handle.stats().forward_passes == before + 1
             assert_at_rest(model, reference)
     for twin in (model, reference):
         twin.norms_itself = True  # outside of the call whose weights it uses, inside of a forward
@@ -182,7 +182,7 @@ def test_blocks_that_a_forward_calls_in_threads_are_refused(
     offload_either: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward waits for the threads: they must not wait for it."""
-    tune(monkeypatch, turn_patience_seconds=0.2)
+    tune(monkeypatch, turn_timeout_seconds=0.2)
 
     class Branches(Blocks):
         max_workers = 2
@@ -207,7 +207,7 @@ def test_a_forward_that_works_in_threads_of_its_own_lets_others_wait(
     calls_a_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread calls the same model meanwhile, as servers do; or a part of it, while the forward gets on."""
-    tune(monkeypatch, turn_patience_seconds=0.05)
+    tune(monkeypatch, turn_timeout_seconds=0.05)
     began, got_on, is_over, looks = threading.Event(), threading.Event(), threading.Event(), []
 
     def look(thread: int) -> Any:
@@ -262,7 +262,7 @@ def test_applying_and_running_in_threads(offload: Offload) -> None:
             handle.remove()
 
     in_threads([*(partial(run_often, seed) for seed in range(3)), apply_all])
-    assert handle.stats().passes == 24
+    assert handle.stats().forward_passes == 24
     assert_at_rest(model, reference)
 
 

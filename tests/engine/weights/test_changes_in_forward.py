@@ -36,9 +36,9 @@ def test_statistics_are_those_of_training_only(offload_either: Offload) -> None:
     model, reference = pair(Around(CHANGING["BatchNorm"]))
     handle = offload_either(model)
     for is_training in (True, False, True):
-        before = handle.stats().tensors_brought_back
+        before = handle.stats().tensors_copied_back
         check(model.train(is_training), reference.train(is_training), inputs(0, 4, 3, WIDTH))
-        assert is_training or handle.stats().tensors_brought_back == before
+        assert is_training or handle.stats().tensors_copied_back == before
 
 
 def test_counter_costs_no_rebuild(offload_either: Offload) -> None:

@@ -18,7 +18,7 @@ from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, n
 from ...support.kinds import KINDS, wrapped
 from ...support.models import WIDTH, Blocks, Model, inputs, make
 from ...support.on_device import Twins, raise_interrupt
-from ...support.quantised import Quantised
+from ...support.quantized import Quantized
 from ...support.rigs import Offload, check, pair, run
 from ...support.simulated import SimulatedDevice, use_simulated_device
 
@@ -37,7 +37,7 @@ def test_module_of_every_kind(kind: str, folder: Path | None, offload: Offload) 
         check(model, reference, inputs(0, 2, 3, WIDTH), passes=1)
         brought.append(sum(handle.stats().bytes_onloaded.values()) - before)
     stats = handle.stats()
-    assert stats.passes == 4 and stats.rebuilds == 0 and stats.tensors_brought_back == 0
+    assert stats.forward_passes == 4 and stats.rebuilds == 0 and stats.tensors_copied_back == 0
     assert bool(brought[0]) == (folder is not None) and brought[2] == brought[3] <= brought[1] <= brought[0]
     # What came from files is brought again unless it was in a slot all the time.
     assert brought[0] - brought[2] <= stats.peak_device_bytes
@@ -58,10 +58,10 @@ class Holder(nn.Module):
             self.register_buffer("tensor", tensor)
         else:
             self.tensor = nn.Parameter(tensor, requires_grad=False)
-        self.register_buffer("neighbour", torch.arange(3))
+        self.register_buffer("neighbor", torch.arange(3))
 
     def forward(self, found: list[Any]) -> list[Any]:
-        return [*found, (self.tensor.detach().clone(), self.tensor.stride(), self.neighbour + 1)]
+        return [*found, (self.tensor.detach().clone(), self.tensor.stride(), self.neighbor + 1)]
 
 
 FORMS: dict[str, Callable[[], torch.Tensor]] = {
@@ -120,9 +120,9 @@ def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offloa
     for _ in range(2):
         output = run(model, [])
         assert_true()
-        for block, (value, stride, neighbour) in zip(model.blocks, output, strict=True):
+        for block, (value, stride, neighbor) in zip(model.blocks, output, strict=True):
             assert same_bits(value, block.tensor) and stride == block.tensor.stride()
-            assert torch.equal(neighbour, torch.tensor([1, 2, 3]))
+            assert torch.equal(neighbor, torch.tensor([1, 2, 3]))
     handle.remove()
     assert_true()
     if form == "complex64":
@@ -132,28 +132,28 @@ def test_tensor_of_every_form(form: str, is_buffer: bool, offload_either: Offloa
                 offload_either(model)
 
 
-# ---------------------------------------------------------------- tensor subclasses, as quantisation libraries make them
+# ---------------------------------------------------------------- tensor subclasses, as quantization libraries make them
 
 
-class QuantisedModel(Model):
+class QuantizedModel(Model):
     def __init__(self) -> None:
         super().__init__()
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
-                layer.weight = nn.Parameter(Quantised.of(layer.weight), requires_grad=False)
-        self.register_buffer("rotation", Quantised.of(torch.randn(WIDTH, WIDTH)))
+                layer.weight = nn.Parameter(Quantized.of(layer.weight), requires_grad=False)
+        self.register_buffer("rotation", Quantized.of(torch.randn(WIDTH, WIDTH)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(F.linear(x, self.rotation))
 
 
 def test_tensor_subclass(offload: Offload) -> None:
-    """Its plain tensors are page-locked and copied ahead, as those of torchao (diffusers #13281, #13276, #13305, #13713)."""
-    model, reference = pair(QuantisedModel)
+    """Its plain tensors are pinned and copied ahead, as those of torchao (diffusers #13281, #13276, #13305, #13713)."""
+    model, reference = pair(QuantizedModel)
     handle = offload(model)
     check(model, reference, inputs())
     assert isinstance(model.blocks[0].up.weight, nn.Parameter)
-    assert type(model.blocks[0].up.weight.data) is Quantised
+    assert type(model.blocks[0].up.weight.data) is Quantized
     assert handle.stats().rebuilds == 0
     assert_own_memory(model)
     assert_at_rest(copy.deepcopy(model), reference)
@@ -169,7 +169,7 @@ def test_tensor_subclass(offload: Offload) -> None:
     assert_same(run(model, inputs()), run(reference, inputs()))
 
 
-QUANTISED_EDITS: dict[str, Callable[[Any], object]] = {
+QUANTIZED_EDITS: dict[str, Callable[[Any], object]] = {
     "the scale": lambda weight: weight.scale.mul_(2),
     "through the wrapper": torch.no_grad()(lambda weight: weight.mul_(2)),
     "one element through data": lambda weight: weight.qdata.data[0, 0].fill_(5),
@@ -186,14 +186,14 @@ BESIDE_EDITS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("edit", QUANTISED_EDITS)
+@pytest.mark.parametrize("edit", QUANTIZED_EDITS)
 @pytest.mark.parametrize("where", ["between", "inside"])
 def test_edit_of_a_tensor_subclass(edit: str, where: str, offload_either: Offload) -> None:
     """Between forwards, and in a hook inside of each."""
     if where == "inside" and "one element" in edit:
         pytest.skip("leaves no trace")
-    change = QUANTISED_EDITS[edit]
-    model, reference = pair(QuantisedModel)
+    change = QUANTIZED_EDITS[edit]
+    model, reference = pair(QuantizedModel)
     handle = offload_either(model)
     for twin in (model, reference):
         run(twin, inputs())
@@ -208,20 +208,20 @@ def test_edit_of_a_tensor_subclass(edit: str, where: str, offload_either: Offloa
 
 
 def test_tensor_subclass_is_replaced_cast_and_loaded(offload: Offload) -> None:
-    model, reference = pair(QuantisedModel)
+    model, reference = pair(QuantizedModel)
     offload(model)
     run(model, inputs())
 
     def set_weight(twin: Any, weight: torch.Tensor) -> None:
         twin.blocks[1].up.weight = nn.Parameter(weight.clone(), requires_grad=False)
 
-    states = [make(QuantisedModel, seed=seed).state_dict() for seed in (1, 2)]
-    quantised = Quantised.of(inputs(3, 2 * WIDTH, WIDTH))
+    states = [make(QuantizedModel, seed=seed).state_dict() for seed in (1, 2)]
+    quantized = Quantized.of(inputs(3, 2 * WIDTH, WIDTH))
     changes: list[Callable[[Any], object]] = [
         lambda twin: twin.load_state_dict(copy.deepcopy(states[0]), assign=True),
         lambda twin: twin.load_state_dict(copy.deepcopy(states[1])),
         lambda twin: set_weight(twin, torch.ones(2 * WIDTH, WIDTH)),
-        lambda twin: set_weight(twin, quantised),
+        lambda twin: set_weight(twin, quantized),
     ]
     for change in changes:
         for twin in (model, reference):

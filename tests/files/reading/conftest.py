@@ -34,5 +34,5 @@ def scarce_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are to be read past the page cache, and nothing is in it."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has no direct reads")
-    monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 0)
+    monkeypatch.setattr("group_offload.runtime.transfers.page_cache_pins.available_ram", lambda: 0)
     monkeypatch.setattr(SourceFile, "is_cached", lambda *args: False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import GroupFileError
+from group_offload import StorageError
 from group_offload.base import reading
 from group_offload.base.mapping import cached_bytes, forget_writes
 
@@ -37,7 +37,7 @@ def test_direct_reads(where: str, tier: str, tmp_path: Path, preadv: Preadv, sca
         stats = rig.handle.stats()
         assert preadv.num_direct == preadv.num_calls > 0
         assert stats.bytes_read["direct"] > 0 and stats.bytes_read["page cache"] == 0
-        assert {group.way for group in rig.handle.groups if group.num_bytes} == {"direct"}
+        assert {group.read_mode for group in rig.handle.groups if group.num_bytes} == {"direct"}
 
 
 @every_device
@@ -47,7 +47,7 @@ def test_a_cold_file_is_read_past_the_page_cache(
     """Nothing is told to the reader here but that RAM is scarce: the page cache really does not have the file."""
     if not has_direct_reads(tmp_path):
         pytest.skip("this file system has none")
-    monkeypatch.setattr("group_offload.runtime.copies.cached.available_ram", lambda: 0)
+    monkeypatch.setattr("group_offload.runtime.transfers.page_cache_pins.available_ram", lambda: 0)
     tune(monkeypatch, chunk_bytes=256 << 10)
     widths = [60_000] * 3
     with Rig(where, "checkpoint", tmp_path, widths) as rig:
@@ -134,7 +134,7 @@ def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: N
     for where in DEVICES:
         with Rig(where, "checkpoint", tmp_path) as rig:
             preadv.fail(errno.EIO, 0, 10**6)
-            with pytest.raises(GroupFileError) as caught:
+            with pytest.raises(StorageError) as caught:
                 rig.check(2)
             assert_tells(caught.value, rig, os.strerror(errno.EIO))
             preadv.arm(-1, -1)

@@ -1,4 +1,4 @@
-"""Files that are read under a running model: what is left, reads that come late in any order, and errors of the drive."""
+"""Files that are read under a running model: what is left, reads that come late in any order, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from group_offload import GroupFileError
+from group_offload import StorageError
 from group_offload.base import pool
-from group_offload.runtime.copies import jobs, reader
+from group_offload.runtime.transfers import jobs, reader
 
 from ...support.models import Stop
 from ...support.reading import (
@@ -55,7 +55,7 @@ def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: 
             rig.check()
             if fault == "error":
                 preadv.fail(errno.EIO, 3, 10**6)
-                with pytest.raises(GroupFileError):
+                with pytest.raises(StorageError):
                     rig.check(3)
                 preadv.arm(-1, -1)
                 rig.check()
@@ -113,16 +113,16 @@ def test_late_reads_of_which_some_fail(seed: int, laziness: Any, tier: str) -> N
                 if rng.random() < 0.7:
                     first = rng.randrange(30)
                     preadv.fail(errno.EIO, first, first + rng.choice([0, 0, 3]))
-                with suppress(GroupFileError):
+                with suppress(StorageError):
                     rig.check(rng.randint(1, 2))
             rig.settle()
             preadv.arm(-1, -1)
-            with suppress(GroupFileError):  # of what was read ahead
+            with suppress(StorageError):  # of what was read ahead
                 rig.check()
             rig.check(2)
 
 
-# ---------------------------------------------------------------- errors of the drive
+# ---------------------------------------------------------------- errors of the disk
 
 
 def test_what_comes_while_a_worker_leaves_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
         preadv.fail(errno.EIO, number)
         try:
             rig.check()
-        except GroupFileError as error:
+        except StorageError as error:
             assert_tells(error, rig, os.strerror(errno.EIO))
             num_told += 1
         rig.settle()
@@ -175,10 +175,10 @@ def test_an_error_at_every_read(rig: Rig, preadv: Preadv) -> None:
 
 
 def test_remove_while_every_read_fails(rig: Rig, preadv: Preadv) -> None:
-    """Weights at rest do not go the way of the reader."""
+    """Offloaded weights do not go the way of the reader."""
     rig.check()
     preadv.fail(errno.EIO, 0, 10**6)
-    with pytest.raises(GroupFileError):
+    with pytest.raises(StorageError):
         rig.check(3)
     within(60, rig.handle.remove)
     rig.check_at_rest()
@@ -218,7 +218,7 @@ def test_a_truncated_file_comes_back(
     if direct:
         request.getfixturevalue("scarce_ram")
     # What is in a checkpoint can be told if it was hashed.
-    with Rig(where, tier, tmp_path, verify_files=tier == "checkpoint") as rig:
+    with Rig(where, tier, tmp_path, verify_checksums=tier == "checkpoint") as rig:
         rig.check()
         rig.settle()
         paths = rig.paths()
@@ -226,7 +226,7 @@ def test_a_truncated_file_comes_back(
         for path, (content, _) in zip(paths, before, strict=True):
             os.truncate(path, len(content) - 100)
         for _ in range(3):
-            with pytest.raises(GroupFileError, match=r"^Failed to read .* at byte .*Reload the model") as caught:
+            with pytest.raises(StorageError, match=r"^Failed to read .* at byte .*Reload the model") as caught:
                 rig.check()
             assert any(str(path) in str(caught.value) for path in paths) and "cut off" in str(caught.value)
         for path, (content, stat) in zip(paths, before, strict=True):
@@ -241,7 +241,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(rig: Rig, preadv: Preadv) -> No
     rig.check()
     rig.settle()
     preadv.arm(5, 10**6, lambda *args: 0)
-    with pytest.raises(GroupFileError) as caught:
+    with pytest.raises(StorageError) as caught:
         rig.check(2)
     assert_tells(caught.value, rig, "ends there")
     del caught

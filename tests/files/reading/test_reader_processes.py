@@ -10,8 +10,8 @@ from ...support.processes import run_python
 
 _IN_A_CHILD = """
 from group_offload.base.tuning import tune
-tune(locked_share=0.0)
-import group_offload.runtime.copies.reader as reader, time, signal, threading
+tune(pinned_share=0.0)
+import group_offload.runtime.transfers.reader as reader, time, signal, threading
 tune(chunk_bytes=8192)
 import tests.support.reading as t
 where, folder = sys.argv[1], pathlib.Path(sys.argv[2])

@@ -1,1 +1,0 @@
-"""Foresight of the groups that are needed next, and of those that are started ahead."""

@@ -1,0 +1,1 @@
+"""Forwards of several threads that share one pass: see [Note: Interleaved passes] in passes.py."""
