@@ -59,7 +59,7 @@ def test_bits_and_bytes(
         assert stats.bytes_onloaded["ram"] - before.bytes_onloaded["ram"] < 0.75 * size
         assert stats.stalls == before.stalls and 0 < stats.compressed_bytes < 0.75 * size
         images = [image for group in engine_of(handle).groups for image in group.images]
-        are_in_place = source == "folder" and engine_of(handle)._compressor._may_lock  # where the driver locks files
+        are_in_place = source == "folder" and engine_of(handle)._compressor._may_pin  # where the driver locks files
         assert images and all((image.file is not None) == are_in_place for image in images)
         handle.remove()
 
