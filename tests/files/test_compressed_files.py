@@ -80,7 +80,7 @@ def test_compression_that_ends_early(
     with pytest.raises(StorageError if error is OSError else error):
         [find_or_compress(folder, wanted) for wanted in MANY]
     gc.collect()
-    assert num_fds() == before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    assert num_fds() <= before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
     assert len(groups_in(tmp_path)) == 4
     monkeypatch.undo()
     for wanted in MANY:

@@ -29,7 +29,7 @@ def test_bytes_of_any_number_in_pieces(num_bytes: int, monkeypatch: pytest.Monke
     middle = num_bytes // 3
     memory.write([(middle, memoryview(content)[middle:]), (0, memoryview(content)[:middle])])
     memory.seal()
-    assert num_fds() == before
+    assert num_fds() <= before  # what other tests left may go meanwhile
     assert bytes(memory.shared) == bytes(memory.private) == content
 
 
