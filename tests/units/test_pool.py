@@ -181,15 +181,17 @@ def test_memory_is_nobody_elses_while_it_is_written(monkeypatch: pytest.MonkeyPa
 def test_work_that_comes_when_the_interpreter_exits() -> None:
     """Whoever comes before the pool ends has threads; whoever comes later does the work alone. None of it hangs."""
     script = """
-import atexit, threading, time
+import atexit, os, threading, time
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: threads print at once
 def late():
     from group_offload.base.pool import on_pool
-    print("late", on_pool(lambda: threading.current_thread() is threading.main_thread()).result(), flush=True)
+    say("late", on_pool(lambda: threading.current_thread() is threading.main_thread()).result())
 atexit.register(late)
 from group_offload.base.pool import on_pool, run_all
-atexit.register(lambda: print("sum", sum(run_all([lambda: 1] * 20)), flush=True))
+atexit.register(lambda: say("sum", sum(run_all([lambda: 1] * 20))))
 slow = on_pool(time.sleep, 0.2)
-on_pool(lambda: print("ended", flush=True))
+on_pool(say, "ended")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == "", done.stderr
