@@ -5,7 +5,7 @@ GroupOffloadError
 │   └── DeviceError                      a device does not exist, or lacks something that was asked for
 ├── ModuleError          (ValueError)    a module cannot be offloaded as it is
 ├── StateError           (RuntimeError)  a call does not fit the state of the module
-└── StorageError       (OSError)       a group file, checkpoint or folder cannot be read or written
+└── StorageError         (OSError)       a group file, checkpoint or folder cannot be read or written
 """
 
 from __future__ import annotations

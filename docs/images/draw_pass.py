@@ -1,4 +1,4 @@
-"""Draws pass.svg: a pass over time, with two slots. The times are made up; the order is that of the engine.
+"""Draws pass.svg: a forward over time, with two device buffers. The times are made up; the order is that of the engine.
 
 python docs/images/draw_pass.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from svg import close_picture, line, open_picture, text
 
 WIDTH, HEIGHT, LEFT, RIGHT = 860, 372, 118, 16
-LANES = {"drive": 82, "link": 148, "slot A": 206, "slot B": 240, "compute": 300}
+LANES = {"disk": 82, "link": 148, "slot A": 206, "slot B": 240, "compute": 300}
 HEIGHTS = {"slot A": 26, "slot B": 26}
 SLOTS = ("#2a6f97", "#c98a1b")
 NUM_BLOCKS, UNIT, READ, SEND, COMPUTE = 5, 1.0, 1.1, 1.15, 1.0
@@ -52,18 +52,20 @@ def draw() -> str:
     parts = open_picture(
         WIDTH,
         HEIGHT,
-        "A pass over time: two slots, weights in files",
+        "A forward over time: two device buffers, weights in files",
         "times are made up, the order is the engine's; dotted: the event that says ready, which compute waits for",
         16,
     )
     for lane, top in LANES.items():
         parts.append(text(16, top + HEIGHTS.get(lane, 32) / 2 + 4.5, lane, weight="bold"))
-    parts += [text(16, LANES["drive"] + 44, "threads read into the staging ring, past the slots", size=12, fill="#555")]
+    parts += [
+        text(16, LANES["disk"] + 44, "threads read into the staging ring, past the buffers", size=12, fill="#555")
+    ]
     times = schedule()
     for at, (read, was_read, send, was_sent, compute, computed) in enumerate(times):
         color, slot = SLOTS[at % 2], ("slot A", "slot B")[at % 2]
         name = f"block {at}" if at < NUM_BLOCKS else f"next {at - NUM_BLOCKS}"
-        parts += box("drive", read, was_read, name, "#777777")
+        parts += box("disk", read, was_read, name, "#777777")
         parts += box("link", send, was_sent, name, color)
         parts += box(slot, send, computed, f"holds {name}", color, is_pale=True)
         parts += box("compute", compute, computed, name, color)
@@ -74,7 +76,7 @@ def draw() -> str:
     end = x_of(times[NUM_BLOCKS - 1][5]) - 0.7
     parts += [line(end, 64, end, LANES["compute"] + 44, END_OF_PASS, dash="6 4", width=1.5)]
     parts += [
-        text(end - 6, HEIGHT - 14, "the pass ends; block 0 of the next one is on its way", "end", fill=END_OF_PASS)
+        text(end - 6, HEIGHT - 14, "the forward ends; block 0 of the next one is on its way", "end", fill=END_OF_PASS)
     ]
     return close_picture(parts)
 

@@ -241,7 +241,7 @@ def _link(machine: Machine) -> Row:
     found = f"{measured / 1e9:.1f} GB/s from RAM to the device{_kept('h2d', device_name(machine.backend), measured)}"
     if measured >= _SLOW_LINK:
         return Row(found)
-    remedy = "Use a slot with all PCIe lanes (PCIe 4 x16 carries 25 GB/s). If page locking isn't ok, fix that first."
+    remedy = "Use a slot with all PCIe lanes (PCIe 4 x16 carries 25 GB/s). If pinning isn't ok, fix that first."
     return Row(found, SLOWER, remedy)
 
 

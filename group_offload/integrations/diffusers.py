@@ -117,7 +117,7 @@ def enable_group_offload(pipeline: Any, options: PipelineOptions, given: frozens
             Of a model whose two largest blocks take more than half of it, single layers are streamed, unless `offload_type`,
             `num_blocks_per_group` or `block_modules` is given.
         interleave_forwards: `"auto"` by default.
-        ram_budget: RAM for the whole process. It is shared out by how often a model runs for an image.
+        ram_budget: RAM for the whole process. Models that run more often for an image get it first.
 
     Returns:
         The handle of each offloaded model, by its name in the pipeline.
