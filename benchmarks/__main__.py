@@ -20,8 +20,8 @@ NAMES = {
     "activations": "training steps with activations on the device, recomputed, and offloaded",
     "hooks": "the host's work for one group",
     "quantized": "quantized weights of several kinds: resident, under this package, under diffusers' group offloading",
-    "shared": "forwards that share passes: guidance, and requests of several threads",
-    "several": "one model on several GPUs of a host: alone, replicated, and with each bringing a share of every group",
+    "shared": "interleaved forwards: guidance, and requests of several threads",
+    "several": "one model on several GPUs of a host: alone, replicated, and with each loading a shard of every group",
     "compression": "compressed weights: how many bytes are left, and how fast they are compressed and decompressed",
 }
 

@@ -72,7 +72,7 @@ def _skipped_if_refused() -> Iterator[None]:
         yield
     except ConfigError as error:
         if IS_PORTABLE and is_refused(error):
-            pytest.skip("weights cannot are stored in their checkpoint on such a system, which set-up said")
+            pytest.skip("weights cannot be left in their checkpoint on such a system, which set-up said")
         raise
 
 

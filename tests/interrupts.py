@@ -390,7 +390,7 @@ class Rig:
 
 
 def _empty_leaked_graphs() -> None:
-    """torch never frees a graph in whose backward an decompress hook raised, anybody's: its memory is not the engine's."""
+    """torch never frees a graph in whose backward an unpack hook raised, anybody's: its memory is not the engine's."""
     for each in gc.get_objects():
         if type(each) is Kept:
             each._tensor = torch.empty(0)

@@ -24,7 +24,7 @@ class Placement(str, Enum):
     """Where a group rests between its uses."""
 
     DEVICE = "device"
-    """A copy of the group stays on the device. The group keeps its place while offloaded, in RAM or in its file."""
+    """A copy of the group stays on the device. The group stays stored in RAM or in its file, too."""
     COMPRESSED = "compressed"
     """A compressed copy of a group that is stored in RAM stays on the device, and is decompressed there for each use."""
     RAM = "ram"

@@ -158,14 +158,14 @@ class Changes:
     def recover(self, root: nn.Module | None) -> None:
         """Look again after a pass that failed. A graph may outlive the module: then `root` is None.
 
-        A module that has another table may be what it failed for: the new weights are offloaded where torch looks for them.
+        A module that has another table may be what it failed for: the new weights are where torch looks for them.
         """
         self.end_pass()
         if self._watch is not None and (root is None or not self._watch.has_same_tables(root)):
             self.invalidate()
 
     def notice(self, root: nn.Module, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
-        """Commit changes of the weights since they were left while offloaded.
+        """Commit changes of the weights since the last pass left them.
 
         Args:
             all_edits: Whether edits are committed now wherever they are. If not, those of stores that can wait are committed by
@@ -231,7 +231,7 @@ class Changes:
         return bool(switched_off)
 
     def commit_group(self, group: Group, *, binds: bool) -> None:
-        """Commit changes of one group's weights at are stored in the middle of a pass.
+        """Commit changes of one group's offloaded weights in the middle of a pass.
 
         Args:
             binds: Whether a module's call needs the group. (Backward computes with the values of its forward, which the

@@ -9,10 +9,9 @@ part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so 
    groups are on the device already.
 2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
-   weights to their place while offloaded, and lets the next groups start into the free bytes.
-3. `_end`: all weights are bound to their place while offloaded. The groups that the next pass needs first are on their way by
-  then.
-   The host has waited for no copy (but see `Blob.detects_edits`).
+   weights to where they are stored, and lets the next groups start into the free bytes.
+3. `_end`: all weights are bound to where they are stored. The groups that the next pass needs first are on their way by
+   then. The host has waited for no copy (but see `Blob.detects_edits`).
 
 An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
 over the weights of a pass is a pass too: see [Note: Backward].

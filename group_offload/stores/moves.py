@@ -19,7 +19,7 @@ from .source import Proof, SourceFile
 
 
 class Tier(Enum):
-    """Where a blob rests, or is sent from."""
+    """Where a blob is stored, or sent from."""
 
     RAM = "ram"
     """Pinned RAM: one asynchronous copy to the device."""
@@ -170,7 +170,7 @@ def sent_bytes(move: Move) -> int:
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, with neighbors that lie side by side both while offloaded and in the slot joined into one."""
+    """The same moves, with those joined that lie side by side both where they are stored and in the slot."""
     found: list[Move] = []
     for move in moves:
         last = found[-1] if found else None

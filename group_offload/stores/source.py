@@ -7,7 +7,7 @@ Each file has one of three ways to the device.
   from all processes, so it is done only where RAM is plentiful (`PageCachePins.choose_ways`).
 - *Cached*: `preadv` through the page cache. The pages stay there as long as the kernel needs the RAM for nothing else.
 - *Direct*: `preadv` past the page cache (O_DIRECT), where RAM is scarce. Direct reads have the disk's full speed, take
-  hardly any CPU time, and disk nothing out of the page cache. Parts that are in the page cache are read from there all
+  hardly any CPU time, and drive nothing out of the page cache. Parts that are in the page cache are read from there all
   the same.
 
 [Note: Which file it is]

@@ -203,7 +203,7 @@ def test_set_up_with_files_that_were_cut_off(place: Path) -> None:
 
 @pytest.mark.parametrize("what", ["rm", "mv", "in no file"])
 def test_the_disk_is_a_promise(what: str, tmp_path: Path) -> None:
-    """What cannot are stored in its file is not silently taken to RAM."""
+    """What cannot be stored in its file is not silently taken to RAM."""
     model, reference = loaded(tmp_path, num_files=2)
     if what == "in no file":
         for twin in (model, reference):

@@ -1,4 +1,4 @@
-"""The tests of edits while offloaded once more, where the kernel does not tell which pages were written: ever, or any more.
+"""The tests of edits of offloaded weights once more, where the kernel does not tell which pages were written: ever, or later.
 
 Hazard: there edits are lost.
 """

@@ -1,4 +1,4 @@
-"""What it means for tensors, outputs and modules to be right: the same bits, while offloaded, in memory of their own."""
+"""What it means for tensors, outputs and modules to be right: the same bits, in memory of their own once they are offloaded."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def about_linux(file: str, test: str) -> str | None:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether an error says that weights cannot are stored in their checkpoint, because the system has no page map."""
+    """Whether an error says that weights cannot be left in their checkpoint, because the system has no page map."""
     return str(error).startswith("offload_device='disk' needs /proc/self/pagemap")
 
 

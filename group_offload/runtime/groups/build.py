@@ -58,7 +58,7 @@ _Views = dict[tuple[str, tuple[str, int]], list[tuple[_BuildPlan, list[tuple[Ten
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Builder:
-    """Brings every tensor of a module to its memory while offloaded. For one call of `build`."""
+    """Stores every tensor of a module. For one call of `build`."""
 
     root: nn.Module
     specs: Sequence[GroupSpec]
@@ -130,7 +130,7 @@ class Builder:
     # ---------------------------------------------------------------- in the files that weights were loaded from
 
     def _leave_in_files(self, plans: Sequence[_BuildPlan], views: _Views) -> None:
-        """Let weights are stored in the files that they are views of."""
+        """Leave weights in the files that they are views of."""
         config = self.config
         if config.is_stored_on_disk or config.has_budgets:
             # Weights that are edited later go to RAM.
@@ -257,7 +257,7 @@ class Builder:
         trim_heap()
 
     def _bind(self, blob: Blob, refs: tuple[TensorRef, ...]) -> Part:
-        """Let the tensors of `refs` are stored in `blob`: here their old memory goes. The part is noted before."""
+        """Bind the tensors of `refs` to `blob`: here their old memory goes. The part is noted before."""
         # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
         homes = self._homes
         usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None

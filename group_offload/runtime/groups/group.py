@@ -1,4 +1,4 @@
-"""A group: the tensors of a module that move together, while offloaded or onloaded."""
+"""A group: the tensors of a module that move together, offloaded or onloaded."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Group:
         return all(part.blob.detects_edits for part in self.parts)
 
     def rest(self) -> None:
-        """Bind the tensors to their memory while offloaded."""
+        """Bind the tensors to their stored views."""
         for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
@@ -156,7 +156,7 @@ class Group:
         self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
-        """Bind the tensors to their memory while offloaded again. Values that the forward changed are copied back first.
+        """Bind the tensors to their stored views again. Values that the forward changed are copied back first.
 
         Returns:
             The number of tensors that the forward changed.
@@ -179,7 +179,7 @@ class Group:
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
             if slot is None and same_memory(tensor, self._bound[index]):
-                num_changed += 1  # while offloaded
+                num_changed += 1  # where it is stored
                 continue
             value, kept = as_bytes(tensor), as_bytes(rest)
             if slot is not None:
@@ -195,7 +195,7 @@ class Group:
         return num_changed
 
     def _forget_replaced_recasts(self) -> None:
-        """Of a group while offloaded: whoever bound a tensor to other memory since the forward recast it meant that value."""
+        """Of an offloaded group: whoever bound a tensor to other memory since the forward recast it meant that value."""
         self._recast = {
             index: recast for index, recast in self._recast.items() if same_memory(self._tensors[index], recast[1])
         }
@@ -206,7 +206,7 @@ class Group:
         return is_in_use and not (self.was_touched() or self.was_replaced())
 
     def recover(self, transfer: Transfer) -> None:
-        """A pass failed, or was interrupted: bind the tensors to their memory while offloaded, whatever state they are in.
+        """A pass failed, or was interrupted: bind the tensors to their stored views, whatever state they are in.
 
         Values that a forward changed are copied back if the whole group was onloaded.
         """

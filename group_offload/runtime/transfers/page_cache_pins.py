@@ -62,7 +62,7 @@ class PageCachePins:
                 blob.is_direct = False
                 self._to_lock.setdefault(blob.source, []).append(blob)
             return
-        # The same share of blobs is cached in each pass. If all were to be cached, each would disk out the next, and none
+        # The same share of blobs is cached in each pass. If all were to be cached, each would drive out the next, and none
         # would be found in the cache.
         share, credit = min(1.0, available / 2 / max(1, num_bytes)), 0.0
         for blob in read:
