@@ -96,8 +96,8 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
         ConfigError: an option is not understood, or contradicts another one; or a parameter is in no file, with
             `offload_device="disk"` and no folder.
         DeviceError: the device does not exist, or has no streams.
-        ModuleError: the module has no weights, has meta weights, or is offloaded by accelerate; or FSDP2 has shared out
-            frozen weights of it; or another rank of `process_group` has another module.
+        ModuleError: the module has no weights, has meta weights, or is offloaded by accelerate; or FSDP2 shards frozen
+            weights of it; or another rank of `process_group` has another module.
         StateError: the module is offloaded with other options, or a part of it is offloaded already; or another rank of
             `process_group` is missing, or has failed.
         StorageError: the folder cannot be written, or is too small. The module is left as it was.

@@ -361,7 +361,7 @@ def _assign(
         if is_distributed and not all(hasattr(place.owner, TENSOR_PARALLEL) for place in places.values()):
             raise ModuleError(
                 f"{fqn} is a DTensor that no tensor parallelism has made (parallelize_module, diffusers' "
-                f"TensorParallelConfig), and FSDP2 does not know it. Share weights out with one of these."
+                f"TensorParallelConfig), and FSDP2 does not know it. Shard weights with one of these."
             )
         for inner_path, plain in plain_tensors(fqn, holder, next(iter(places.values())).owner):
             full = ".".join((fqn, *inner_path))

@@ -206,9 +206,7 @@ class ShardedTransfers:
         )
         other = None
         if unsure:
-            logger.info(
-                "All bytes of %d groups are compared among ranks, which have them in places of their own.", len(unsure)
-            )
+            logger.info("All bytes of %d groups are compared among ranks, which store them separately.", len(unsure))
             hashes = run_all(partial(_hash_of, all_blobs[at]) for at in unsure)
             of_all = self._exchange("hashes", hashes, here)
             for rank, theirs in zip(here, of_all, strict=True):
@@ -295,13 +293,13 @@ class ShardedTransfers:
         figures = ""
         if speeds is not None:
             figures = (
-                f" Measured with all of them at it: {speeds.alone / 1e9:.3g} GB/s reach each over its own link, "
+                f" Measured with all ranks at once: {speeds.alone / 1e9:.3g} GB/s reach each over its own link, "
                 f"and {speeds.shared / 1e9:.3g} GB/s reach each if they share."
             )
         if host_group is None:
             return f"Each rank loads its own weights: {self.why_not}.{figures}"
         size = host_group.num_ranks
-        return f"{size} GPUs share each group: each sends 1/{size} and gathers the rest.{figures}"
+        return f"{size} GPUs share each group: each loads 1/{size}, and the others send the rest.{figures}"
 
     # ---------------------------------------------------------------- what is sent
 

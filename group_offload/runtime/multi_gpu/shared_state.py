@@ -164,7 +164,7 @@ class SharedState:
             content = marshal.dumps([getattr(state, name) for name in RankStates.__slots__])
             if len(content) > _HALF_BYTES - _NUMBER.size:
                 raise StateError(
-                    "Too many groups are offered at once by GPUs that share a model. Pass shard_transfers=False."
+                    "Too many groups are published at once by GPUs that share a model. Pass shard_transfers=False."
                 )
             start = _HEAD_BYTES + turn % 2 * _HALF_BYTES
             self._memory[start + _NUMBER.size : start + _NUMBER.size + len(content)] = content
