@@ -1,1 +1,1 @@
-"""Where blobs rest: in (pinned) RAM, or in files."""
+"""Where blobs are stored: in (pinned) RAM, or in files."""

@@ -40,7 +40,7 @@ class Group:
         self._openers = [each if isinstance(each, Method) else weakref.ref(each) for each in spec.openers]
         self.num_modules = sum(isinstance(each, nn.Module) for each in spec.openers)
         self.is_table = spec.is_table
-        """Whether rows are gathered where the weight rests. Such a group is never acquired."""
+        """Whether rows are gathered where the weight is stored. Such a group is never acquired."""
         self.layers = spec.joined or (spec.group_id,)
         """The ids of the groups that were joined to this one."""
         self.may_join = bool(spec.joined) or not (spec.nesting or len(spec.openers) > 1)
@@ -48,7 +48,7 @@ class Group:
         self.nesting = spec.nesting
         self.parts = tuple(parts)
         self.is_in_place = may_compute_at_rest and not self.is_in_file
-        """Whether the group is used where it rests. It never has a slot, and its bytes never move."""
+        """Whether the group is used where it is stored. It never has a slot, and its bytes never move."""
         self.num_bytes = 0
         for part in self.parts:
             part.offset = self.num_bytes
@@ -201,7 +201,7 @@ class Group:
         }
 
     def _is_left_in_place(self) -> bool:
-        """Whether the tensors were used where they rest and are as they were, so that nothing has to be bound or copied."""
+        """Whether the tensors were used where they are stored and are unchanged, so that nothing has to be bound or copied."""
         is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
         return is_in_use and not (self.was_touched() or self.was_replaced())
 

@@ -119,13 +119,13 @@ class PageCachePins:
         self.look()
 
     def before_pass(self, name: str) -> None:
-        """Give up RAM if the system runs short of it, and lock the files that were read."""
+        """Give up RAM if the system runs short of it, and pin the files that were read."""
         self._relieve(name)
         if self._to_lock:
             self.lock_what_is_there(was_read=True)
 
     def _relieve(self, name: str) -> None:
-        """If RAM runs short, unlock a part of the blobs, evenly spread. These are read in each pass from then on."""
+        """If RAM runs short, unpin a part of the blobs, evenly spread. These are read in each pass from then on."""
         now = time.monotonic()
         if now - self._looked_at < tuning().relief_seconds or not pinned.num_bytes:
             return

@@ -1,4 +1,4 @@
-"""Copies from where blobs rest into slots."""
+"""Copies from where blobs are stored into slots."""
 
 from __future__ import annotations
 
