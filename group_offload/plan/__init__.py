@@ -1,1 +1,1 @@
-"""Which group rests where, and how long a pass takes then: budgets, speeds, the search, and the plan as people read it."""
+"""Which group is stored where, and how long a pass takes then: budgets, speeds, the search, and the plan as people read it."""

@@ -123,7 +123,7 @@ class PassModel:
         self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
     def choices(self, index: int, rest: Placement) -> list[Placement]:
-        """Where a group may be between its uses, given where it rests; the fastest first."""
+        """Where a group may be between its uses, given where it is stored; the fastest first."""
         group = self.groups[index]
         if not group.may_reside or not self.has_residents:
             return [rest]

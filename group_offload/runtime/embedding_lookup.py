@@ -1,4 +1,4 @@
-"""Embedding tables that stay where they rest: rows are gathered there, and only the rows go to the device."""
+"""Embedding tables that stay where they are stored: rows are gathered there, and only the rows go to the device."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ShardedTransfers:
         self.num_alone = 0
         """Groups that were shared out, and brought by this rank alone after all."""
         self._agreed: dict[str, list[str] | None] = {}
-        """The groups of the first rank's plan, by the place where they rest, as `agree` has said."""
+        """The groups of the first rank's plan, by the place where they are stored or stay, as `agree` has said."""
         self._leave: Callable[[], object] | None = None
         self._jobs: weakref.WeakSet[ShardJob] = weakref.WeakSet()
         """Those that may not be over."""
@@ -267,7 +267,7 @@ class ShardedTransfers:
             done.synchronize()
 
     def agree(self, what: str, names: Sequence[str]) -> Sequence[str]:
-        """The groups that rest somewhere: those of the first rank's plan. All ranks then need the same ones from elsewhere.
+        """The groups that stay at a place: those of the first rank's plan. All ranks then need the same ones from elsewhere.
 
         Args:
             what: The place.
