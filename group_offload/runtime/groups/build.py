@@ -280,10 +280,8 @@ def _runs_of(plans: Sequence[_BuildPlan], *, compresses: bool) -> Iterator[list[
     num_bytes = 0
     layouts = [_lay_out(plan.fresh) for plan in plans]
     sizes = [layout.num_bytes for layout in layouts]
-    kinds = [
-        (plan.spec.is_table, compresses and is_compressible(layout))
-        for plan, layout in zip(plans, layouts, strict=True)
-    ]
+    are_compressed = [compresses and is_compressible(layout) for layout in layouts]
+    kinds = [(plan.spec.is_table, each) for plan, each in zip(plans, are_compressed, strict=True)]
     before = None
     limit = min(tuning().segment_bytes, max(*sizes, sum(sizes) // _MOST_SEGMENTS, tuning().chunk_bytes, 0))
     for plan, size, kind in zip(plans, sizes, kinds, strict=True):

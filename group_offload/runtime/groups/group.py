@@ -169,8 +169,8 @@ class Group:
         for index in self.changed():
             tensor = self._in_use()[index]
             part, place = self._places[index]
-            rest = part.blob.rest[place]
-            fits = same_form(tensor, rest)
+            stored = part.blob.rest[place]
+            fits = same_form(tensor, stored)
             if not same_memory(tensor, self._bound[index]):
                 part.sent_generation = -1  # the slot still has the value that the forward replaced
                 fits = fits and part.is_alone(place)  # else the bytes between its elements may be another tensor's
@@ -181,7 +181,7 @@ class Group:
             if slot is None and same_memory(tensor, self._bound[index]):
                 num_changed += 1  # in the blob itself
                 continue
-            value, kept = as_bytes(tensor), as_bytes(rest)
+            value, kept = as_bytes(tensor), as_bytes(stored)
             if slot is not None:
                 value = transfer.fetch(value, slot.last_use())
             part.blob.check()  # writing to a weight that is stored in a file that was cut off would be a SIGBUS
