@@ -147,10 +147,9 @@ class PassModel:
             stay = [index for index in streamed if placements[index] is kept]
             sent_compressed = [index for index in from_ram if compressed[index]]
             resident += sum([self.sent[index] for index in stay])
-            compressed_buffers = NUM_COMPRESSED_BUFFERS * max(
-                [self.compressed_buffers[index] for index in sent_compressed], default=0
-            )
-            compressed_buffers += max([self.compressed_buffers[index] for index in read_compressed], default=0)
+            strips = self.compressed_buffers
+            compressed_buffers = NUM_COMPRESSED_BUFFERS * max([strips[index] for index in sent_compressed], default=0)
+            compressed_buffers += max([strips[index] for index in read_compressed], default=0)
             decompressed = sum([sizes[index] * sent[index] for index in (*stay, *sent_compressed, *read_compressed)])
         on_device = resident + slots + compressed_buffers
         if not_resident <= slots:
