@@ -21,8 +21,8 @@ class Tuning:
     touched_bytes: int = 32 << 20
     """What one thread gives pages to before memory is pinned."""
     table_bytes: int = 64 << 20
-    """The least size of an embedding table whose rows are gathered where it rests. The host waits for the indices in each
-    call, which takes as long as a smaller table takes on the link."""
+    """The least size of an embedding table whose rows are gathered where it is stored. The host waits for the indices in
+    each call, which takes as long as a smaller table takes on the link."""
     slow_scan_seconds: float = 1e-3
     """A look into the page map takes longer than this only if the mapped bytes were read: the kernel looks at the pages that
     are present."""
@@ -88,9 +88,9 @@ class Tuning:
     turn_timeout_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
     interleave_wait_seconds: float = 0.1
-    """How long forwards that share passes wait for those that came along last time. A pass of a large model takes longer."""
+    """How long forwards that share passes wait for those that took part last time. A pass of a large model takes longer."""
     participant_timeout_seconds: float = 10.0
-    """How long forwards that share passes let others go first that came before them, or may come along."""
+    """How long forwards that share passes let others go first that came before them, or may take part."""
     backward_timeout_seconds: float = 3600.0
     """The time that a pass waits for a pass of another thread. Two passes that wait for each other would never end."""
     setup_timeout_seconds: float = 600.0

@@ -66,11 +66,8 @@ def _compress(arguments: argparse.Namespace) -> int:
 
 def _open(model: FoundModel, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     options: dict[str, Any] = {} if model.variant is None else {"variant": model.variant}
-    options |= {
-        "dtype": dtype or meta_model_of(model).usual_dtype,
-        "onload_device": "cpu",
-        "offload_to_disk_path": folder,
-    }
+    dtype = dtype or meta_model_of(model).usual_dtype
+    options |= {"dtype": dtype, "onload_device": "cpu", "offload_to_disk_path": folder}
     with errors_of_loading(model.model_class, model.folder):
         opened: nn.Module = from_pretrained(model.model_class, model.folder, **options)
         return opened

@@ -87,25 +87,23 @@ class _Component:
     """A model and its plan."""
 
     name: str
-    outline: MetaModel
+    model: MetaModel
     uses: int
     plan: Plan
 
     @property
     def title(self) -> str:
-        return f"{self.name} {self.outline.model_class}".strip()
+        return f"{self.name} {self.model.model_class}".strip()
 
     def described(self, dtype: torch.dtype | None) -> tuple[str, OffloadPlan]:
         """A sentence, and what is shown below it."""
-        outline, outer = self.outline, self.outline.outer_bytes
+        model, outer = self.model, self.model.outer_bytes
         uses = f", {self.uses} forwards" if self.uses > 1 else ""
         held = f" {describe_bytes(outer)} around its blocks are on the device only during a forward." if outer else ""
-        size, details = describe_bytes(outline.num_bytes), self.plan if self.plan.problem.groups else None
-        said = f"{self.title}: {size} in {len(outline.groups)} groups{uses}.{held}"
-        cast = (
-            f"{outline.num_cast} weights are cast to {dtype}. Those on disk are written to offload_to_disk_path first"
-        )
-        return said, OffloadPlan(self.title, details, notes=[f"{cast}."] if outline.num_cast else [])
+        size, details = describe_bytes(model.num_bytes), self.plan if self.plan.problem.groups else None
+        said = f"{self.title}: {size} in {len(model.groups)} groups{uses}.{held}"
+        cast = f"{model.num_cast} weights are cast to {dtype}. Those on disk are written to offload_to_disk_path first"
+        return said, OffloadPlan(self.title, details, notes=[f"{cast}."] if model.num_cast else [])
 
 
 _Speeds = Mapping[str, tuple[int, str]]
@@ -133,9 +131,8 @@ def _plan_of(path: Path, weights: Path, arguments: argparse.Namespace) -> int:
     """
     speeds = _speeds(arguments, weights)
     found, left_out = find_models(path)
-    models = {
-        name: meta_model_of(model, arguments.dtype, compresses=arguments.compress) for name, model in found.items()
-    }
+    dtype, compresses = arguments.dtype, arguments.compress
+    models = {name: meta_model_of(model, dtype, compresses=compresses) for name, model in found.items()}
     components = _components(models, arguments, Speeds(**{name: speed for name, (speed, _) in speeds.items()}))
     sentences = [
         "All times are predicted; nothing has run.",
@@ -244,9 +241,8 @@ def _notes(arguments: argparse.Namespace, speeds: _Speeds, components: Sequence[
         yield "Without --ram, all weights are in RAM."
     elif len(components) > 1:
         yield "RAM goes first to the models that run most often."
-    names = {"h2d": "RAM to device", "disk": "disk to RAM"} | (
-        {"decompress": "decompression"} if arguments.compress else {}
-    )
+    names = {"h2d": "RAM to device", "disk": "disk to RAM"}
+    names |= {"decompress": "decompression"} if arguments.compress else {}
     told = {label: speeds[name] for name, label in names.items()}
     yield f"Speeds: {', '.join(f'{label} {speed / 1e9:.3g} GB/s ({source})' for label, (speed, source) in told.items())}."
     if any(source == "assumed" for name, (_, source) in speeds.items() if name != "decompress"):
@@ -264,22 +260,22 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
     """Lines of Python that open the model: in RAM if this machine, or --ram, has room for its weights, else from its files."""
     index = path / "model_index.json"
     thing = "pipe" if index.exists() else "model"
-    largest = max(components, key=lambda each: each.outline.num_bytes)
-    model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.outline.model_class
+    largest = max(components, key=lambda each: each.model.num_bytes)
+    model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.model.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
-    dtype = arguments.dtype or largest.outline.usual_dtype  # diffusers loads float32 unless it is told otherwise
+    dtype = arguments.dtype or largest.model.usual_dtype  # diffusers loads float32 unless it is told otherwise
     given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
-    given += [f'variant="{largest.outline.variant}"'] if largest.outline.variant else []
+    given += [f'variant="{largest.model.variant}"'] if largest.model.variant else []
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]
     options += ["compress=True"] if arguments.compress else []
-    needed = sum(each.outline.num_bytes for each in components) + arguments.host_overhead
+    needed = sum(each.model.num_bytes for each in components) + arguments.host_overhead
     if dtype != torch.float32:
         yield "import torch"
     yield f"from {library} import {model_class}"
     if needed > (available_ram() if arguments.ram is None else arguments.ram):
         # Weights that are cast, or compressed, do not stay in the checkpoint's files.
-        if arguments.compress or any(each.outline.num_cast for each in components):
+        if arguments.compress or any(each.model.num_cast for each in components):
             options.append('offload_to_disk_path="offload"')
         yield "from group_offload import from_pretrained"
         yield f"{thing} = from_pretrained({', '.join([model_class, *given, *options])})"
@@ -294,15 +290,15 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
 
 def _figures(component: _Component) -> dict[str, Any]:
     """A model and its plan, for programs."""
-    plan, outline, prediction = component.plan, component.outline, component.plan.prediction
+    plan, model, prediction = component.plan, component.model, component.plan.prediction
     placed = {group.name: _PLACES[at] for group, at in zip(plan.problem.groups, plan.placements, strict=True)}
     groups = [
         {"name": each.name, "num_bytes": each.num_bytes, "place": placed.get(each.name, _AROUND_BLOCKS)}
-        for each in outline.groups
+        for each in model.groups
     ]
     return {
         "name": component.name,
-        "model_class": outline.model_class,
+        "model_class": model.model_class,
         "groups": groups,
         "sentences": plan.sentences(),
         **asdict(prediction),
@@ -313,9 +309,9 @@ def _figures(component: _Component) -> dict[str, Any]:
         "ram_bytes": plan.ram_bytes,
         "h2d_bytes_per_s": plan.problem.speeds.h2d,
         "drive_bytes_per_s": plan.problem.speeds.disk,
-        "num_bytes": outline.num_bytes,
+        "num_bytes": model.num_bytes,
         "num_passes": component.uses,
-        "num_cast": outline.num_cast,
-        "outer_bytes": outline.outer_bytes,
+        "num_cast": model.num_cast,
+        "outer_bytes": model.outer_bytes,
         "ram_share_bytes": plan.problem.ram_budget,
     }

@@ -32,7 +32,7 @@ def shares_of(models: Mapping[str, nn.Module], config: OffloadConfig, tables: Co
         config: The pipeline's budgets, folder and device. Weights that stay on the device need no RAM: half of `vram_budget`
             counts as room for them, because activations are not known yet. On a device without memory of its own slots are in
             RAM too, and the model that runs may use all the rest.
-        tables: The ids of embedding tables that stay where they rest. Those in files need no RAM.
+        tables: The ids of embedding tables that stay where they are stored. Those in files need no RAM.
 
     Raises:
         ConfigError: the budget is too small.

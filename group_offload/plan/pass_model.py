@@ -123,7 +123,7 @@ class PassModel:
         self._known_backs: dict[tuple[int, ...], list[int]] = {}
 
     def choices(self, index: int, rest: Placement) -> list[Placement]:
-        """Where a group may be between its uses, given where it rests; the fastest first."""
+        """Where a group may be between its uses, given where it is stored; the fastest first."""
         group = self.groups[index]
         if not group.may_reside or not self.has_residents:
             return [rest]
@@ -147,10 +147,9 @@ class PassModel:
             stay = [index for index in streamed if placements[index] is kept]
             sent_compressed = [index for index in from_ram if compressed[index]]
             resident += sum([self.sent[index] for index in stay])
-            compressed_buffers = NUM_COMPRESSED_BUFFERS * max(
-                [self.compressed_buffers[index] for index in sent_compressed], default=0
-            )
-            compressed_buffers += max([self.compressed_buffers[index] for index in read_compressed], default=0)
+            strips = self.compressed_buffers
+            compressed_buffers = NUM_COMPRESSED_BUFFERS * max([strips[index] for index in sent_compressed], default=0)
+            compressed_buffers += max([strips[index] for index in read_compressed], default=0)
             decompressed = sum([sizes[index] * sent[index] for index in (*stay, *sent_compressed, *read_compressed)])
         on_device = resident + slots + compressed_buffers
         if not_resident <= slots:

@@ -21,10 +21,10 @@ a file. So compression takes no more than 256 MiB of device memory."""
 
 
 class Placement(str, Enum):
-    """Where a group rests between its uses."""
+    """Where a group is between its uses."""
 
     DEVICE = "device"
-    """A copy of the group stays on the device. The group stays stored in RAM or in its file, too."""
+    """A copy of the group stays on the device. The group stays stored too, in RAM or in its file."""
     COMPRESSED = "compressed"
     """A compressed copy of a group that is stored in RAM stays on the device, and is decompressed there for each use."""
     RAM = "ram"
@@ -88,19 +88,19 @@ class Problem:
     device_budget: int | None = None
     """Device memory for resident groups and slots. None: no group is resident."""
     ram_budget: int | None = None
-    """RAM for groups that rest there, and for groups that no file holds. None: all groups are stored in RAM."""
+    """RAM for groups that are stored there, and for groups that no file holds. None: all groups are stored in RAM."""
     num_slots: int = 2
     """The slots hold this many of the largest groups that are sent."""
     staging_bytes: int = 256 << 20
     """How many bytes the disk may be ahead of the link."""
     rests: tuple[Placement, ...] | None = None
-    """Where each group rests, RAM or FILE, where that is decided already. None: the RAM budget decides."""
+    """Where each group is stored, RAM or FILE, once that is decided. None: the RAM budget decides."""
 
 
 def smallest_device_bytes(problem: Problem) -> int:
     """The smallest device budget that works: slots, and room for compressed bytes on their way, and no resident groups.
 
-    Where the rests are not decided yet, it works for all that the RAM budget may lead to.
+    Where `rests` is not decided yet, it works for all that the RAM budget may lead to.
     """
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group in problem.groups)))
     may_be_read = problem.ram_budget is not None
@@ -117,7 +117,7 @@ def smallest_ram_bytes(problem: Problem) -> int:
 
 
 def ram_bytes_of(problem: Problem, rests: Sequence[Placement]) -> int:
-    """RAM of the groups that rest there, whether copies of them stay on the device or not, and of those that no file holds."""
+    """RAM of the groups stored there, whether copies of them stay on the device or not, and of those that no file holds."""
     in_ram = [
         group.compressed_bytes or group.num_bytes
         for group, rest in zip(problem.groups, rests, strict=True)

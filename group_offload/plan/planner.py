@@ -1,7 +1,7 @@
-"""Plans: where each group of weights rests, and how fast a pass is predicted to be.
+"""Plans: where each group of weights is stored, and how fast a pass is predicted to be.
 
-`make_plan(problem)` decides where each group rests, within the RAM budget, and of which groups a copy stays on the device,
-within the device budget. It takes the fastest placement that the search finds, by [Note: The model of a pass] (`pass_model`).
+`make_plan(problem)` decides where each group is stored, within the RAM budget, and of which groups a copy stays on the
+device, within the device budget. It takes the fastest placement that the search finds, by [Note: The model of a pass].
 """
 
 from __future__ import annotations

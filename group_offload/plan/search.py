@@ -32,7 +32,7 @@ Rests = tuple[Placement, ...]
 
 
 def find_fastest(model: PassModel) -> tuple[Rests, Sequence[Placement]]:
-    """The rests and the placements of the fastest pass within the budgets."""
+    """Where groups are stored (`Rests`), and the placements, in the fastest pass within the budgets."""
     best: tuple[Rests, Sequence[Placement]] = (), ()
     best_seconds = math.inf
 
@@ -92,7 +92,7 @@ def _ways_to_rest(model: PassModel) -> Iterator[Rests]:
 
 
 def _ways_to_stay(model: PassModel, rests: Rests) -> Iterator[Sequence[Placement]]:
-    """Placements of groups that rest there. Of those that are equally fast, one that sends less comes first."""
+    """Placements of groups that are stored at `rests`. Of those that are equally fast, one that sends less comes first."""
     if not model.has_residents:
         yield rests
         return

@@ -428,7 +428,7 @@ class Backward:
             self._passes.release(use.group, use.stream)
 
     def _note_edits(self, uses: Sequence[_GroupHold]) -> None:
-        """Find the weights that nodes have changed in place: the slot has the edit, and the stored weight has not."""
+        """Find the weights that nodes have changed in place: the slot has the edit, and the blob has not."""
         for saved, view, version in (each for use in uses for each in use.handed):
             if view._version != version:
                 saved.part.sent_generation = -1

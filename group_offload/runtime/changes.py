@@ -165,14 +165,14 @@ class Changes:
             self.invalidate()
 
     def notice(self, root: nn.Module, top: nn.Module, *, all_edits: bool) -> set[Group] | None:
-        """Commit changes of the weights since the last pass left them.
+        """Commit changes of the weights since they were offloaded.
 
         Args:
             all_edits: Whether edits are committed now wherever they are. If not, those of stores that can wait are committed by
                 `commit_late`, in the pass that begins: the device has nothing to do before that.
 
         Returns:
-            The groups that calls under `top` can need; None if the module has to be cut into groups again.
+            The groups that calls under `top` can need; None if the module has to be partitioned again.
 
         Raises:
             StorageError: A file was changed by another program. No weight is lost.
@@ -211,7 +211,7 @@ class Changes:
                 if store in self._late:
                     was_edited = store.commit_edits(self._transfer.wait_for_copies)
                     if was_edited and any(each.is_outdated for each in self._groups):
-                        self.invalidate()  # this pass sends them from where they rest
+                        self.invalidate()  # this pass sends them from where they are stored
                     del self._late[store]
 
     def end_pass(self) -> None:

@@ -236,7 +236,7 @@ class Compressor:
                     if problem := proof.result():
                         part.blob.drop_compressed()
                         self._left_plain([part], StorageError(problem))
-        for part in _parts_of(self._groups):  # what stays plain is copied from where it rests
+        for part in _parts_of(self._groups):  # what stays plain is copied from where it is stored
             if part.blob.compressed is None and isinstance(part.blob, RamBlob):
                 part.blob.store.lock(limit)
         limit.report()

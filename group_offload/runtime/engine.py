@@ -92,10 +92,10 @@ class Engine:
         self._changes = Changes(self.transfer)
         transfer, changes, recorder = self.transfer, self._changes, self.recorder
         files = PageCachePins(config, transfer.last_copies.synchronize)
-        self._prefetcher = ahead = Prefetcher(config, self.memory, files, changes.commit_late)
-        self.placer = Placer(config, ahead, recorder, self._compressor)
+        self._prefetcher = prefetcher = Prefetcher(config, self.memory, files, changes.commit_late)
+        self.placer = Placer(config, prefetcher, recorder, self._compressor)
         kind = InterleavedPasses if config.interleave_forwards and is_function(config, root) else Passes
-        self._passes = kind(root, config, self.placer, ahead, changes, recorder, weakly(self._prepare))
+        self._passes = kind(root, config, self.placer, prefetcher, changes, recorder, weakly(self._prepare))
         shared_lock.join(self._passes)
         self._backward = Backward(self._passes, backend)
         self._gates = Gates(config, self._passes, self._backward)

@@ -272,7 +272,7 @@ class MethodGate(InnerGate):
     """Encloses the calls of a method that computes with weights, in which nobody calls the module itself.
 
     The gate stands in the module's `__dict__`, where Python finds it before the class's method. A call without any tensor
-    is let through, because it computes nothing: it reads weights where they are stored, or changes them.
+    is let through, because it computes nothing: it reads stored weights, or changes them.
     """
 
     def __init__(self, gates: Gates, entry: Method) -> None:

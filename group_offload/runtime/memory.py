@@ -15,7 +15,6 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..plan.placement import NUM_COMPRESSED_BUFFERS
 from ..stores.base import PlacedBlob
-from ..stores.compressed import CompressedImage
 from .groups.compressed import CompressedGroup
 from .groups.group import Group
 from .measure.counters import Counters
@@ -41,10 +40,8 @@ class DeviceMemory(Holding):
         super().__init__()
         self.name = name
         """The model's name, for messages."""
-        self._config = config
-        self._backend = config.backend
-        self.transfer = transfer
-        self.counters = counters
+        self._config, self._backend = config, config.backend
+        self.transfer, self.counters = transfer, counters
         # Leaf level is for least memory, and torch's allocator finds room for its small layers anywhere.
         self.is_just_in_time = config.record_stream or (config.is_leaf_level and config.use_stream)
         """Whether groups inside of whose modules no other one is needed have slots outside of rings."""
@@ -80,7 +77,7 @@ class DeviceMemory(Holding):
         self._spare_events: list[Event] = []
         """The events of freed slots: making an event takes longer than recording it."""
         self.was_freed = True
-        """Whether memory was freed since the look-ahead walked through the groups that come next."""
+        """Whether memory was freed since `Prefetcher` walked through the groups that come next."""
         self._has_warned_of_alias = False
 
     # ---------------------------------------------------------------- between passes
@@ -104,12 +101,10 @@ class DeviceMemory(Holding):
         sent = [group for group in streamed if group.compressed not in to_stay]
         reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
         largest = max((group.largest_strip(is_read=False) for group in sent), default=0)
-        compressed_buffer_bytes = reading_bytes + NUM_COMPRESSED_BUFFERS * largest
-        before = self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes
-        if (sizes, compressed_buffer_bytes, reading_bytes) != before:
+        now = sizes, reading_bytes + NUM_COMPRESSED_BUFFERS * largest, reading_bytes
+        if now != (self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes):
             self.arena.release(self)
-        self.ring_sizes, self.compressed_buffer_bytes = sizes, compressed_buffer_bytes
-        self._reading_bytes = reading_bytes
+        self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes = now
 
     def _ring_bytes(self, nesting: int, sizes: list[int]) -> int:
         """The size of a ring for groups of these sizes: as many of the largest as there are slots, or one without a stream.
@@ -117,10 +112,9 @@ class DeviceMemory(Holding):
         Groups that are needed around others all stay on the device, if their sum is small.
         """
         config, sharing = self._config, self.transfer.sharing
+        is_shared = sharing is not None and sharing.host_group is not None
         # With a budget, the plan gives that memory to groups that stay.
-        has_more = (
-            sharing is not None and sharing.host_group is not None and config.use_stream and not config.has_budgets
-        )
+        has_more = is_shared and config.use_stream and not config.has_budgets
         num_slots = min(_SHARED_SLOTS if has_more else config.num_slots, max(config.num_slots, len(sizes) - 1))
         if len(sizes) <= config.num_slots:
             num_slots = 1  # room for all groups would save no memory, and overlap is not worth that
@@ -162,18 +156,16 @@ class DeviceMemory(Holding):
         """
         sent_bytes = (self.compressed_buffer_bytes - self._reading_bytes) // NUM_COMPRESSED_BUFFERS
 
-        def fits(compressed: CompressedImage) -> bool:
+        def fitting(placed: PlacedBlob) -> PlacedBlob:
+            compressed = placed.compressed
+            if compressed is None or placed.on_device is not None:
+                return placed
             space = self._reading_bytes if compressed.is_read else sent_bytes
-            return has_compressed_buffers and compressed.layout.largest_strip <= space
+            fits = has_compressed_buffers and compressed.layout.largest_strip <= space
+            return placed if fits else placed._replace(compressed=None)
 
         starts = accumulate((group.num_bytes for group in run), initial=0)
-        return [
-            placed
-            if placed.compressed is None or placed.on_device is not None or fits(placed.compressed)
-            else placed._replace(compressed=None)
-            for group, start in zip(run, starts, strict=False)
-            for placed in group.blobs_at(start)
-        ]
+        return [fitting(each) for group, start in zip(run, starts, strict=False) for each in group.blobs_at(start)]
 
     def evict_residents(self, num_bytes: int) -> None:
         if num_bytes <= 0:
@@ -218,9 +210,8 @@ class DeviceMemory(Holding):
             assert self.memory is not None
             start = 0
             for nesting, size in sizes.items():
-                self.rings[nesting] = Ring(
-                    self.memory[start : start + size], self._backend, self.largest.get(nesting, 0)
-                )
+                memory = self.memory[start : start + size]
+                self.rings[nesting] = Ring(memory, self._backend, self.largest.get(nesting, 0))
                 start += size
             if self.compressed_buffer_bytes:
                 self.compressed_buffers = CompressedBuffers(self.memory[start:], self._backend, self._reading_bytes)
@@ -312,9 +303,9 @@ class DeviceMemory(Holding):
 
     def has_space_for(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may be on their way just in time. Without a budget one run may always be."""
-        num_pooled = self.pooled_bytes + num_bytes
+        pooled_bytes = self.pooled_bytes + num_bytes
         # A budget's plan counts on as much as a ring would take.
-        if self._config.vram_budget is not None and num_pooled > self.ring_sizes.get(0, num_pooled):
+        if self._config.vram_budget is not None and pooled_bytes > self.ring_sizes.get(0, pooled_bytes):
             return False
         bytes_ahead = sum(slot.memory.numel() for slot in self.pooled if slot.unused)
         if not bytes_ahead:
@@ -322,7 +313,7 @@ class DeviceMemory(Holding):
         if bytes_ahead + num_bytes > self.window_bytes:
             return False
         # At leaf level memory counts most, and slots in use count too.
-        return self._config.record_stream or num_pooled <= self.window_bytes * 3 // 2
+        return self._config.record_stream or pooled_bytes <= self.window_bytes * 3 // 2
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()

@@ -9,9 +9,9 @@ part of it (`vae.decode` calls the decoder). A pass holds the engine's lock, so 
    groups are on the device already.
 2. For each gated call inside: `begin_call` acquires the groups that the call needs. `acquire` makes compute wait for a
    group's bytes and binds its weights to their slot. `end_call` releases them. `release` records the last use, binds the
-   weights to where they are stored, and lets the next groups start into the free bytes.
-3. `_end`: all weights are bound to where they are stored. The groups that the next pass needs first are on their way by
-   then. The host has waited for no copy (but see `Blob.detects_edits`).
+   weights to their blobs again, and lets the next groups start into the free bytes.
+3. `_end`: all weights are bound to their blobs. The groups that the next pass needs first are on their way by then. The host
+   has waited for no copy (but see `Blob.detects_edits`).
 
 An exception unwinds through the gates and ends the pass the same way. The next pass then starts from nothing. A backward
 over the weights of a pass is a pass too: see [Note: Backward].
@@ -126,8 +126,8 @@ class _Step:
 class Passes:
     """Begins and ends passes and the calls in them, and lends weights to calls. All methods but `wait_for_turn` need the lock.
 
-    Order of calls: `set_groups` whenever the module was cut; then `begin_call` ... `end_call`, nested as modules are, or
-    `begin_backward`, any of `acquire` and `release`, and `end_backward`.
+    Order of calls: `set_groups` whenever the module was partitioned; then `begin_call` ... `end_call`, nested as modules are,
+    or `begin_backward`, any of `acquire` and `release`, and `end_backward`.
     """
 
     root = Weak[nn.Module]()
@@ -153,8 +153,8 @@ class Passes:
         self.counters, self._files = prefetcher.counters, prefetcher.files
         self.placer, self._changes, self._recorder = placer, changes, recorder
         self._prepare = prepare
-        """Commits changes of the module before a forward, and returns the groups that the forward can need. If it cuts the
-        module into groups again, it calls `set_groups` first."""
+        """Commits changes of the module before a forward, and returns the groups that the forward can need. If it makes
+        the groups again, it calls `set_groups` first."""
         self._groups: tuple[Group, ...] = ()
         self._group_of: dict[Part, Group] = {}
         self.detects_edits = True
@@ -180,7 +180,7 @@ class Passes:
         self.before_forward: Callable[[nn.Module, Any], None] = lambda root, kwargs: None
         """Called before a forward takes device memory."""
         self.lock: Any = forked_free(threading.RLock())
-        """The lock that a pass holds for its length. Models that share weights have one lock: see `turns`."""
+        """The lock that a pass holds for its length. Models that share weights have one lock: see `shared_lock`."""
 
     def enter_child(self) -> None:
         """Forget what threads of the parent are at, in a forked child. See [Note: Interrupts]: the weights tell the rest."""
@@ -193,7 +193,7 @@ class Passes:
             self._state = PassState.UNKNOWN
 
     def set_groups(self, groups: tuple[Group, ...]) -> None:
-        """Take over the groups that the module was cut into."""
+        """Take over the groups that the module was partitioned into."""
         self._groups = groups
         self._group_of = {part: group for group in groups for part in group.parts}
         self.detects_edits = all(group.detects_edits for group in groups)
@@ -358,7 +358,7 @@ class Passes:
         self.counters.passes += 1
         self.begin_work()
         self._thread = threading.get_ident()
-        scope = self._prepare(top, kind)  # first: it may cut the module into other groups
+        scope = self._prepare(top, kind)  # first: it may make other groups
         self.kind = kind
         if self.phase_order is not None:
             if not kind.with_grad:  # a backward would come next
@@ -456,11 +456,8 @@ class Passes:
         """Do this under the lock, unless another thread has it, or a pass is in progress."""
         was_owned = self.lock._is_owned()
         try:
-            if (
-                (was_owned or self.lock.acquire(blocking=False))
-                and self._state is PassState.CLEAN
-                and not self.is_removed
-            ):
+            is_owned = was_owned or self.lock.acquire(blocking=False)
+            if is_owned and self._state is PassState.CLEAN and not self.is_removed:
                 step()
         finally:
             while not was_owned and self.lock._is_owned():  # Ctrl-C may have come just after the lock was acquired

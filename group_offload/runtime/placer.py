@@ -55,12 +55,10 @@ class Placer:
         self, config: OffloadConfig, prefetcher: Prefetcher, recorder: Recorder, compressor: Compressor
     ) -> None:
         self._name = prefetcher.memory.name
-        self._config = config
-        self._backend = config.backend
+        self._config, self._backend = config, config.backend
         self._prefetcher = prefetcher  # which has the same device memory, transfer and files
         self._memory, self._transfer, self._files = prefetcher.memory, prefetcher.transfer, prefetcher.files
-        self._recorder = recorder
-        self._compressor = compressor
+        self._recorder, self._compressor = recorder, compressor
         self._budget = MemoryBudget(config, self._files, self._transfer, compressor)
         self.needs = Needs(self._backend, self._memory)
         self._vram: Budget | None = None
@@ -87,8 +85,8 @@ class Placer:
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
         self.needs.clear()
-        blobs = [part.blob for group in groups for part in group.parts]
-        in_files = [blob for blob in blobs if isinstance(blob, FileBlob) and blob.tier is Tier.FILE]
+        parts = [part for group in groups for part in group.parts]
+        in_files = [part.blob for part in parts if isinstance(part.blob, FileBlob) and part.blob.tier is Tier.FILE]
         for blob in in_files:
             blob.is_verified = self._config.verify_checksums
         self._files.begin(in_files)
@@ -99,16 +97,12 @@ class Placer:
             self._files.choose_ways()
         self._files.lock_what_is_there(was_read=False)
         self._prefetcher.note_tiers(groups)
-        self._transfer.reader.prepare_for(
-            sum(part.blob.layout.num_bytes for group in groups for part in group.parts if part.is_read),
-            *tuning().ring(
-                is_scarce=self._config.low_cpu_mem_usage
-                or any(
-                    blob.is_direct or (blob.compressed is not None and blob.compressed.is_read) for blob in in_files
-                ),
-                is_of_leaves=self._config.is_leaf_level and not in_files,
-            ),
+        read_bytes = sum(part.blob.layout.num_bytes for part in parts if part.is_read)
+        is_scarce = self._config.low_cpu_mem_usage or any(
+            blob.is_direct or (blob.compressed is not None and blob.compressed.is_read) for blob in in_files
         )
+        is_of_leaves = self._config.is_leaf_level and not in_files
+        self._transfer.reader.prepare_for(read_bytes, *tuning().ring(is_scarce=is_scarce, is_of_leaves=is_of_leaves))
         self._compressor.is_set_up = True
 
     def clear(self) -> None:
@@ -182,7 +176,7 @@ class Placer:
             self._budget.before_pass((), self._space(0))
 
     def _plan_ram(self, limit: int, in_ram: int) -> int:
-        """The RAM of a limit that the plan has for groups inside of whose modules no other one is needed.
+        """The part of `limit`, in RAM, that the plan has for groups inside of whose modules no other one is needed.
 
         Where the device is RAM, weights that are stored there take their part, and weights from files stream through the rest.
         """
@@ -196,7 +190,7 @@ class Placer:
         outer = sum(group.num_bytes for group in self._groups if group.nesting)
         in_no_file = [group for group in self._groups if not group.is_in_file]
         least = sum(group.num_bytes for group in in_no_file if not group.nesting)
-        if self._config.compress:  # the memory to read files into, which is counted, is not there yet
+        if config.compress:  # the memory to read files into, which is counted, is not there yet
             outer += max(0, max((blob.layout.num_bytes for blob in files), default=0) - tuning().reading_bytes)
         least += self._compressor.limit((group for group in in_no_file if not group.nesting), total - outer - least)
         outer += self._compressor.limit((group for group in in_no_file if group.nesting), total - outer - least)
@@ -404,15 +398,11 @@ class Placer:
         """Learn from a pass that completed. The measurements of one that failed are dropped."""
         measured = self.needs.end(completed=completed)
         if measured is not None and isinstance(self._vram, int) and measured[1] > self._vram:
+            need, peak, budget = (describe_bytes(num_bytes, digits=4) for num_bytes in (*measured, self._vram))
+            fits = self._space(measured[0]) >= self._budget.least_bytes
+            remedy = " Evicting weights to fit inputs of this size from now on." if fits else ""
             logger.warning(
-                "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s",
-                self._name,
-                describe_bytes(measured[1], digits=4),
-                describe_bytes(self._vram, digits=4),
-                describe_bytes(measured[0], digits=4),
-                " Evicting weights to fit inputs of this size from now on."
-                if self._space(measured[0]) >= self._budget.least_bytes
-                else "",
+                "%s: peak VRAM was %s, over vram_budget=%s (activations: %s).%s", self._name, peak, budget, need, remedy
             )
 
     def reside(self) -> None:
@@ -440,13 +430,9 @@ class Placer:
             if not self._compress():
                 break
         self._prefetcher.note_tiers(self._groups)
-        self._files.share_out(
-            part.blob
-            for group in self._groups
-            for part in group.parts
-            if isinstance(part.blob, FileBlob) and part.blob.compressed is None and group.num_bytes
-            if group in in_ram or group.nesting
-        )
+        stored = [group for group in self._groups if group.num_bytes and (group in in_ram or group.nesting)]
+        blobs = [part.blob for group in stored for part in group.parts]
+        self._files.share_out(blob for blob in blobs if isinstance(blob, FileBlob) and blob.compressed is None)
 
     @property
     def _has_ranks(self) -> bool:
@@ -463,11 +449,7 @@ class Placer:
         return gave
 
     def too_little(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Evict the residents of all models after a forward with a budget ran out of device memory.
-
-        Returns:
-            The error with advice added.
-        """
+        """A forward with a budget ran out of device memory: evict all residents. Returns the error with advice added."""
         arena, name = self._memory.arena, self._name
         arena.answer()
         before = arena.resident_bytes

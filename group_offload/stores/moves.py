@@ -170,7 +170,7 @@ def sent_bytes(move: Move) -> int:
 
 
 def joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, with those joined that lie side by side both where they are stored and in the slot."""
+    """The same moves, with neighbors that lie side by side both in their store and in the slot joined into one."""
     found: list[Move] = []
     for move in moves:
         last = found[-1] if found else None

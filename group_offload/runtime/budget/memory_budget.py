@@ -1,4 +1,4 @@
-"""The memory_budget plans where groups are stored, and which of them stay on the device.
+"""Plans where groups are stored, and which of them stay on the device.
 
 [Note: How a plan comes to be]
 When a module is offloaded, the plan for all memory that it may have decides which groups are stored in RAM, and which are read
@@ -55,13 +55,11 @@ _STEPS = 64
 
 
 class MemoryBudget:
-    """Keeps a module within its budgets. An engine owns it, and uses it under the engine's lock."""
+    """Has the plan for a module's budgets, and makes it again. A `Placer` owns it, and carries the plan out."""
 
     def __init__(self, config: OffloadConfig, files: PageCachePins, transfer: Transfer, compressor: Compressor) -> None:
-        self._config = config
-        self._files = files
-        self._transfer = transfer
-        self._compressor = compressor
+        self._config, self._files = config, files
+        self._transfer, self._compressor = transfer, compressor
         self.clear()
 
     def clear(self) -> None:
@@ -77,7 +75,7 @@ class MemoryBudget:
         self._timed: Recent[InputSignature, deque[dict[str, float]]] = Recent()
         """Seconds by group in the last timed passes of each kind. The kind that was timed last comes last."""
         self._passes: deque[tuple[InputSignature, float]] = deque(maxlen=NUM_TIMED)
-        """The last timed forwards since weights rest where they do now, and the seconds that each took."""
+        """The last timed forwards since groups are where they are now, and the seconds that each took."""
         self._seconds: dict[str, float] = {}
         """The seconds that each group computes in a pass, by its id, as far as they are known."""
         self._pass_seconds = 0.0
@@ -224,10 +222,7 @@ class MemoryBudget:
         return self._problem(None if self.plan is None else self.plan.problem.device_budget)
 
     def _problem(self, space: int | None) -> Problem:
-        """
-        Args:
-            space: Device memory for groups; None for no limit. If it is too little, the least that works.
-        """
+        """What to plan, with `space` on the device for groups: None for no limit; if too little, the least that works."""
         index = {group: number for number, group in enumerate(self.groups)}
         planned = [
             PlannedGroup(

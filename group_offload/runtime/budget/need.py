@@ -83,8 +83,7 @@ class Needs:
     """
 
     def __init__(self, backend: Backend, memory: Holding) -> None:
-        self._backend = backend
-        self._memory = memory
+        self._backend, self._memory = backend, memory
         self._known: Recent[InputSignature, int] = Recent()
         self._recent: deque[InputSignature] = deque(maxlen=_NUM_RECENT)
         self._more = 0

@@ -58,7 +58,7 @@ _Views = dict[tuple[str, tuple[str, int]], list[tuple[_BuildPlan, list[tuple[Ten
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Builder:
-    """Stores every tensor of a module. For one call of `build`."""
+    """Brings every tensor of a module to a blob. For one call of `build`."""
 
     root: nn.Module
     specs: Sequence[GroupSpec]
@@ -115,11 +115,11 @@ class Builder:
                 if is_trainable and not any(plan.fresh for plan in plans):
                     break
                 if self.folder is not None and not before:  # what changes later stays in RAM
-                    self._rest_in_files(plans, self.folder)
-                self._rest_in_ram(plans)
+                    self._store_in_files(plans, self.folder)
+                self._store_in_ram(plans)
             # Tests share on the CPU too.
             in_place = not config.backend.has_streams and config.shard_transfers is not True
-            return tuple(Group(plan.spec, plan.parts, may_compute_at_rest=in_place) for plan in plans)
+            return tuple(Group(plan.spec, plan.parts, may_compute_in_place=in_place) for plan in plans)
         except BaseException:
             with ExitStack() as undo:  # which goes on with the others if one part cannot be undone
                 for part in self._made:
@@ -154,7 +154,7 @@ class Builder:
     def _adopt(self, views: _Views, *, locks: bool, is_promised: bool = False) -> None:
         """
         Args:
-            locks: Whether the files are pinned in the page cache. Weights of one that cannot be do not rest there.
+            locks: Whether the files are pinned in the page cache. Weights of one that cannot be are not left there.
             is_promised: Whether the user asked for weights to stay in files.
 
         Raises:
@@ -192,7 +192,7 @@ class Builder:
 
     # ---------------------------------------------------------------- in group files and in RAM
 
-    def _rest_in_files(self, plans: Sequence[_BuildPlan], folder: Folder) -> None:
+    def _store_in_files(self, plans: Sequence[_BuildPlan], folder: Folder) -> None:
         num_bytes = sum(_size_after(plan.fresh, self.casts) for plan in plans)
         with folder.hold(num_bytes), progress_bar(num_bytes, "Writing group files") as advance:
             for plan in plans:
@@ -209,7 +209,7 @@ class Builder:
                         trim_heap()  # else what was cast would add up in it
         trim_heap()
 
-    def _rest_in_ram(self, plans: Sequence[_BuildPlan]) -> None:
+    def _store_in_ram(self, plans: Sequence[_BuildPlan]) -> None:
         wait_for_releases()
         config, backend = self.config, self.config.backend
         limit, segments = PinLimit(backend), list[Segment]()
@@ -257,7 +257,7 @@ class Builder:
         trim_heap()
 
     def _bind(self, blob: Blob, refs: tuple[TensorRef, ...]) -> Part:
-        """Bind the tensors of `refs` to `blob`: here their old memory goes. The part is noted before."""
+        """Make the tensors of `refs` views of `blob`: here their old memory goes. The part is noted before."""
         # What was laid out again, or came later to a module that was on one device, belongs where it, or the module, was.
         homes = self._homes
         usual = next(iter(homes.values())) if len(set(homes.values())) == 1 else None
@@ -280,10 +280,8 @@ def _runs_of(plans: Sequence[_BuildPlan], *, compresses: bool) -> Iterator[list[
     num_bytes = 0
     layouts = [_lay_out(plan.fresh) for plan in plans]
     sizes = [layout.num_bytes for layout in layouts]
-    kinds = [
-        (plan.spec.is_table, compresses and is_compressible(layout))
-        for plan, layout in zip(plans, layouts, strict=True)
-    ]
+    are_compressed = [compresses and is_compressible(layout) for layout in layouts]
+    kinds = [(plan.spec.is_table, each) for plan, each in zip(plans, are_compressed, strict=True)]
     before = None
     limit = min(tuning().segment_bytes, max(*sizes, sum(sizes) // _MOST_SEGMENTS, tuning().chunk_bytes, 0))
     for plan, size, kind in zip(plans, sizes, kinds, strict=True):

@@ -1,4 +1,4 @@
-"""A group: the tensors of a module that move together, offloaded or onloaded."""
+"""A group: the tensors of a module that are onloaded and offloaded together."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Group:
     were there before are not laid out, or written to a file, again.
     """
 
-    def __init__(self, spec: GroupSpec, parts: Sequence[Part], *, may_compute_at_rest: bool) -> None:
+    def __init__(self, spec: GroupSpec, parts: Sequence[Part], *, may_compute_in_place: bool) -> None:
         """
         Args:
-            may_compute_at_rest: Whether modules may compute with weights in RAM where they are: on the CPU.
+            may_compute_in_place: Whether modules may compute with weights in RAM where they are: on the CPU.
         """
         self.group_id = spec.group_id
         self._openers = [each if isinstance(each, Method) else weakref.ref(each) for each in spec.openers]
@@ -47,7 +47,7 @@ class Group:
         """Whether one layer alone needs the group, or did before."""
         self.nesting = spec.nesting
         self.parts = tuple(parts)
-        self.is_in_place = may_compute_at_rest and not self.is_in_file
+        self.is_in_place = may_compute_in_place and not self.is_in_file
         """Whether the group is used where it is stored. It never has a slot, and its bytes never move."""
         self.num_bytes = 0
         for part in self.parts:
@@ -81,8 +81,8 @@ class Group:
         self._bound: list[torch.Tensor] = []
         """The view that each tensor was bound to, while the whole group is onloaded."""
         self._recast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By index, values that a forward assigned and that do not fit the blob: where it left them, and offloaded. The next
-        pass lays the group out again, unless the tensor has got another value that fits: `_forget_replaced_recasts`."""
+        """By index, values that a forward assigned and that do not fit the blob: where it left them, and a copy on the CPU. The
+        next pass lays the group out again, unless the tensor has got another value that fits: `_forget_replaced_recasts`."""
         self._needs_commit = False
         """Whether tensors were changed and their blobs do not have the edits yet."""
 
@@ -127,13 +127,13 @@ class Group:
         return all(part.blob.detects_edits for part in self.parts)
 
     def rest(self) -> None:
-        """Bind the tensors to their stored views."""
+        """Bind the tensors to their blobs."""
         for tensor, view in zip(self._tensors, self._fit(self._rest_views), strict=True):
             tensor.data = view
         for wrapped in self._wrapped:
             wrapped.put_back()
-        for index, (_, at_rest) in self._recast.items():
-            self._tensors[index].data = at_rest
+        for index, (_, on_cpu) in self._recast.items():
+            self._tensors[index].data = on_cpu
         self.is_bound = False
         self._rest_version = self._version_sum()
 
@@ -156,7 +156,7 @@ class Group:
         self._bound = bound
 
     def offload(self, transfer: Transfer) -> int:
-        """Bind the tensors to their stored views again. Values that the forward changed are copied back first.
+        """Bind the tensors to their blobs again. Values that the forward changed are copied back first.
 
         Returns:
             The number of tensors that the forward changed.
@@ -169,8 +169,8 @@ class Group:
         for index in self.changed():
             tensor = self._in_use()[index]
             part, place = self._places[index]
-            rest = part.blob.rest[place]
-            fits = same_form(tensor, rest)
+            stored = part.blob.rest[place]
+            fits = same_form(tensor, stored)
             if not same_memory(tensor, self._bound[index]):
                 part.sent_generation = -1  # the slot still has the value that the forward replaced
                 fits = fits and part.is_alone(place)  # else the bytes between its elements may be another tensor's
@@ -179,9 +179,9 @@ class Group:
                 continue
             self._recast.pop(index, None)  # of an earlier call in the pass
             if slot is None and same_memory(tensor, self._bound[index]):
-                num_changed += 1  # where it is stored
+                num_changed += 1  # in the blob itself
                 continue
-            value, kept = as_bytes(tensor), as_bytes(rest)
+            value, kept = as_bytes(tensor), as_bytes(stored)
             if slot is not None:
                 value = transfer.fetch(value, slot.last_use())
             part.blob.check()  # writing to a weight that is stored in a file that was cut off would be a SIGBUS
@@ -195,18 +195,18 @@ class Group:
         return num_changed
 
     def _forget_replaced_recasts(self) -> None:
-        """Of an offloaded group: whoever bound a tensor to other memory since the forward recast it meant that value."""
+        """In an offloaded group, whoever bound a tensor to other memory since the forward recast it meant that value."""
         self._recast = {
             index: recast for index, recast in self._recast.items() if same_memory(self._tensors[index], recast[1])
         }
 
     def _is_left_in_place(self) -> bool:
-        """Whether the tensors were used where they are stored and are unchanged, so that nothing has to be bound or copied."""
+        """Whether the tensors were used in their blobs and are as they were, so that nothing has to be bound or copied."""
         is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
         return is_in_use and not (self.was_touched() or self.was_replaced())
 
     def recover(self, transfer: Transfer) -> None:
-        """A pass failed, or was interrupted: bind the tensors to their stored views, whatever state they are in.
+        """A pass failed, or was interrupted: bind the tensors to their blobs, whatever state they are in.
 
         Values that a forward changed are copied back if the whole group was onloaded.
         """
@@ -295,7 +295,7 @@ class Group:
         self._rest_views, self._rest_addresses = [], []
 
     def forget_rest(self, tensor: torch.Tensor) -> None:
-        """The tensor rests elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
+        """The tensor is stored elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
         place = self._index_of[id(tensor)]
         part, index = self._places[place]
         for views, at in ((part.blob.rest, index), (self._rest_views, place)):

@@ -32,7 +32,7 @@ class Part:
         self.offset = 0
         """The byte of the group that the blob begins at."""
         self.addresses = [view.data_ptr() for view in blob.rest]
-        """Where the tensors are offloaded."""
+        """The addresses of the offloaded tensors."""
         self.sent_generation = -1
         """The generation of the blob when it was sent to the group's slot."""
         self.num_replaced: Counter[int] = Counter()
@@ -68,17 +68,17 @@ class Part:
         return any(extent.tensors == (index,) for extent in self.blob.layout.extents)
 
     def as_left(self) -> list[bool]:
-        """For each tensor, whether it is still the stored view that it was bound to."""
+        """For each tensor, whether it is still the view of the blob that it was bound to."""
         if self.is_given_up:
             return [False] * len(self.refs)
         places = zip(self.refs, self.blob.rest, strict=True)
         return [same_memory(ref.tensor, view) and ref.is_in_place() for ref, view in places]
 
     def replaced(self) -> list[int] | None:
-        """The tensors, by index, that are no longer bound to their stored views (`weight.data = ...`).
+        """The tensors, by index, that are no longer bound to the blob (`weight.data = ...`).
 
-        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its stored view, or
-        shares bytes of the blob with others, or has no stored view any more, or its old value is kept elsewhere
+        None if the group has to be laid out again: a tensor has another dtype, shape or strides than its view of the blob, or
+        shares bytes of the blob with others, or has no place there any more, or its old value is kept elsewhere
         (`w.data, kept = kept, w.data`).
         """
         if self.is_given_up:
@@ -94,7 +94,7 @@ class Part:
 
 
 def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> bool:
-    """Commit values that replaced stored views of `parts`. Returns False if groups have to be laid out again for that.
+    """Commit values that replaced views of the blobs of `parts`. Returns False if groups have to be laid out again for that.
 
     Raises:
         StorageError: another program changed a file of the parts.
@@ -108,11 +108,10 @@ def commit_replacements(parts: Sequence[Part], all_parts: Sequence[Part]) -> boo
             part.blob.check()
         replaced += [(part, index) for index in found]
     if replaced:
-        # A tied or swapped value shares memory with another weight's stored view: a write there would change that
-        # weight.
-        at_rest = [view for part in all_parts for view in part.blob.rest]
+        # A tied or swapped value shares memory with another weight's view of a blob: a write there would change that weight.
+        stored = [view for part in all_parts for view in part.blob.rest]
         values = [part.refs[index].tensor.detach() for part, index in replaced]
-        clusters = overlapping(values + at_rest)
+        clusters = overlapping(values + stored)
         if any(cluster[0] < len(values) and len(cluster) > 1 for cluster in clusters):
             return False
     for part, index in replaced:

@@ -121,11 +121,8 @@ class Trained:
         """Refuse gradients of these tensors, where they require gradients and do not stay on the device."""
         for guard in self._guards:
             guard.remove()
-        holders = {
-            id(ref.holder): (ref.fqn, ref.holder)
-            for ref in refs
-            if is_trainable(ref) and id(ref.holder) not in self._homes
-        }
+        offloaded = [ref for ref in refs if is_trainable(ref) and id(ref.holder) not in self._homes]
+        holders = {id(ref.holder): (ref.fqn, ref.holder) for ref in offloaded}
         self._guards = []
         for fqn, holder in holders.values():
             refuse = partial(_refuse, fqn, holder.grad is not None)

@@ -74,9 +74,8 @@ class Arguments:
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._form = tree_flatten((args, kwargs))
         top = {id(each) for each in (*args, *kwargs.values())}
-        self.other = next(
-            (each for each in leaves if not isinstance(each, torch.Tensor) and type(each) not in SIMPLE), None
-        )
+        others = (each for each in leaves if not isinstance(each, torch.Tensor) and type(each) not in SIMPLE)
+        self.other = next(others, None)
         """An object that is neither a tensor nor a plain value: it may have a state of any kind."""
         self._leaves = [] if self.other is not None else [_Argument(each, is_top=id(each) in top) for each in leaves]
         self.shared: list[bool] = []

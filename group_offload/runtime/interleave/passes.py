@@ -94,11 +94,8 @@ class InterleavedPasses(Passes):
         elif self.turns._is_owned():
             if self._calls and self._calls[-1].module is module:
                 self.forget_interrupted_calls()
-            if (
-                not self._calls
-                and participant.interleaved.participants == [participant]
-                and self._state is not PassState.CLEAN
-            ):
+            is_last = participant.interleaved.participants == [participant]
+            if not self._calls and is_last and self._state is not PassState.CLEAN:
                 self.recover()
 
     def _come_to(self, call: Call, participant: Participant) -> None:
@@ -140,11 +137,8 @@ class InterleavedPasses(Passes):
             self.before_forward(self.root, inputs)
             self.counters.passes += 1
         else:
-            super()._begin(
-                call,
-                InputSignature.of_all([replace(kind, shapes=each.shapes) for each in interleaved.participants]),
-                inputs,
-            )
+            kinds = [replace(kind, shapes=each.shapes) for each in interleaved.participants]
+            super()._begin(call, InputSignature.of_all(kinds), inputs)
             interleaved.has_begun = True
         if interleaved.size > 1:
             self.counters.shared += 1

@@ -11,7 +11,7 @@ that one leaves in the modules for the length of its forward is met by the other
 Company are forwards of other threads, and the other calls of a step of guidance. A step is a row of calls with the same first
 tensor (the latents). If the last step had several, the first call of the next one predicts the arguments of the others: what
 was the same in both calls comes from this call, the rest has to be what it was. Where the calls of a step are announced, that
-tells their arguments, and no step has to be seen before: see `steps`. They run beside it, in threads of their own.
+tells their arguments, and no step has to be seen before: see `guidance_steps`. They run beside it, in threads of their own.
 The first call returns once the pass is over. If the caller then calls with the very arguments, and neither weights nor modules
 were changed meanwhile, it gets the result that is there. Else the results are thrown away. After two steps in a row with such a
 miss, the calls of steps of that kind are not predicted again.
@@ -79,7 +79,7 @@ class InterleavePolicy:
         """A call of the module that shares a pass only if its thread is a participant's."""
 
     def renew(self, alone: Callable[..., Any]) -> None:
-        """The module was cut into groups again: what was found of its forwards says nothing of those to come."""
+        """The module was partitioned again: what was found of its forwards says nothing of those to come."""
         self.alone, self._num_in_vain = alone, 0
         self._known.clear()
 

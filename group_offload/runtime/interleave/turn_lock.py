@@ -1,10 +1,10 @@
 """The lock of a model whose forwards may be interleaved: it goes from participant to participant.
 
 [Note: Turns of participants]
-An interleaved pass has the lock for the length of its pass, and one of its participants owns it at a time. All steps of the
-engine, and the modules' own code between two gates, run in the thread that owns it. A participant gives the lock away where it
-comes to a gate whose groups are not there, and at the end of its forward. Once all participants wait, the lock goes to one that
-can go on. If none can, the front goes on: the first of those that wait.
+An interleaved pass has the lock for its length, and one of its participants owns it at a time. All steps of the engine, and
+the modules' own code between two gates, run in the thread that owns it. A participant gives the lock away where it comes to a
+gate whose groups are not there, and at the end of its forward. Once all participants wait, the lock goes to one that can go on.
+If none can, the front goes on: the first of those that wait.
 
 One mutex guards all fields. No step of the engine, and no code of a user, runs under it.
 """
@@ -57,7 +57,7 @@ class InterleavedPass:
     def __init__(self) -> None:
         self.participants: list[Participant] = []
         self.size = 0
-        """How many forwards began the journey; 0 until it departs."""
+        """How many forwards the pass departed with; 0 until it departs."""
         self.has_begun = False
         """Whether the pass has begun."""
         self.formed_at = time.monotonic()
@@ -90,7 +90,7 @@ class TurnLock:
         self._number = 0
         """How many interleaved passes have formed."""
         self._recent: Recent[int, int] = Recent()
-        """The number of the interleaved pass that each calling thread came along with last."""
+        """The number of the interleaved pass that each calling thread took part in last."""
 
     # ---------------------------------------------------------------- as a lock
 
@@ -305,16 +305,15 @@ class TurnLock:
 
     @property
     def _expected(self) -> set[int]:
-        """The threads that came along with one of the last two interleaved passes."""
+        """The threads that took part in one of the last two interleaved passes, or called since."""
         return {thread for thread, number in self._recent.items() if number >= self._number - 2}
 
     def _may_depart(self, interleaved: InterleavedPass) -> bool:
         now = time.monotonic()
         missing = self._expected - {each.thread for each in interleaved.participants}
-        # Those who wait for the lock go first, and who has it and may come along afterwards.
-        if (
-            self._outsiders or self._owner in missing
-        ) and now - interleaved.formed_at < tuning().participant_timeout_seconds:
+        # Those who wait for the lock go first, and so does who has it and may take part afterwards.
+        lets_others_go = now - interleaved.formed_at < tuning().participant_timeout_seconds
+        if lets_others_go and (self._outsiders or self._owner in missing):
             interleaved.departs_at = now + tuning().interleave_wait_seconds
             return False
         return len(interleaved.participants) >= self.most or not missing or now >= interleaved.departs_at

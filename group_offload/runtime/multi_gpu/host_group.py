@@ -422,10 +422,8 @@ class HostGroup:
         self._looked_at = time.monotonic()
         gone = [rank for rank, peer in enumerate(self._peers) if not peer.is_there]
         if gone:
-            sent, left = (
-                self._shared_state.sent,
-                self._shared_state.read().left,
-            )  # after: what a rank has done is told before it ends
+            # After that: what a rank has done is told before it ends.
+            sent, left = self._shared_state.sent, self._shared_state.read().left
             unexpected = [
                 self._peers[rank]
                 for rank in gone

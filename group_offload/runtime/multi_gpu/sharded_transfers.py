@@ -109,7 +109,7 @@ class ShardedTransfers:
         self.num_alone = 0
         """Groups that were shared out, and brought by this rank alone after all."""
         self._agreed: dict[str, list[str] | None] = {}
-        """The groups of the first rank's plan, by the place where they rest, as `agree` has said."""
+        """The groups of the first rank's plan, by the place where they are stored or stay, as `agree` has said."""
         self._leave: Callable[[], object] | None = None
         self._jobs: weakref.WeakSet[ShardJob] = weakref.WeakSet()
         """Those that may not be over."""
@@ -135,9 +135,8 @@ class ShardedTransfers:
         host_group, self.why_not = host_group_of(self._backend, self._rendezvous, self._model)
         self._here = [*self._rendezvous.peers] if self._rendezvous.shares_ram else []
         cannot = self.why_not if host_group is None and share is True else ""
-        for rank, problem in zip(
-            self._rendezvous.ranks, self._exchange("cannot", cannot, self._rendezvous.ranks), strict=True
-        ):
+        ranks = self._rendezvous.ranks
+        for rank, problem in zip(ranks, self._exchange("cannot", cannot, ranks), strict=True):
             if problem:
                 raise ConfigError(
                     f"shard_transfers=True, but rank {rank} can't share: {problem}. Pass shard_transfers='auto' to let such "
@@ -265,7 +264,7 @@ class ShardedTransfers:
             done.synchronize()
 
     def agree(self, what: str, names: Sequence[str]) -> Sequence[str]:
-        """The groups that rest somewhere: those of the first rank's plan. All ranks then need the same ones from elsewhere.
+        """The groups that stay at a place: those of the first rank's plan. All ranks then need the same ones from elsewhere.
 
         Args:
             what: The place.
@@ -362,9 +361,8 @@ class ShardedTransfers:
             return None
         sent, shared = self._backend.new_event(), []
         for part in cut:
-            gathered = SharedBytes(
-                memory[part.at : part.at + part.part_bytes * host_group.num_ranks], part.part_bytes, sent
-            )
+            target = memory[part.at : part.at + part.part_bytes * host_group.num_ranks]
+            gathered = SharedBytes(target, part.part_bytes, sent)
             shared.append(Shared(part.key, part.digest, gathered))
         job = ShardJob(
             model=self._model,

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 _NUM_SEEN = 3
-"""The number of last times that count. Most of them decide: the last step of an image does not foretell the next first step."""
+"""The number of last times that count. Most of them decide: the last step of an image does not predict the next first step."""
 _MOST_PASSES = 4096
 """Longer phases are not learned."""
 _WORTH_IT = 3

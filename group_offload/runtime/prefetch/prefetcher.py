@@ -1,4 +1,4 @@
-"""The look-ahead sends or reads blobs ahead of the calls that need them, as far as there is memory."""
+"""Sends or reads blobs ahead of the calls that need them, as far as there is memory."""
 
 from __future__ import annotations
 
@@ -182,10 +182,9 @@ class Prefetcher:
             if 0 in walk.full and not self._may_read_ahead():
                 num_beyond += 1
                 # Residents, and groups around others, have memory of their own.
-                misses_others = has_residents and memory.misses_residents
-                if num_beyond == _LOOK_BEYOND or not (
-                    misses_others or any(group.slot is None for group in self._outer)
-                ):
+                misses_residents = has_residents and memory.misses_residents
+                misses_others = misses_residents or any(group.slot is None for group in self._outer)
+                if num_beyond == _LOOK_BEYOND or not misses_others:
                     break
         if run:
             self._start_run(run, walk)

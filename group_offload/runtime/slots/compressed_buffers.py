@@ -10,9 +10,9 @@ into the group's slot on the *decompress stream*, and used on the stream that co
 - The slot's *ready* is recorded on the decompress stream too, which waits for its *last use*: see [Note: The life of a slot].
   So compressed bytes cross the link while compute still needs the slot that they will be decompressed into.
 
-A compressed buffer holds one strip ([Note: A compressed image]), and a group may have many. What threads read from files has a
-compressed buffer of its own, the *reading compressed buffer*: those threads enqueue chunk by chunk, one strip after another,
-while the thread that computes uses the other compressed buffers. The reads may be canceled between two chunks.
+A compressed buffer holds one strip ([Note: A compressed image]), and a group may have many. What threads read from files has
+one of its own, the *reading* buffer: those threads enqueue chunk by chunk, one strip after another, while the thread that
+computes uses the other buffers. The reads may be canceled between two chunks.
 """
 
 from __future__ import annotations
@@ -39,21 +39,16 @@ class CompressedBuffers:
     def __init__(self, memory: torch.Tensor, backend: Backend, reading_bytes: int = 0) -> None:
         """
         Args:
-            reading_bytes: The part of the memory, at its end, that is the reading compressed buffer.
+            reading_bytes: The size of the reading buffer, at the end of the memory.
         """
         memory, reading = memory[: memory.numel() - reading_bytes], memory[memory.numel() - reading_bytes :]
         self.reading = CompressedBuffer(reading, backend)
-        self._compressed_buffers = [
-            CompressedBuffer(part, backend) for part in memory.tensor_split(NUM_COMPRESSED_BUFFERS)
-        ]
-        self.last_uses = [
-            *(compressed_buffer.decompressed for compressed_buffer in self._compressed_buffers),
-            self.reading.arrived,
-            self.reading.decompressed,
-        ]
+        self._in_turn = [CompressedBuffer(part, backend) for part in memory.tensor_split(NUM_COMPRESSED_BUFFERS)]
+        in_turn = (each.decompressed for each in self._in_turn)
+        self.last_uses = [*in_turn, self.reading.arrived, self.reading.decompressed]
         """The events behind the last uses of the memory."""
 
     def next(self) -> CompressedBuffer:
         """The compressed buffer that was used longest ago."""
-        self._compressed_buffers.append(self._compressed_buffers.pop(0))
-        return self._compressed_buffers[-1]
+        self._in_turn.append(self._in_turn.pop(0))
+        return self._in_turn[-1]

@@ -33,12 +33,7 @@ class Job(Protocol):
 class ReadJob:
     """All that one slot needs from files. Guarded by its reader's lock."""
 
-    def __init__(
-        self,
-        reads: Sequence[Read],
-        chunk_bytes: int,
-        cancel: Callable[[ReadJob], None],
-    ) -> None:
+    def __init__(self, reads: Sequence[Read], chunk_bytes: int, cancel: Callable[[ReadJob], None]) -> None:
         """
         Args:
             chunk_bytes: The size of a chunk, at most.
@@ -46,10 +41,7 @@ class ReadJob:
         """
         ordered = _in_order_of_files(reads)
         # Compressed bytes are copied on another stream than others, and a frame waits for one stream.
-        kinds = (
-            [read for read in ordered if read.decompress is None],
-            [read for read in ordered if read.decompress is not None],
-        )
+        kinds = [[each for each in ordered if (each.decompress is None) is is_plain] for is_plain in (True, False)]
         self.chunks = deque(Chunk(part) for kind in kinds for part in parts_of(kind, chunk_bytes))
         """Chunks that no thread has begun to read."""
         self.begun: deque[Chunk] = deque()

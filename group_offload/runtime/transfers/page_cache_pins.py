@@ -42,13 +42,13 @@ class PageCachePins:
         self.blobs: list[FileBlob] = []
         self.are_read = False
         """Whether some of the blobs are not pinned, so that passes read them."""
-        self._to_lock: dict[SourceFile, list[FileBlob]] = {}
+        self._to_pin: dict[SourceFile, list[FileBlob]] = {}
         self._looked_at = 0.0
 
     def begin(self, blobs: Sequence[FileBlob]) -> None:
         """The module was partitioned."""
         self.blobs = [blob for blob in blobs if blob.layout.num_bytes]
-        self._to_lock = {}
+        self._to_pin = {}
 
     def choose_ways(self) -> None:
         """Decide by the available RAM how each blob is read: see [Note: Ways to read a file].
@@ -60,7 +60,7 @@ class PageCachePins:
         if self._may_pin and num_bytes <= available * tuning().pinned_share:
             for blob in read:
                 blob.is_direct = False
-                self._to_lock.setdefault(blob.source, []).append(blob)
+                self._to_pin.setdefault(blob.source, []).append(blob)
             return
         # The same share of blobs is cached in each pass. If all were to be cached, each would drive out the next, and none
         # would be found in the cache.
@@ -74,46 +74,43 @@ class PageCachePins:
                 credit -= blob.layout.num_bytes
 
     def share_out(self, in_ram: Iterable[FileBlob]) -> None:
-        """Lock the blobs `in_ram` once they are in the page cache. Read the others past the page cache."""
+        """Pin the blobs `in_ram` once they are in the page cache. Read the others past the page cache."""
         chosen, by_source = set(in_ram), dict[SourceFile, list[FileBlob]]()
         for blob in self.blobs:
             by_source.setdefault(blob.source, []).append(blob)
-        self._to_lock = {}
+        self._to_pin = {}
         for source, blobs in by_source.items():
             source.avoid_readahead()
             source.bytes_cached = 0
             wanted = [blob for blob in blobs if blob in chosen]
             there = [blob for blob in wanted if blob.is_pinned]
             if self._may_pin and len(there) < len(wanted):
-                self._to_lock[source] = wanted
+                self._to_pin[source] = wanted
             if any(blob.is_pinned and blob not in chosen for blob in blobs):
-                self._lock(source, there)
+                self._pin(source, there)
         for blob in self.blobs:
             blob.is_direct = blob not in chosen
         self.look()
 
     def lock_what_is_there(self, *, was_read: bool) -> None:
-        """Lock the blobs that are in the page cache, for at most `MAX_LOCKING_SECONDS`.
+        """Pin the blobs that are in the page cache, for at most `MAX_LOCKING_SECONDS`.
 
         Args:
             was_read: Whether a pass should have brought the blobs there. If none is there, RAM is short: stop trying.
         """
         begun = time.perf_counter()
-        for source, blobs in [*self._to_lock.items()]:
+        for source, blobs in [*self._to_pin.items()]:
             missing = [blob for blob in blobs if not blob.is_pinned]
             if was_read and source.bytes_cached < sum(blob.layout.num_bytes for blob in missing) * _NEARLY_ALL:
                 continue
             if time.perf_counter() - begun > MAX_LOCKING_SECONDS:
                 break
-            there = {
-                blob
-                for blob in missing
-                if all(source.is_cached(piece.position, piece.num_bytes) for piece in blob.pieces)
-            }
+            is_cached = source.is_cached
+            there = {blob for blob in missing if all(is_cached(each.position, each.num_bytes) for each in blob.pieces)}
             if there:
-                self._lock(source, [blob for blob in blobs if blob.is_pinned or blob in there])
+                self._pin(source, [blob for blob in blobs if blob.is_pinned or blob in there])
             if len(there) == len(missing) or (was_read and not there):
-                del self._to_lock[source]
+                del self._to_pin[source]
             elif was_read:
                 source.bytes_cached = 0  # the others are read once more
         self.look()
@@ -121,7 +118,7 @@ class PageCachePins:
     def before_pass(self, name: str) -> None:
         """Give up RAM if the system runs short of it, and pin the files that were read."""
         self._relieve(name)
-        if self._to_lock:
+        if self._to_pin:
             self.lock_what_is_there(was_read=True)
 
     def _relieve(self, name: str) -> None:
@@ -139,8 +136,8 @@ class PageCachePins:
         for blob in unpinned:
             blob.is_direct = True
         for source in {blob.source for blob in unpinned}:
-            self._lock(source, [blob for blob in there if blob.source is source and blob not in unpinned])
-            self._to_lock.pop(source, None)
+            self._pin(source, [blob for blob in there if blob.source is source and blob not in unpinned])
+            self._to_pin.pop(source, None)
         self.look()
         logger.warning(
             "Low on RAM: unpinned %s of %s. These weights are now read from disk in every forward.",
@@ -148,7 +145,7 @@ class PageCachePins:
             name,
         )
 
-    def _lock(self, source: SourceFile, blobs: Sequence[FileBlob]) -> None:
+    def _pin(self, source: SourceFile, blobs: Sequence[FileBlob]) -> None:
         pieces: list[Piece] = [piece for blob in blobs for piece in blob.pieces]
         source.lock(pieces, self._backend, self._wait)
 

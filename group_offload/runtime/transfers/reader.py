@@ -6,7 +6,7 @@ pinned once; a thread of the pool reads the chunk into the frame; then the copy 
 copy is done the frame is free again. Chunks are read side by side and in any order, and enqueued in the order of their
 jobs: so the disk, the link to the device and compute are all busy at once, and the groups that are needed first come first.
 
-Chunks of compressed bytes are copied to the reading compressed buffer, one strip after another, and not to the slot. The last
+Chunks of compressed bytes are copied to the reading buffer, one strip after another, and not to the slot. The last
 chunk of a strip is followed by its decompression: see [Note: The life of a compressed buffer].
 
 All jobs are in one queue. A job may be *announced* before there is a slot for it: it is read as far as there are frames.
@@ -334,15 +334,13 @@ class Reader:
             self._end(job, None)
 
     def _fill(self, landing: Landing, read: Read, move: Decompress, source: torch.Tensor) -> None:
-        """Copy compressed bytes to the reading compressed buffer, and decompress the strip once all of it is there."""
+        """Copy compressed bytes to the reading buffer, and decompress the strip once all of it is there."""
         assert landing.compressed_buffers is not None
-        compressed_buffer = landing.compressed_buffers.reading
-        self._order.fill(landing, compressed_buffer, read.at, source)
+        buffer = landing.compressed_buffers.reading
+        self._order.fill(landing, buffer, read.at, source)
         if read.at + read.num_bytes == move.sent[-1][1]:
             self._order.wait_for_room(landing)
-            self._order.decompress(
-                landing, move, compressed_buffer.memory[: move.strip.compressed_bytes], compressed_buffer
-            )
+            self._order.decompress(landing, move, buffer.memory[: move.strip.compressed_bytes], buffer)
             self.bytes_decompressed += move.num_bytes
 
     def _end(self, job: ReadJob, error: BaseException | None) -> None:

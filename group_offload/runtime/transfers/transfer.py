@@ -1,4 +1,4 @@
-"""Copies from where blobs are stored into slots."""
+"""Copies of blobs, from where they are stored into slots."""
 
 from __future__ import annotations
 
@@ -119,20 +119,16 @@ class Transfer:
             return self._send(_moves_of(blobs), landing, job)
 
     def _send_share(
-        self,
-        sharing: ShardedTransfers,
-        parts: Sequence[Shard],
-        landing: Landing,
-        job: ReadJob | None,
+        self, sharing: ShardedTransfers, parts: Sequence[Shard], landing: Landing, job: ReadJob | None
     ) -> Job | None:
         """`send` where other GPUs bring their shares: see [Note: A shared group]."""
         if job is not None and any(not part.part_bytes for part in parts):
             job.cancel()  # it has this rank's share only
             job = None
         moves = sharing.moves_of(parts)
-        memory, compressed_buffers = landing.memory, landing.compressed_buffers
+        memory, buffers = landing.memory, landing.compressed_buffers
         shared = sharing.job_for(
-            parts, memory, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, compressed_buffers)
+            parts, memory, landing.ready, lambda shared: self._bring_rest(parts, shared, memory, buffers)
         )
         if shared is None:
             return self._send(moves, landing, job)
@@ -149,26 +145,17 @@ class Transfer:
         return None
 
     def _bring_rest(
-        self,
-        parts: Sequence[Shard],
-        shared: ShardJob,
-        memory: torch.Tensor,
-        compressed_buffers: CompressedBuffers | None,
+        self, parts: Sequence[Shard], shared: ShardJob, memory: torch.Tensor, buffers: CompressedBuffers | None
     ) -> None:
         """Bring what other GPUs did not: behind this rank's share, in whose place in the slot nothing is left."""
         assert self.sharing is not None
-        reads = self._send(
-            self.sharing.rest_of(parts, shared), Landing(memory, (), shared.rest, compressed_buffers), None
-        )
+        landing = Landing(memory, (), shared.rest, buffers)
+        reads = self._send(self.sharing.rest_of(parts, shared), landing, None)
         if reads is not None:
             reads.wait()
 
     def _send(
-        self,
-        moves: Sequence[Move],
-        landing: Landing,
-        job: ReadJob | None,
-        shared: ShardJob | None = None,
+        self, moves: Sequence[Move], landing: Landing, job: ReadJob | None, shared: ShardJob | None = None
     ) -> ReadJob | None:
         """Enqueue `moves`, and leave what has to be read to the reader.
 
@@ -259,17 +246,17 @@ class Transfer:
         self.last_copies.synchronize_streams()
 
     def _decompress(self, landing: Landing, move: Decompress) -> None:
-        compressed, compressed_buffer = move.compressed, None
+        compressed, buffer = move.compressed, None
         assert compressed is not None
         if not move.is_on_device:
             assert landing.compressed_buffers is not None
-            compressed_buffer = landing.compressed_buffers.next()
+            buffer = landing.compressed_buffers.next()
             for start, end in move.sent:
-                self._order.fill(landing, compressed_buffer, start, compressed[start:end], blocking=self._blocking)
+                self._order.fill(landing, buffer, start, compressed[start:end], blocking=self._blocking)
                 self._num_copies += 1
-            compressed = compressed_buffer.memory[: compressed.numel()]
+            compressed = buffer.memory[: compressed.numel()]
         self._wait_for_room(landing)
-        self._order.decompress(landing, move, compressed, compressed_buffer)
+        self._order.decompress(landing, move, compressed, buffer)
         self._bytes_decompressed += move.num_bytes
 
     def _wait_for_room(self, landing: Landing) -> None:

@@ -62,35 +62,28 @@ class WriteOrder:
         landing.after = None
 
     def fill(
-        self,
-        landing: Landing,
-        compressed_buffer: CompressedBuffer,
-        at: int,
-        source: torch.Tensor,
-        *,
-        blocking: bool = False,
+        self, landing: Landing, buffer: CompressedBuffer, at: int, source: torch.Tensor, *, blocking: bool = False
     ) -> None:
         """Enqueue the copy of compressed bytes to byte `at` of their buffer. It waits for no slot."""
         stream = landing.copy_stream
         if not at:
-            stream.wait_event(compressed_buffer.decompressed)
-        self._backend.copy(compressed_buffer.memory[at : at + source.numel()], source, stream, blocking=blocking)
-        compressed_buffer.arrived.record(stream)
+            stream.wait_event(buffer.decompressed)
+        self._backend.copy(buffer.memory[at : at + source.numel()], source, stream, blocking=blocking)
+        buffer.arrived.record(stream)
 
     def decompress(
-        self, landing: Landing, move: Decompress, compressed: torch.Tensor, compressed_buffer: CompressedBuffer | None
+        self, landing: Landing, move: Decompress, compressed: torch.Tensor, buffer: CompressedBuffer | None
     ) -> None:
         """Enqueue the decompression of `compressed`, in memory of the device, to its place in the slot, once the slot has room.
 
         Args:
-            compressed buffer: The compressed buffer that has the compressed bytes, or gets them; None if they stay on the
-            device.
+            buffer: What has the compressed bytes, or gets them; None if they stay on the device.
         """
         stream = landing.stream
-        if compressed_buffer is not None:
-            stream.wait_event(compressed_buffer.arrived)
+        if buffer is not None:
+            stream.wait_event(buffer.arrived)
         try:
             self._backend.transform(move.kernel, landing.memory[move.at : move.at + move.num_bytes], compressed, stream)
         finally:
-            if compressed_buffer is not None:
-                compressed_buffer.decompressed.record(stream)
+            if buffer is not None:
+                buffer.decompressed.record(stream)
