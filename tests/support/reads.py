@@ -29,6 +29,7 @@ def watch_file_reads(device: SimulatedDevice) -> Iterator[None]:
     read = SourceFile.read
 
     def watched(self: SourceFile, area: memoryview, position: int, num_bytes: int, *, direct: bool) -> bool:
+        assert area, "staging memory was given back before it was read into"
         device.host_access(torch.frombuffer(area, dtype=torch.uint8), write=True)
         return read(self, area, position, num_bytes, direct=direct)
 
