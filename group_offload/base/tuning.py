@@ -85,6 +85,8 @@ class Tuning:
     """How long a set-up waits for the other ranks. They may load the model at different speeds."""
     shard_read_timeout_seconds: float = 60.0
     """How long the parts of a group may be on their way from all ranks, of which each has begun, before sharing ends."""
+    pin_timeout_seconds: float = 30.0
+    """The time that a driver may take to pin a file that is in the page cache. It takes a second for 8 GiB."""
     turn_timeout_seconds: float = 30.0
     """The time to wait for a forward that is itself waiting for a thread before a deadlock is reported."""
     interleave_wait_seconds: float = 0.1

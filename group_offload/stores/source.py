@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -48,7 +49,7 @@ from ..base.pinning import PinnedPages
 from ..base.ram import pinned
 from ..base.reading import BLOCK, open_direct, read_part, refuses_direct, warn_no_direct_io
 from ..base.system import advise, expect_open, forked_free
-from ..base.text import describe_bytes
+from ..base.text import describe_bytes, describe_seconds
 from ..base.tuning import tuning
 from ..errors import StorageError
 
@@ -150,12 +151,13 @@ class SourceFile:
             in_one: Whether each of the pieces is pinned at once, so that one copy can have all of it.
 
         Returns:
-            False if the device refuses: then no page is pinned.
+            False if the device refuses, or takes longer than `Tuning.pin_timeout_seconds`: then no page is pinned.
         """
         wanted = self._pages_of([Piece(0, self.start, self.end - self.start)] if pieces is None else pieces)
         self.unlock(wanted)
         if self.bytes.is_meta:
             return False
+        seconds = 0.0
         for start, end in wanted:
             if (start, end) in self._pinned_parts or start == end:
                 continue
@@ -166,10 +168,15 @@ class SourceFile:
                 memory = self.bytes[first : min(first + step, end)]
                 # Else the driver waits for the disk, and all others for the driver.
                 populate(memory)
+                begun = time.perf_counter()
                 lock = PinnedPages.take(backend, memory, wait, read_only=True)
-                if lock is None:
-                    told = describe_bytes(first), describe_bytes(end), self.path
-                    logger.info("Pinned only %s of %s of %s in the page cache: the device refused.", *told)
+                seconds += time.perf_counter() - begun
+                if lock is None or seconds > tuning().pin_timeout_seconds:
+                    why = "the device refused" if lock is None else f"it took {describe_seconds(seconds)} already"
+                    told = describe_bytes(first), describe_bytes(end), self.path, why
+                    logger.info("Pinned only %s of %s of %s in the page cache: %s.", *told)
+                    if lock is not None:
+                        lock.release()
                     for _, other in parts:
                         other.release()
                     self.unlock()
