@@ -17,6 +17,7 @@ from group_offload.api import handle_of
 
 from ..support import tiny_models as tiny
 from ..support.allocator import Memory
+from ..support.asserts import snapshot
 from ..support.models import inputs, make
 from ..support.on_device import forward, offload
 from ..support.rigs import run
@@ -94,9 +95,11 @@ def test_others_make_room(
     `ComponentsManager` an offloaded model evicts nobody (diffusers #14346, #14358)."""
     managed = Managed(monkeypatch, device, free, 64 * MIB, 32 * MIB)
     expected = tiny.call(tiny.flux_transformer().to(device), tiny.flux_inputs())
+    managed.manage()
+    managed.manager.disable_auto_cpu_offload()
+    before, seen = snapshot(managed.model.to(device)), list[list[bool]]()  # the manager leaves something behind
     managed.begin(order)
-    seen: list[list[bool]] = []
-    managed.model.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(managed.are_there))
+    hook = managed.model.transformer_blocks[0].register_forward_pre_hook(lambda *_: seen.append(managed.are_there))
     for _ in range(2):
         assert torch.equal(managed.run(), expected)
     assert seen == [stay, stay]
@@ -106,6 +109,8 @@ def test_others_make_room(
         step()
         managed.model.to(device)
         assert torch.equal(managed.run(), expected)
+    hook.remove()
+    assert snapshot(managed.model) == before
 
 
 @pytest.mark.parametrize("looks_away", [False, True], ids=["diffusers", "transformers"])
