@@ -151,7 +151,7 @@ def partition(
         ]
         sizes = sorted(map(_size, layers), reverse=True)
         least = min(tuning().min_window_bytes, sum(sizes) // 8)
-        largest = min([tuning().max_run_bytes, *sizes[: config.num_slots][-1:]])
+        largest = min([tuning().max_joined_bytes, *sizes[: config.num_slots][-1:]])
         groups = _join(groups, followers, max(least, largest))
     return _with_nesting(groups, modules)
 

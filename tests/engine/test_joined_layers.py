@@ -170,7 +170,7 @@ def test_layers_are_joined_in_the_order_of_their_calls(
     with Twins(device, blocks(), **LEAF) as twins:
         if at_most is not None:
             layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")
-            tune(monkeypatch, max_run_bytes=at_most * layer.num_bytes)
+            tune(monkeypatch, max_joined_bytes=at_most * layer.num_bytes)
         for _ in range(3):
             twins.step()
             twins.check()

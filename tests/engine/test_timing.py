@@ -75,7 +75,7 @@ TOTAL = sum(parameter.nbytes for parameter in Flux().parameters())
 
 @pytest.fixture(autouse=True)
 def _sizes_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("max_run_bytes", "resident_bytes", "device_margin_bytes")
+    names = ("max_run_bytes", "max_joined_bytes", "resident_bytes", "device_margin_bytes")
     tune(monkeypatch, **{name: getattr(tuning(), name) // SCALE for name in names})
 
 
