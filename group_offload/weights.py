@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .base.layout import span_bytes
-from .base.torch_internals import is_traceable_wrapper_subclass
+from .base.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 from .base.weak import Weak
 from .errors import ModuleError
 
@@ -179,7 +179,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tuple[str, ...] = ()) -> torch.Tensor:
     """A tensor subclass made anew around its plain tensors, or around those that `inner` has in their place."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if path in inner or not is_traceable_wrapper_subclass(tensor):
         part: torch.Tensor = inner.get(path, tensor)  # a part that is no tensor stays
         return part
     names, context = tensor.__tensor_flatten__()
@@ -238,18 +238,20 @@ class WrappedHolder:
     @property
     def was_edited(self) -> bool:
         """Whether an in-place operation changed the stand-in."""
-        return self._stand_in is not None and version_of(self._stand_in) != self._version
+        with DisableTorchFunctionSubclass():
+            return self._stand_in is not None and version_of(self._stand_in) != self._version
 
     def put_on_device(self, views: list[torch.Tensor]) -> None:
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    stand_in = self._around(views)
+            else:  # to enter and leave both takes longer than all the rest
                 stand_in = self._around(views)
-        else:  # to enter and leave both takes longer than all the rest
-            stand_in = self._around(views)
+            self._version = version_of(stand_in)
         for place in self._places:
             place.table[place.name] = stand_in
         self._stand_in = stand_in
-        self._version = version_of(stand_in)
 
     def _around(self, views: list[torch.Tensor]) -> torch.Tensor:
         # Tensors of its own: a forward that replaces the data of one inside must not replace that of the view.

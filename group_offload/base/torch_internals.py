@@ -74,6 +74,9 @@ try:
     # Whether a tensor subclass can be taken apart into plain tensors (torchao).
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
+    # Such a tensor answers for each of its attributes in Python.
+    DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
+
     # Inputs and outputs may be nested, also in classes that somebody has registered there.
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
