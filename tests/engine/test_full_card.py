@@ -44,16 +44,9 @@ LAUNCH_SECONDS = 0.5e-3
 KERNELS_MIB = 270
 """What the driver takes for kernels, cuBLAS and cuDNN once the text encoders have run for the first time."""
 SCALED = [
-    *(
-        "max_run_bytes",
-        "max_joined_bytes",
-        "resident_bytes",
-        "device_margin_bytes",
-        "give_way_bytes",
-        "min_compressed_bytes",
-    ),
+    *("max_run_bytes", "resident_bytes", "device_margin_bytes", "give_way_bytes", "min_compressed_bytes"),
     *("min_window_bytes", "table_bytes", "segment_bytes", "chunk_bytes", "small_chunk_bytes"),
-    *("max_read_run_bytes", "strip_bytes"),
+    *("max_read_run_bytes", "max_joined_bytes", "strip_bytes"),
 ]
 """The sizes of `Tuning` that are divided too."""
 
