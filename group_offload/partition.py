@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from .base.compiled import is_compiled
 from .base.forward_source import methods_of, parts_used
 from .base.layout import ALIGNMENT, overlapping, span_bytes
-from .base.torch_internals import TENSOR_PARALLEL, places_of_fsdp
+from .base.torch_internals import TENSOR_PARALLEL, is_traceable_wrapper_subclass, places_of_fsdp
 from .base.tuning import tuning
 from .base.weak import gone
 from .config import OffloadConfig
@@ -365,7 +365,8 @@ def _assign(
             )
         for inner_path, plain in plain_tensors(fqn, holder, next(iter(places.values())).owner):
             full = ".".join((fqn, *inner_path))
-            refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values())))
+            is_wrapped = bool(inner_path) and is_traceable_wrapper_subclass(holder)
+            refs.append(TensorRef(full, plain, holder, inner_path, tuple(places.values()), is_wrapped))
             users.append(used_by)
     return refs, users
 

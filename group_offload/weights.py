@@ -46,23 +46,18 @@ class TensorRef:
     holder: torch.Tensor
     path: tuple[str, ...]
     places: tuple[ParamSlot, ...]
+    is_wrapped: bool
+    """Whether the tensor is inside of a tensor subclass that has no memory of its own."""
 
     @property
     def is_buffer(self) -> bool:
         return self.places[0].is_buffer
 
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether the tensor is inside of a tensor subclass that has no memory of its own."""
-        return bool(self.path) and is_traceable_wrapper_subclass(self.holder)
-
     def is_in_place(self) -> bool:
         """Whether the tensor is still the one that `path` leads to."""
         if not self.path:
             return True
-        if self.is_wrapped:
-            return inner_of(self.holder, self.path) is self.tensor
-        return self._kept() is self.tensor
+        return (inner_of(self.holder, self.path) if self.is_wrapped else self._kept()) is self.tensor
 
     def _kept(self) -> Any:
         """What `kept_beside` has at `path`. It is asked for at each call."""

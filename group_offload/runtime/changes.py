@@ -67,7 +67,7 @@ class ModuleSnapshot:
         self.early = [store for store in stores if not store.commits_late]
         self._tensors = [ref.tensor for part in parts for ref in part.refs]
         self._forms = Forms([view for part in parts for view in part.blob.rest])
-        self._wrapped = [part for part in parts if any(ref.path for ref in part.refs)]
+        self._inner = [ref for part in parts for ref in part.refs if ref.path]
         self._addresses = [address for part in parts for address in part.addresses]
 
     def has_same_modules(self, root: nn.Module) -> bool:
@@ -90,7 +90,7 @@ class ModuleSnapshot:
         return (
             list(map(_address, self._tensors)) == self._addresses
             and self._forms.are_of(self._tensors)
-            and all(all(part.as_left()) for part in self._wrapped)
+            and all(ref.is_in_place() for ref in self._inner)
         )
 
 
