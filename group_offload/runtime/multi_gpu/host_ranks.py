@@ -25,6 +25,7 @@ from ...base.system import (
     place_of_process,
     started_at,
 )
+from ...base.text import describe_bytes
 from ...base.tuning import tuning
 from ...errors import ConfigError
 from .host_group import HostGroup
@@ -210,7 +211,7 @@ class Trial:
         self.place = self.link.place_of(self.memory)
         source = backend.empty_pinned(self.num_bytes)
         if source is None:
-            raise RuntimeError(f"{self.num_bytes} bytes of RAM cannot be pinned")
+            raise RuntimeError(f"{describe_bytes(self.num_bytes)} of RAM can't be pinned")
         self._source = source.fill_(rank + 1)
 
     def load_alone(self) -> None:
