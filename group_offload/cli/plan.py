@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -264,7 +265,12 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
     model_class = str(read_json(index).get("_class_name")) if index.exists() else largest.model.model_class
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
     dtype = arguments.dtype or largest.model.usual_dtype  # diffusers loads float32 unless it is told otherwise
-    given = [f'"{arguments.model}"'] + ([f"dtype={dtype}"] if dtype != torch.float32 else [])
+    name, inside = str(path), list[str]()
+    if path != Path(os.path.expanduser(arguments.model)):  # one of the hub, where loaders take owner/model alone
+        owner, model, *inside = arguments.model.split("/")
+        name = f"{owner}/{model}"
+    given = [json.dumps(name, ensure_ascii=False)] + ([f'subfolder="{"/".join(inside)}"'] if inside else [])
+    given += [f"dtype={dtype}"] if dtype != torch.float32 else []
     given += [f'variant="{largest.model.variant}"'] if largest.model.variant else []
     limits = {"vram_budget": arguments.vram, "ram_budget": arguments.ram}
     options = [f'{name}="{describe_bytes(limit, digits=6)}"' for name, limit in limits.items() if limit is not None]

@@ -291,6 +291,7 @@ def test_before_the_download(inside: str, hub: type[Hub], pipeline: Path, run: T
     """The plan is that of the files, of which configs and headers are read."""
     found, expected = (plan(run, f"{path}{inside}", "--ram", "12GiB") for path in ("owner/pipeline", pipeline))
     assert sum(hub.served.values()) < 4 << 20 < sum(each["num_bytes"] for each in found["models"])
+    assert ('"owner/pipeline", subfolder="transformer"' if inside else '"owner/pipeline"') in found["call"]
     for each in (found, expected):
         del each["title"], each["call"]
     assert found == expected
@@ -335,6 +336,8 @@ def test_the_call_to_copy(
     call = plan(run, model, *arguments.split())["call"].splitlines()
     dtype = "torch.float16" if "--dtype" in arguments else "torch.bfloat16"  # diffusers would load float32
     assert "; ".join(call[3:]) == line.replace("PATH", f'"{model}", dtype={dtype}')
+    model = model.rename(model.with_name('a "b"'))
+    assert r'/a \"b\""' in plan(run, model, *arguments.split())["call"]
     assert call[:2] == ["import torch", "from diffusers import Model"]
 
 
