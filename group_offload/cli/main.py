@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # names may have letters that the terminal cannot show
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, where its error is handled
+        print(end="", flush=True)  # here, where its error is handled, and not sys.stdout.flush(): stdout may be closed
     except GroupOffloadError as error:
         with suppress(OSError):
             complain(str(error))

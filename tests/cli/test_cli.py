@@ -32,7 +32,9 @@ def test_wrong_arguments(arguments: str, said: str, run: Terminal) -> None:
     assert said in run(*(word.strip("-") if word == "-" else word for word in arguments.split()), status=2)
 
 
-@pytest.mark.parametrize(("more", "status"), [("", 0), ("> /dev/full", 2), ("| true; exit ${PIPESTATUS[0]}", 0)])
+@pytest.mark.parametrize(
+    ("more", "status"), [("", 0), ("> /dev/full", 2), (">&-", 0), ("| true; exit ${PIPESTATUS[0]}", 0)]
+)
 def test_as_a_program(more: str, status: int, tmp_path: Path) -> None:
     """The disk is full; whoever reads the output stops; the terminal has no letters for a name. No traceback."""
     folder = tmp_path / "mödel"
