@@ -153,7 +153,8 @@ def errors_of_loading(model_class: type, path: Path) -> Iterator[None]:
         if isinstance(error, ImportError):
             remedy = "Install the package that is missing."
         raise StorageError(
-            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {error}. {remedy}"
+            f"{model_class.__name__}.from_pretrained cannot load {path}: {type(error).__name__}: {str(error).rstrip('. ')}. "
+            f"{remedy}"
         ) from error
 
 
