@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.text import describe_seconds
 from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
@@ -272,12 +273,12 @@ class Placer:
         if plan is None or not self._backend.has_streams:
             return
         logger.info(
-            "Plan for %s: %s resident on %s; each forward transfers %s and takes %.3f s%s.",
+            "Plan for %s: %s resident on %s; each forward transfers %s and takes %s%s.",
             self._name,
             describe_bytes(self._budget.resident_bytes),
             self._backend.device,
             describe_bytes(plan.prediction.h2d_bytes),
-            plan.prediction.step_seconds,
+            describe_seconds(plan.prediction.step_seconds),
             "" if plan.prediction.compute_seconds else " (without compute, which isn't measured yet)",
         )
 

@@ -25,6 +25,7 @@ from group_offload import (
     enable_group_offload,
     write_report,
 )
+from group_offload.base.text import describe_seconds
 from group_offload.base.tuning import tuning
 from group_offload.plan.budgets import describe_bytes
 
@@ -209,6 +210,7 @@ def test_the_report_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ca
         assert 1 <= len(told) <= 3  # when it is made, and when it is another one: never in each pass
         stays, sent = map(describe_bytes, (stats.resident_bytes, plan.details.prediction.h2d_bytes))
         assert f": {stays} resident on cpu; each forward transfers {sent} and takes " in told[-1]
+        assert f" and takes {describe_seconds(plan.details.prediction.step_seconds)}" in told[-1]
         assert plan.verdict in page.words and f"budget of {describe_bytes(budget)}." in page.words
         assert f"onloads {stats.onloads}" in page.words
         held = dict(plan.memory)
