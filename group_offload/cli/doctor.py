@@ -209,12 +209,10 @@ def _ram(machine: Machine) -> Row:
     found = f"{describe_bytes(total)}, {describe_bytes(available_ram())} available"
     found += f'; ram_budget="auto" is {describe_bytes(auto)} now'
     found += f"; the container's limit is {describe_bytes(limit)}" if limit < total else ""
-    if not auto:
-        return Row(found, MISSING, "Close programs that take RAM.")
     if limit < total:
         remedy = "Raise the container's `--memory`, or larger models are read from disk in every forward."
-        return Row(found, SLOWER, remedy)
-    return Row(found)
+        return Row(found, SLOWER if auto else MISSING, remedy)
+    return Row(found) if auto else Row(found, MISSING, "Close programs that take RAM.")
 
 
 def _device(machine: Machine) -> Row:

@@ -184,6 +184,11 @@ def no_diffusers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(doctor, "version", version)
 
 
+def a_small_container(patch: pytest.MonkeyPatch) -> None:
+    memory(64, 0.5)(patch)
+    answers(doctor, "total_ram", GIB)(patch)
+
+
 def a_driver_beside_a_torch_for_the_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(doctor, "nvidia_driver", lambda: "570.1")
     patch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -194,6 +199,7 @@ INSTALL = "pip install 'group-offload[diffusers]'"
 ROWS_OF: list[tuple[str, Change, str, str, str]] = [
     ("ram", memory(64, 40), "ok", '64 GiB, 40 GiB available; ram_budget="auto" is 36 GiB now', ""),
     ("ram", memory(64, 0.5), "missing", "", ""),
+    ("ram", a_small_container, "missing", "the container's limit is 1 GiB", "--memory"),
     ("disk", answers(doctor, "measure_disk", (10**9, "")), "ok", "xfs, ", ""),
     ("disk", answers(doctor, "measure_disk", (10**9 - 1, "")), "slower", "1.00 GB/s from disk to RAM", ""),
     ("disk", answers(doctor, "measure_disk", (10**9, "It has no O_DIRECT.")), "slower", "no O_DIRECT", "ext4"),
