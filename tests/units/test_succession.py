@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from group_offload.runtime.prefetch.phase_order import PhaseOrder
 
 
+class Memory:
+    wanted_bytes = 0
+
+
 class Model:
     def __init__(self, name: str) -> None:
         self.name = name
+        self.memory = Memory()
 
 
 class Company:
@@ -58,3 +66,21 @@ def test_parts_of_a_model_are_told_apart() -> None:
     image()
     image()
     assert image() == [t, None, v, e, v]
+
+
+def test_models_that_run_at_once() -> None:
+    """Hazard: a server decodes one image while it denoises another, and a forward raises "deque mutated during iteration"."""
+    company = Company()
+
+    def play(name: str) -> None:
+        for _ in range(5000):
+            company.play(name)
+            company.phase_order.protected_from(company.models[name])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(play, "etv"))
+    finally:
+        sys.setswitchinterval(before)

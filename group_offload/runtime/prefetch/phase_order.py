@@ -101,8 +101,8 @@ class PhaseOrder:
 
     def _displaces(self, mine: int, other: int) -> bool:
         """Whether a model runs often enough between two phases of the other one."""
-        begun = self._begun.get(other)
-        if begun is None:  # a denoiser will want what it can get
+        begun: list[list[int]] = [*self._begun.get(other, ())]  # a copy: another thread may add to it
+        if not begun:  # a denoiser will want what it can get
             return mine not in self._run_once or other in self._run_once
         *earlier, last = (counts[mine] for counts in begun)
         since = self._counts[mine] - last
@@ -113,5 +113,5 @@ class PhaseOrder:
     def _next(self, part: Part) -> int | None:
         seen = self._seen.get((part, self._phase[part]))
         if seen:
-            return Counter(reversed(seen)).most_common(1)[0][0]
+            return Counter(reversed([*seen])).most_common(1)[0][0]
         return self._in_order.get(part[0]) if self.is_first_of_phase and part[0] in self._run_once else None
