@@ -610,6 +610,8 @@ def _move(to: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any
         for model in models.values():
             if handle_of(model) is not None:
                 nn.Module.to(model, "meta")
+                if is_model:
+                    return target  # diffusers' own `to` would say that it can't move it
     result = to(target, *args, **kwargs)
     dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
     kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
