@@ -605,17 +605,19 @@ def _move(to: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any
     """In place of `to`: on the meta device offloaded models are given up, and a cast of a pipeline says which it left."""
     given = (*args, *kwargs.values())
     is_model = isinstance(target, nn.Module)
-    models = {"": target} if is_model else {name: handle.module for name, handle in handles_of(target).items()}
+    handles = {"": handle_of(target)} if is_model else handles_of(target)
+    models = {name: handle.module for name, handle in handles.items() if handle is not None}
     if any(str(each).startswith("meta") for each in given if isinstance(each, (str, torch.device))):
         for model in models.values():
-            if handle_of(model) is not None:
-                nn.Module.to(model, "meta")
-                if is_model:
-                    return target  # diffusers' own `to` would say that it can't move it
+            nn.Module.to(model, "meta")
+            if is_model:
+                return target  # diffusers' own `to` would say that it can't move it
     result = to(target, *args, **kwargs)
     dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
     kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
-    if kept and dtype is not None and not is_model:
+    if kept and dtype is not None and is_model:
+        nn.Module.to(target, dtype)  # with a device, diffusers leaves out the cast too
+    elif kept and dtype is not None:
         logger.warning(
             "to(), which from_pipe() calls with torch.float32 by default, casts no offloaded model: the dtype of %s "
             "stays. To cast one, call pipe.%s.to(%s).",
