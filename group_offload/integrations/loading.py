@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -236,6 +238,15 @@ def _check(model_class: Any, options: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, _OF_MODELS | _OF_PIPELINES, n=1, cutoff=_SIMILAR)
         if close and name not in _PLACEMENT:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
+    loader: Any = model_class.from_pretrained  # type: ignore[attr-defined]
+    if getattr(loader, "__qualname__", "") == "ModelMixin.from_pretrained":
+        # It drops what it does not know, without a word. Values of the config are arguments of the class.
+        code = inspect.getsource(loader) + inspect.getsource(model_class.load_config)  # type: ignore[attr-defined]
+        known = {*re.findall(r'"(\w+)"', code), *inspect.signature(model_class).parameters}
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError(
+                f"{', '.join(unknown)}: neither from_pretrained nor {model_class.__name__} has such an option."
+            )
 
 
 def _name_dtype(model_class: type, options: dict[str, Any]) -> None:
