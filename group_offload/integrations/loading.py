@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -241,12 +241,13 @@ def _check(model_class: Any, options: Mapping[str, Any]) -> None:
     loader: Any = model_class.from_pretrained  # type: ignore[attr-defined]
     if getattr(loader, "__qualname__", "") == "ModelMixin.from_pretrained":
         # It drops what it does not know, without a word. Values of the config are arguments of the class.
-        code = inspect.getsource(loader) + inspect.getsource(model_class.load_config)  # type: ignore[attr-defined]
-        known = {*re.findall(r'"(\w+)"', code), *inspect.signature(model_class).parameters}
-        if unknown := sorted(options.keys() - known):
-            raise ConfigError(
-                f"{', '.join(unknown)}: neither from_pretrained nor {model_class.__name__} has such an option."
-            )
+        with suppress(OSError):  # a program that was installed without its source
+            code = inspect.getsource(loader) + inspect.getsource(model_class.load_config)  # type: ignore[attr-defined]
+            known = {*re.findall(r'"(\w+)"', code), *inspect.signature(model_class).parameters}
+            if unknown := sorted(options.keys() - known):
+                raise ConfigError(
+                    f"{', '.join(unknown)}: neither from_pretrained nor {model_class.__name__} has such an option."
+                )
 
 
 def _name_dtype(model_class: type, options: dict[str, Any]) -> None:
