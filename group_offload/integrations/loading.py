@@ -241,9 +241,9 @@ def _check(model_class: Any, options: Mapping[str, Any]) -> None:
     loader: Any = model_class.from_pretrained  # type: ignore[attr-defined]
     if getattr(loader, "__qualname__", "") == "ModelMixin.from_pretrained":
         # It drops what it does not know, without a word. Values of the config are arguments of the class.
-        with suppress(OSError):  # a program that was installed without its source
+        with suppress(OSError, TypeError):  # a program that was installed without its source
             code = inspect.getsource(loader) + inspect.getsource(model_class.load_config)  # type: ignore[attr-defined]
-            known = {*re.findall(r'"(\w+)"', code), *inspect.signature(model_class).parameters}
+            known = {"dtype", *re.findall(r'kwargs\.pop\(\s*"(\w+)"', code), *inspect.signature(model_class).parameters}
             if unknown := sorted(options.keys() - known):
                 raise ConfigError(
                     f"{', '.join(unknown)}: neither from_pretrained nor {model_class.__name__} has such an option."

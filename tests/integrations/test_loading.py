@@ -256,7 +256,7 @@ class Checkless(nn.Module):
     [
         (FluxTransformer2DModel, {"offload_to_disk": "x"}, "Did you mean offload_to_disk_path"),
         (FluxTransformer2DModel, {"use_streams": True}, "Did you mean use_stream"),
-        (FluxTransformer2DModel, {"pack": True, "num_layers": 1}, "^pack: neither from_pretrained nor"),
+        (FluxTransformer2DModel, {"pack": True, "dtype": BF16, "num_layers": 1}, "^pack: neither"),
         (FluxTransformer2DModel, {"device_map": "auto"}, "places weights by accelerate"),
         (FluxTransformer2DModel, {"offload_folder": "x"}, "places weights by accelerate"),
         (FluxTransformer2DModel, {"dtype": BF16, "torch_dtype": FP16}, "two names of one option"),
