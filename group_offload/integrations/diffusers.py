@@ -602,7 +602,8 @@ _WITH_TO = (
 
 
 def _move(to: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `to`: on the meta device offloaded models are given up, and a cast of a pipeline says which it left."""
+    """In place of `to`: on the meta device offloaded models are given up, others are cast, and a cast of a pipeline says which
+    it left."""
     given = (*args, *kwargs.values())
     is_model = isinstance(target, nn.Module)
     handles = {"": handle_of(target)} if is_model else handles_of(target)
@@ -610,14 +611,14 @@ def _move(to: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any
     if any(str(each).startswith("meta") for each in given if isinstance(each, (str, torch.device))):
         for model in models.values():
             nn.Module.to(model, "meta")
-            if is_model:
-                return target  # diffusers' own `to` would say that it can't move it
+        if is_model and models:
+            return target  # diffusers' own `to` would say that it can't move it
     result = to(target, *args, **kwargs)
     dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
+    if is_model and dtype is not None and _marker_of(target) is not None:
+        return nn.Module.to(target, dtype)  # with a device, diffusers leaves out the cast too
     kept = [name for name, model in models.items() if getattr(model, "dtype", dtype) != dtype]
-    if kept and dtype is not None and is_model:
-        nn.Module.to(target, dtype)  # with a device, diffusers leaves out the cast too
-    elif kept and dtype is not None:
+    if kept and dtype is not None and not is_model:
         logger.warning(
             "to(), which from_pipe() calls with torch.float32 by default, casts no offloaded model: the dtype of %s "
             "stays. To cast one, call pipe.%s.to(%s).",

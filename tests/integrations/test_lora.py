@@ -55,8 +55,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], ...]] = {
     "fp16": (lambda model: model.enable_layerwise_casting(torch.float16, torch.float32),),
     # Hazard: `.to(dtype)` after offloading isn't noticed.
     "bf16": (lambda model: model.to(dtype=torch.bfloat16),),
-    # Hazard: diffusers takes `.to(device, dtype)` for a move, and leaves out the cast too.
-    "bf16 on the device": (lambda model: model.to(tiny.device(), torch.bfloat16),),
+    # Hazard: diffusers takes `.to(device, dtype)` for a move, and leaves out the cast too, also of what is kept in float32.
+    "bf16 on the device": (
+        lambda model: (model.to(torch.bfloat16).proj_out.float(), model.to(tiny.device(), torch.bfloat16)),
+    ),
 }
 
 
