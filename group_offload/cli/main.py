@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         # Python flushes once more when it ends, and would fail again.
-        with suppress(OSError, ValueError):  # ValueError: stdout is not a file
+        with suppress(OSError, ValueError, AttributeError):  # stdout is not a file, or closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the program that reads the output has ended
             return OK

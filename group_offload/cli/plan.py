@@ -266,7 +266,8 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
     dtype = arguments.dtype or largest.model.usual_dtype  # diffusers loads float32 unless it is told otherwise
     name, inside = str(path), list[str]()
-    if path != Path(os.path.expanduser(arguments.model)):  # one of the hub, where loaders take owner/model alone
+    # Loaders take owner/model alone, and those of pipelines no folder in it.
+    if path != Path(os.path.expanduser(arguments.model)) and (not index.exists() or arguments.model.count("/") == 1):
         owner, model, *inside = arguments.model.split("/")
         name = f"{owner}/{model}"
     given = [json.dumps(name, ensure_ascii=False)] + ([f'subfolder="{"/".join(inside)}"'] if inside else [])
