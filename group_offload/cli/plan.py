@@ -266,10 +266,9 @@ def _call(path: Path, components: Sequence[_Component], arguments: argparse.Name
     library = "diffusers" if index.exists() or hasattr(import_module("diffusers"), model_class) else "transformers"
     dtype = arguments.dtype or largest.model.usual_dtype  # diffusers loads float32 unless it is told otherwise
     name, inside = str(path), list[str]()
-    # Loaders take owner/model alone, and those of pipelines no folder in it.
-    if path != Path(os.path.expanduser(arguments.model)) and (not index.exists() or arguments.model.count("/") == 1):
-        owner, model, *inside = arguments.model.split("/")
-        name = f"{owner}/{model}"
+    if path != Path(os.path.expanduser(arguments.model)):  # of the hub: loaders of models take owner/model
+        parts = arguments.model.split("/")
+        name, inside = (arguments.model, []) if index.exists() else ("/".join(parts[:2]), parts[2:])
     given = [json.dumps(name, ensure_ascii=False)] + ([f'subfolder="{"/".join(inside)}"'] if inside else [])
     given += [f"dtype={dtype}"] if dtype != torch.float32 else []
     given += [f'variant="{largest.model.variant}"'] if largest.model.variant else []
