@@ -238,11 +238,11 @@ def _check(model_class: Any, options: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, _OF_MODELS | _OF_PIPELINES, n=1, cutoff=_SIMILAR)
         if close and name not in _PLACEMENT:
             raise ConfigError(f"{name} is no option of from_pretrained. Did you mean {close[0]}?")
-    loader: Any = model_class.from_pretrained  # type: ignore[attr-defined]
-    if getattr(loader, "__qualname__", "") == "ModelMixin.from_pretrained":
+    loads: Any = model_class
+    if getattr(loads.from_pretrained, "__qualname__", "") == "ModelMixin.from_pretrained":
         # It drops what it does not know, without a word. Values of the config are arguments of the class.
         with suppress(OSError, TypeError):  # a program that was installed without its source
-            code = inspect.getsource(loader) + inspect.getsource(model_class.load_config)  # type: ignore[attr-defined]
+            code = inspect.getsource(loads.from_pretrained) + inspect.getsource(loads.load_config)
             known = {"dtype", *re.findall(r'kwargs\.pop\(\s*"(\w+)"', code), *inspect.signature(model_class).parameters}
             if unknown := sorted(options.keys() - known):
                 raise ConfigError(
