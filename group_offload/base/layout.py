@@ -8,7 +8,7 @@ torch's CUDA allocator starts its tensors, so that kernels choose the same code 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,27 +56,8 @@ class BlobLayout:
     extents: tuple[Extent, ...]
     num_bytes: int
 
-    def views(self, blob: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, in the order of `specs`, as views of `blob` (uint8, [num_bytes])."""
-        # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.views(blob)
-        views = []
-        flats: dict[torch.dtype, torch.Tensor] = {}
-        for spec in self.specs:
-            size = spec.dtype.itemsize
-            if 0 in spec.shape or spec.offset % size:
-                views.append(spec.view(blob))
-                continue
-            flat = flats.get(spec.dtype)
-            if flat is None:
-                flat = flats[spec.dtype] = blob.view(spec.dtype)
-            views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + spec.offset // size))
-        return views
-
     def views_by_extent(self, memory: Callable[[Extent], torch.Tensor]) -> list[torch.Tensor]:
-        """Like `views`, each extent in memory of its own (flat uint8, [Extent.num_bytes]).
+        """Like `views_in`, each extent in memory of its own (flat uint8, [Extent.num_bytes]).
 
         Whoever copies, pickles or saves one of these tensors then takes its own bytes along and no others.
         """
@@ -86,6 +67,28 @@ class BlobLayout:
                 flat = memory(extent)
                 views.update((i, self.specs[i].view(flat, extent.offset)) for i in extent.tensors)
             return [views[i] for i in range(len(self.specs))]
+
+
+def views_in(memory: torch.Tensor, placed: Iterable[tuple[int, BlobLayout]]) -> list[torch.Tensor]:
+    """The tensors of blobs, in the order of their specs, as views of `memory` (flat uint8), at whose bytes the blobs begin."""
+    # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return views_in(memory, placed)
+    views = []
+    flats: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
+    for start, layout in placed:
+        for spec in layout.specs:
+            dtype, offset = spec.dtype, start + spec.offset
+            if offset % dtype.itemsize or 0 in spec.shape:
+                views.append(spec.view(memory, -start))
+                continue
+            if dtype not in flats:
+                flat = memory.view(dtype)
+                flats[dtype] = flat, int(flat.storage_offset())
+            flat, first = flats[dtype]
+            views.append(flat.as_strided(spec.shape, spec.stride, first + offset // dtype.itemsize))
+    return views
 
 
 def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:

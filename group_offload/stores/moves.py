@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -171,23 +172,23 @@ def sent_bytes(move: Move) -> int:
 
 def joined(moves: Iterable[Move]) -> list[Move]:
     """The same moves, with neighbors that lie side by side both in their store and in the slot joined into one."""
-    found: list[Move] = []
+    runs: list[list[Any]] = []
     for move in moves:
-        last = found[-1] if found else None
-        if isinstance(last, (Copy, Read)) and _continues(last, move):
-            found[-1] = replace(last, num_bytes=last.num_bytes + move.num_bytes)
+        if runs and _continues(runs[-1][-1], move):
+            runs[-1].append(move)
         else:
-            found.append(move)
-    return found
+            runs.append([move])
+    return [run[0] if len(run) == 1 else replace(run[0], num_bytes=sum([each.num_bytes for each in run])) for run in runs]
 
 
-def _continues(last: Copy | Read, move: Copy | Read | Decompress) -> bool:
+def _continues(last: Move, move: Move) -> bool:
     if last.at + last.num_bytes != move.at:
         return False
     if isinstance(last, Copy):
         return isinstance(move, Copy) and last.memory is move.memory and last.start + last.num_bytes == move.start
     return (
-        isinstance(move, Read)
+        isinstance(last, Read)
+        and isinstance(move, Read)
         and last.source is move.source
         and last.decompress is move.decompress
         and last.proof is move.proof

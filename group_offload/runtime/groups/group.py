@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.layout import as_bytes
+from ...base.layout import as_bytes, views_in
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
@@ -319,10 +319,9 @@ class Group:
     def _views_of(self, slot: Slot[Group]) -> list[torch.Tensor]:
         known = slot.views.get(self)
         if known is None or known.offset != self.offset:
-            memory, views = slot.alias(self.offset, self.num_bytes), []
-            for part in self.parts:
-                views += part.blob.layout.views(memory[part.offset : part.offset + part.blob.layout.num_bytes])
-            views = self._fit(views)  # those that it replaces would count as uses
+            memory = slot.alias(self.offset, self.num_bytes)
+            # Views that `_fit` replaces would count as uses.
+            views = self._fit(views_in(memory, [(part.offset, part.blob.layout) for part in self.parts]))
             known = slot.views[self] = Views(self.offset, memory, views)
         slot.handed[known] = self
         return known.tensors
