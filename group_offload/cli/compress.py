@@ -48,10 +48,17 @@ def _compress(arguments: argparse.Namespace) -> int:
         device = torch.device("cpu")
     folder: Path = arguments.folder
     models, left_out = find_models(find_checkpoint(arguments.model))
-    opened = {name: _open(model, folder, arguments.dtype) for name, model in models.items()}
-    blobs = {name: _blobs_of(model) for name, model in opened.items()}
-    total = sum(_compressible_bytes(blob) for mine in blobs.values() for blob in mine.values())
+    dtypes = {name: arguments.dtype or meta_model_of(model).usual_dtype for name, model in models.items()}
+    found = [meta_model_of(model, dtypes[name], compresses=True) for name, model in models.items()]
+    total = sum(group.num_bytes for each in found for group in each.groups if group.compressed_bytes)
+    cast_bytes = sum(each.cast_bytes for each in found)
     say(f"Compressed files take less than {describe_bytes(total)} in {folder}.")
+    if cast_bytes:
+        say(f"Weights that are cast are written there first, and take {describe_bytes(cast_bytes)} more.")
+    with Folder(folder, "models").hold(total + cast_bytes):
+        pass  # there is room for all of them
+    opened = {name: _open(model, folder, dtypes[name]) for name, model in models.items()}
+    blobs = {name: _blobs_of(model) for name, model in opened.items()}
     rows = [("model", "original", "compressed", "ratio")]
     for name, model in opened.items():
         class_name, mine = type(model).__name__, blobs[name]
@@ -64,9 +71,8 @@ def _compress(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open(model: FoundModel, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def _open(model: FoundModel, folder: Path, dtype: torch.dtype) -> nn.Module:
     options: dict[str, Any] = {} if model.variant is None else {"variant": model.variant}
-    dtype = dtype or meta_model_of(model).usual_dtype
     options |= {"dtype": dtype, "onload_device": "cpu", "offload_to_disk_path": folder}
     with errors_of_loading(model.model_class, model.folder):
         opened: nn.Module = from_pretrained(model.model_class, model.folder, **options)

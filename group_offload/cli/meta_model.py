@@ -49,6 +49,8 @@ class MetaModel:
     """The groups that are needed around others, so that they are on the device during the whole pass."""
     num_cast: int
     """How many weights have another dtype in the file."""
+    cast_bytes: int
+    """What these weights take where they are written to `offload_to_disk_path`."""
     variant: str | None
     """The variant that `from_pretrained` has to be told of."""
     usual_dtype: torch.dtype
@@ -117,12 +119,15 @@ def meta_model_of(model: FoundModel, dtype: torch.dtype | None = None, *, compre
         # What a cast will take has addresses, by which weights that share memory are told, and no memory.
         num_bytes = tensors[name].numel() * after.itemsize
         tensors[name].data = flat_view(reserve(num_bytes), 0, num_bytes).view(after).view(tensors[name].shape)
+    cast_ids, cast_bytes = {id(tensors[name]) for name in casts}, 0
     specs = partition(opened, OffloadConfig.from_options(ModelOptions(onload_device="cpu")))
     groups, outer = [], set()
     for group in specs:
         plain = [ref.tensor.detach() for ref in group.tensors]
         layout = lay_out([ref.fqn for ref in group.tensors], plain)
         num_bytes = layout.num_bytes
+        cast = [each for each, ref in zip(plain, group.tensors, strict=True) if id(ref.tensor) in cast_ids]
+        cast_bytes += lay_out([""] * len(cast), cast).num_bytes
         if not num_bytes or group.is_table:
             continue
         saved = int(sum((1 - _COMPRESSED_RATIOS.get(each.dtype, 1)) * each.nbytes for each in plain))
@@ -141,9 +146,8 @@ def meta_model_of(model: FoundModel, dtype: torch.dtype | None = None, *, compre
     if not groups:
         raise StorageError(f"There are no weights in {model.folder}.")
     usual_dtype = sizes.most_common(1)[0][0]
-    return MetaModel(
-        model.model_class.__name__, tuple(groups), frozenset(outer), len(casts), model.variant, usual_dtype
-    )
+    name = model.model_class.__name__
+    return MetaModel(name, tuple(groups), frozenset(outer), len(casts), cast_bytes, model.variant, usual_dtype)
 
 
 def _variant_in(folder: Path) -> str | None:

@@ -178,7 +178,9 @@ def joined(moves: Iterable[Move]) -> list[Move]:
             runs[-1].append(move)
         else:
             runs.append([move])
-    return [run[0] if len(run) == 1 else replace(run[0], num_bytes=sum([each.num_bytes for each in run])) for run in runs]
+    return [
+        run[0] if len(run) == 1 else replace(run[0], num_bytes=sum([each.num_bytes for each in run])) for run in runs
+    ]
 
 
 def _continues(last: Move, move: Move) -> bool:

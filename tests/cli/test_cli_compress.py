@@ -98,6 +98,9 @@ def test_a_pipeline_whose_weights_are_cast(run: Terminal, tmp_path: Path) -> Non
     assert "transformer" in said and "Not compressed: vae. It is not there" in said
     assert compressed_files(folder)
     assert {each.dtype for each in weights_in(folder).values()} == {torch.bfloat16}
+    cast = [(folder / name).read_bytes() for name, header in headers_in(folder).items() if header.compressed is None]
+    cast_bytes = sum(len(data) - 8 - int.from_bytes(data[:8], "little") for data in cast)
+    assert f"cast are written there first, and take {describe_bytes(cast_bytes)} more" in said
 
 
 def test_a_disk_with_room_for_one_of_two_models(run: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
