@@ -327,6 +327,9 @@ class Passes:
             schedule.observe(group)
             self.placer.needs.look()
             output = call(*args, **kwargs)
+            if self.lingering is None and self._state is PassState.OPEN and schedule.expects(group):
+                self.lingering = group
+                return output
         except BaseException:
             if self._state is PassState.OPEN:
                 self._state = PassState.FAILED
