@@ -139,6 +139,14 @@ def test_generated_parts_are_up_to_date(page: str) -> None:
     assert generated.with_parts(text, parts) == text, "run `make pages`"
 
 
+def test_times_are_those_of_results() -> None:
+    """Those in seconds with three decimals. Hazard: the docs give figures that no result has."""
+    results = " ".join(file.read_text() for file in (ROOT / "benchmarks" / "results").rglob("*.json"))
+    measured = {f"{float(number):.3f}" for number in re.findall(r"\d+\.\d+", results)}
+    told = {time for page in PAGES for time in re.findall(r"\b\d+\.\d{3}(?= s\b)", page.read_text())}
+    assert told - measured == set()
+
+
 def test_the_docs_stay_small() -> None:
     """Whoever adds a page takes one away. What is generated does not count as words."""
     words = {page.name: len(generated.without_parts(page.read_text()).split()) for page in PAGES}

@@ -173,7 +173,7 @@ def test_weights_that_cannot_be_offloaded(kind: str, is_parameter: bool, tmp_pat
 
 
 def test_signature_is_that_of_diffusers() -> None:
-    """Hazard: a program's arguments by position become other options here."""
+    """Hazard: a program's arguments by position become other options here, or docs promise that all mean the same."""
     hooks = pytest.importorskip("diffusers.hooks")
     theirs = inspect.signature(hooks.apply_group_offloading).parameters
     ours = inspect.signature(apply_group_offloading).parameters
@@ -185,6 +185,8 @@ def test_signature_is_that_of_diffusers() -> None:
             default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
             assert ours[name].default == default, name
     assert torch.device(ours["offload_device"].default) == torch.device(theirs["offload_device"].default)
+    api = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert re.search(r"Two options differ from diffusers\.\s`record_stream` [^.]+\s`low_cpu_mem_usage` ", api)
 
 
 def test_signatures_of_one_definition() -> None:
