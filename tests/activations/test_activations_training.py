@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
-from ..support import several, tiny_models
+from ..support import models, several, tiny_models
 from ..support.activations import offload
 from ..support.asserts import same_bits
 from ..support.training import TrainingBlock, assert_same_bits, make, plain, train
@@ -95,25 +95,10 @@ def test_models_of_diffusers_and_transformers(name: str, checkpointing: bool) ->
 # ---------------------------------------------------------------- compilers
 
 
-class Chain(nn.Sequential):
-    """With a forward of its own: the compiler skips those of torch's modules."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self:
-            x = module(x)
-        return x
-
-
-def small() -> Chain:
-    torch.manual_seed(0)
-    return Chain(*(Chain(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
-
-
-def small_gradients(model: nn.Module) -> list[torch.Tensor]:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for _ in range(2):
-        model(x).square().mean().backward()
+        model(models.inputs()).square().mean().backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         for parameter in model.parameters():
             parameter.grad = None
@@ -134,20 +119,20 @@ def _fresh_dynamo() -> Any:
 def test_models_that_are_compiled(what: str, when: str) -> None:
     """The hooks run in Python, the blocks are compiled, in full graphs too: nothing is skipped silently."""
 
-    def compiled(model: Chain) -> Any:
+    def compiled(model: Any) -> Any:
         if what == "the whole":
             return torch.compile(model, backend="aot_eager")
-        for block in model:
+        for block in model.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
         return model
 
-    bits = small_gradients(compiled(small()))
+    bits = gradients_of(compiled(models.make()))
     torch._dynamo.reset()
-    model = small()
+    model: Any = models.make()
     call = compiled(model) if when == "before" else None
     handle = offload(model, keep_last=1)
     call = compiled(model) if call is None else call
-    actual = small_gradients(call)
+    actual = gradients_of(call)
     assert len(actual) == len(bits)
     assert all(torch.allclose(one, other) for one, other in zip(actual, bits, strict=True))
     stats = handle.stats()
@@ -156,8 +141,8 @@ def test_models_that_are_compiled(what: str, when: str) -> None:
     handle.remove()
     if what == "blocks":
         assert_same_bits(actual, bits)
-        assert_same_bits(small_gradients(model), bits)
-        assert model[0]._compiled_call_impl is not None
+        assert_same_bits(gradients_of(model), bits)
+        assert model.blocks[0]._compiled_call_impl is not None
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,8 +12,8 @@ import multiprocessing
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -287,57 +287,30 @@ def test_read_only_folder(tmp_path: Path) -> None:
     assert names(folder) == before
 
 
-# ---------------------------------------------------------------- locks that others keep
+# ---------------------------------------------------------------- locks that nobody gets
 
 
-@contextmanager
-def held_by_another(path: Path) -> Iterator[None]:
-    """Another process has the lock, for as long as it likes. (Whoever opens a folder once more counts as one.)"""
-    fd = os.open(path, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def test_a_folder_that_somebody_keeps_locked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("locks", ["held by another", "not there"])
+def test_a_set_up_that_gets_no_lock(
+    locks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set-up goes on without the lock. Hazard: whoever may read the folder locks it, or a writer is stopped (SIGSTOP),
-    and every set-up hangs silently."""
+    """It goes on without, and leaves temporary files to the next one. Hazard: whoever may read the folder locks it, or a
+    writer is stopped (SIGSTOP), and every set-up hangs silently; a set-up removes the temporary files of a process that's
+    still writing."""
     tune(monkeypatch, seconds_until_said=0.05, setup_timeout_seconds=0.3)
-    with held_by_another(tmp_path):
-        assert_holds(set_up(tmp_path))
-        waiting, going_on = (record.getMessage() for record in caplog.records)
-        assert waiting.startswith("Another process is setting a model up in") and "continuing without" in going_on
-
-
-# ---------------------------------------------------------------- what the dead leave
-
-
-@pytest.mark.parametrize("of", ["a process that sets up", "a file system without locks"])
-def test_temporary_files_that_a_set_up_does_not_remove(
-    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hazard: a set-up removes the temporary files of a process that's still writing."""
-    tune(monkeypatch, setup_timeout_seconds=0.1)
     temporary = tmp_path / f".probe.1.{0:016}.tmp"
     temporary.write_bytes(b"")
     with ExitStack() as stack:
-        if of == "a process that sets up":
-            stack.enter_context(held_by_another(tmp_path))
-        else:
+        if locks == "not there":
             stack.enter_context(monkeypatch.context()).setattr(fcntl, "flock", failing(errno.ENOLCK))
-        set_up(tmp_path)
+        else:  # whoever opens a folder once more counts as another process
+            fd = os.open(tmp_path, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        assert_holds(set_up(tmp_path))
         assert temporary.exists()
+    if locks == "held by another":
+        waiting, going_on = caplog.messages
+        assert waiting.startswith("Another process is setting a model up in") and "continuing without" in going_on
     set_up(tmp_path)
     assert not temporary.exists()
-
-
-def test_a_full_drive_says_what_helps(tmp_path: Path) -> None:
-    with (
-        pytest.raises(StorageError, match=r"Not enough disk space in .* free, 1\d* TiB needed\. Free"),
-        Folder(tmp_path).hold(1 << 60),
-    ):
-        pass

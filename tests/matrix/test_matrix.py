@@ -100,12 +100,8 @@ def test_class(name: str, tmp_path: Path) -> None:
             run(subject, tmp_path / arm)
 
 
-def mamba() -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4}
-    return transformers.MambaModel(transformers.MambaConfig(**sizes))
-
-
-MAMBA = Case("MambaModel", {}, lambda: {"input_ids": torch.arange(6)[None]}, build=mamba)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4}
+MAMBA = Case("MambaModel", SIZES, lambda: {"input_ids": torch.arange(6)[None]}, library="transformers")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

@@ -127,13 +127,6 @@ def only_needed(data: torch.Tensor, strip: Strip, start: int, end: int) -> torch
     return found
 
 
-def in_a_compressed_buffer(data: torch.Tensor, around: int, device: torch.device | str) -> torch.Tensor:
-    """The same bytes in memory of a device, with others around them."""
-    memory = torch.full((GUARD + data.numel() + GUARD,), around, dtype=torch.uint8, device=device)
-    memory[GUARD : GUARD + data.numel()] = data.to(device)
-    return memory[GUARD : GUARD + data.numel()]
-
-
 def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -> None:
     """Compare the kernel with the CPU, on all kinds of weights and beside other dtypes, strip by strip; then let it decode
     damaged strips.
@@ -147,7 +140,9 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
     def decoded(
         data: torch.Tensor, strip: Strip, start: int = 0, end: int | None = None, around: int = 0
     ) -> torch.Tensor:
-        there, size = in_a_compressed_buffer(data, around, device), (strip.plain_bytes if end is None else end) - start
+        """The data in memory of the device, with bytes `around` it."""
+        there = torch.nn.functional.pad(data.to(device), (GUARD, GUARD), value=around)[GUARD:-GUARD]
+        size = (strip.plain_bytes if end is None else end) - start
         return written_by(lambda out: decode(there, strip, out, start), size, device).cpu()
 
     def check_damaged(data: torch.Tensor, start: int = 0, end: int | None = None) -> None:

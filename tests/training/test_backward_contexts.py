@@ -20,7 +20,7 @@ from group_offload import StateError
 from group_offload.runtime import backward as backward_module
 
 from ..support.asserts import plain_tensors, same_bits
-from ..support.backward import OPTIONS, LoraModel, check, make, offloaded
+from ..support.backward import OPTIONS, check, make, offloaded
 from ..support.inside import engine_of
 from ..support.quantized import Quantized
 from ..support.training import (
@@ -119,18 +119,43 @@ class Packed8Linear(nn.Module):
         return result
 
 
+class QuantizedFunction(torch.autograd.Function):
+    """Saves the quantized weight itself, and restores it in backward, as the layers of such libraries do."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return x @ weight.dequantised()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = context.saved_tensors
+        return gradient @ weight.dequantised().t(), None
+
+
+class QuantizedProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Quantized.of(torch.randn(DIM, DIM)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = QuantizedFunction.apply(x, self.weight)
+        return result.sin()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.mid, self.down = PackedLinear(), Packed8Linear(), PackedLinear()
+        self.quantized = QuantizedProduct()
         self.lora = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.mid(self.up(x)) + self.lora(x)))
+        return x + self.down(F.gelu(self.mid(self.up(x)) + self.lora(self.quantized(x))))
 
 
 def packed_model(run: Callable[..., torch.Tensor] | None = None) -> TrainingModel:
-    """The weights of all layers are packed. What is trained is small beside the buffer."""
+    """The weights of all layers are packed, or tensor subclasses. What is trained is small beside the buffer."""
     torch.manual_seed(0)
     model = TrainingModel(0)
     model.embed = nn.Identity()
@@ -343,41 +368,3 @@ def test_hooks_of_others_around_and_inside(where: str, tmp_path: Path) -> None:
         return loss.detach()
 
     check(step, "cpu", tmp_path, lambda: make(run_block=run_block))
-
-
-class QuantizedFunction(torch.autograd.Function):
-    """Saves the quantized weight itself, and restores it in backward, as the layers of such libraries do."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        context.save_for_backward(weight)
-        return x @ weight.dequantised()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        (weight,) = context.saved_tensors
-        return gradient @ weight.dequantised().t(), None
-
-
-class QuantizedProduct(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(Quantized.of(torch.randn(DIM, DIM)), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = QuantizedFunction.apply(x, self.weight)
-        return result.sin()
-
-
-def test_weights_that_are_tensor_subclasses(tmp_path: Path) -> None:
-    def quantized() -> LoraModel:
-        model = make(1)
-        model.blocks = nn.ModuleList(QuantizedProduct() for _ in range(5))
-        model.order = list(range(5))
-        torch.manual_seed(0)
-        return model
-
-    for device in ("cpu", "random"):
-        for level in ("block_level", "leaf_level"):
-            stats = check(plain, device, tmp_path, quantized, offload_type=level)
-            assert stats.backward_passes == 2
