@@ -27,13 +27,12 @@ from ..support.tuning import tune
 from ..support.waits import waits_of
 
 
-def simple(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x @ w) * torch.cos(x)
-
-
 @contextmanager
 def simulated(
-    num_blocks: int = 5, laziness: str = "lazy", function: Callable[..., torch.Tensor] = simple, **options: Any
+    num_blocks: int = 5,
+    laziness: str = "lazy",
+    function: Callable[..., torch.Tensor] = lambda x, w: torch.sin(x @ w) * torch.cos(x),
+    **options: Any,
 ) -> Iterator[tuple[SimulatedDevice, Any, torch.Tensor, list[torch.Tensor]]]:
     """A model on the device, its input there, and what its gradients have to be. Nothing of it is freed before the end."""
     torch.manual_seed(0)

@@ -195,17 +195,13 @@ def test_what_is_missing(model: Path, run: Terminal, monkeypatch: pytest.MonkeyP
     assert str(model) in run("plan", model, status=2)
     (model / "config.json").unlink()
     assert "save_pretrained" in run("plan", model, status=2)
-    path = tiny_checkpoint(model.with_name("another"))
+    path = model.with_name("another")
+    tiny_models.flux_transformer().save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
     assert "FluxTransformer2DModel.from_pretrained cannot load" in run("plan", path, status=2)
     (path / "config.json").write_text(json.dumps({**config, "num_layers": 9}))
     assert "lacks weights of FluxTransformer2DModel" in run("plan", path, status=2)
-
-
-def tiny_checkpoint(folder: Path) -> Path:
-    tiny_models.flux_transformer().save_pretrained(folder.with_name("tiny"))
-    return folder.with_name("tiny").rename(folder)
 
 
 def test_the_cache_of_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from group_offload import OffloadHandle, apply_group_offloading
 
 from ..support import edits
 from ..support.asserts import assert_at_rest
+from ..support.folders import facts
 from ..support.models import DIM, Model, RoutedModel, inputs, make
 from ..support.on_device import from_file
 from ..support.rigs import LEVELS, run
@@ -26,10 +27,6 @@ from ..support.rigs import LEVELS, run
 
 def offload(module: nn.Module, level: str = "block_level", **options: Any) -> OffloadHandle:
     return apply_group_offloading(module, "cpu", offload_device="disk", offload_type=level, **options)
-
-
-def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
-    return {str(path): (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 # ---------------------------------------------------------------- files made by hand
@@ -81,7 +78,7 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
     write_by_hand(path, state, shift=shift)
     model = copy.deepcopy(resident)
     model.load_state_dict(load_file(path), assign=True)
-    before = tree(tmp_path / "model")
+    before = facts(tmp_path / "model")
     handle = offload(model, level, **({"offload_to_disk_path": tmp_path / "groups"} if shift % 2 else {}))
     if not shift % 2:
         assert shift == 8 or {parameter.data_ptr() % 16 for parameter in model.parameters()} >= {shift % 16}
@@ -93,7 +90,7 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
         assert_at_rest(model, resident)
     handle.remove()
     assert_at_rest(model, resident)
-    assert tree(tmp_path / "model") == before
+    assert facts(tmp_path / "model") == before
 
 
 # ---------------------------------------------------------------- edits

@@ -81,7 +81,7 @@ def move_the_folder(path: Path) -> None:
         path.parent.rename(path.parent.with_name("moved"))
 
 
-HARMFUL = {
+HARMFUL: dict[str, list[Any]] = {
     "change": [change],
     "change+rm": [change, Path.unlink],
     "change+mv": [change, replace],
@@ -93,7 +93,7 @@ HARMFUL = {
     "shred": [lambda path: subprocess.run(["shred", "-u", path], check=True)],
     "change, time put back": [change_and_put_the_time_back],
 }
-HARMLESS = {
+HARMLESS: dict[str, list[Any]] = {
     "rm": [Path.unlink],
     "mv": [replace],
     "symlink": [put_a_link],
@@ -113,12 +113,13 @@ def outcome(step: Any) -> str:
     return "right"
 
 
-def go_through(tier: str, root: Path, *, verifies: bool) -> None:
+def go_through(tier: str, root: str, verify_checksums: str) -> None:
     """Every case, in this process."""
-    cases: dict[str, list[Any]] = {**HARMFUL, **HARMLESS}
+    os.fsync = os.fstat  # type: ignore[assignment]
+    verifies, cases = verify_checksums == "True", {**HARMFUL, **HARMLESS}
     for number, (name, steps) in enumerate(cases.items()):
         print(name, flush=True)
-        model, reference, handle, paths = offloaded(tier, root / f"{number}", verify_checksums=verifies)
+        model, reference, handle, paths = offloaded(tier, Path(root, f"{number}"), verify_checksums=verifies)
         for step in steps:
             for path in paths:
                 step(path)
@@ -141,11 +142,6 @@ def go_through(tier: str, root: Path, *, verifies: bool) -> None:
     print("done", flush=True)
 
 
-def every_case(tier: str, root: str, verifies: str) -> None:
-    os.fsync = os.fstat  # type: ignore[assignment]
-    go_through(tier, Path(root), verifies=verifies == "True")
-
-
 @pytest.mark.parametrize("verifies", [False, True], ids=["", "verify_checksums"])
 @pytest.mark.parametrize("tier", ["groups", "checkpoint"])
 def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
@@ -155,7 +151,7 @@ def test_files_that_are_held(tier: str, verifies: bool, place: Path) -> None:
     Hazard: what's mapped changes with a file in place (SIGBUS), or a renamed file is taken for damage; a file is changed, its
     time is put back, and nobody notices; the tensors of one group lie in several shards.
     """
-    assert "done\n" in in_new_process(every_case, tier, place, verifies)
+    assert "done\n" in in_new_process(go_through, tier, place, verifies)
 
 
 def hold_many_files(root: str) -> None:

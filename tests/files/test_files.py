@@ -20,7 +20,9 @@ from group_offload.stores.files import FileMap
 from group_offload.stores.folder import file_name
 
 from ..support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors
-from ..support.files import flip_a_bit
+from ..support.faults import raise_at
+from ..support.files import failing, flip_a_bit
+from ..support.folders import facts
 from ..support.models import Model, inputs, make
 from ..support.processes import run_python
 from ..support.rigs import LEVELS, check, offload_to, pair, run
@@ -28,35 +30,15 @@ from ..support.rigs import LEVELS, check, offload_to, pair, run
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
-def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Inode, time of change and bytes of every file."""
-    return {
-        path.name: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes())
-        for path in folder.glob("*.safetensors")
-        if path.is_file()
-    }
-
-
 # ---------------------------------------------------------------- what else may be there
-
-
-def _fifo(path: Path) -> None:
-    """Whoever opens it to read is blocked."""
-    os.mkfifo(path)
-
-
-def _same_size_other_byte(path: Path) -> None:
-    data = bytearray(_right(path))
-    data[-300] ^= 1
-    path.write_bytes(data)
 
 
 FOREIGN: dict[str, Callable[[Path], Any]] = {
     "garbage": lambda path: path.write_bytes(b"not a safetensors file" * 1000),
-    "other byte": _same_size_other_byte,
+    "other byte": lambda path: flip_a_bit(path, path.write_bytes(_right(path)) - 300),
     "truncated": lambda path: path.write_bytes(_right(path)[:-1]),
     "longer": lambda path: path.write_bytes(_right(path) + b"\0"),
-    "fifo": _fifo,
+    "fifo": os.mkfifo,  # whoever opens it to read is blocked
     "folder": Path.mkdir,
 }
 
@@ -102,18 +84,18 @@ def test_edited_weights_rest_in_ram(level: str, tmp_path: Path, monkeypatch: pyt
     """Nothing is written, so a full disk stops no edit; no file is deleted. Hazard: in-place edits of weights in files are
     lost."""
     offload_to(tmp_path, make(Model), level).remove()
-    before = contents(tmp_path)
+    before = facts(tmp_path)
     model, reference = pair()
     handle = offload_to(tmp_path, model, level)
     assert handle.stats().host_bytes == 0
-    fail_in_the_middle(monkeypatch, errno.ENOSPC, 0)
+    monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
     for number in range(3):
         for twin in (model, reference):
             twin.gain.data[0] += 1
             if number == 1:
                 twin.blocks[1].up.weight.data.mul_(2)
         check(model, reference, inputs(), passes=2)
-        assert contents(tmp_path) == before
+        assert facts(tmp_path) == before
         edited = model.gain.nbytes + (model.blocks[1].up.weight.nbytes if number else 0)
         in_ram = sum(group.num_bytes for group in handle.groups if "RAM" in group.location)
         assert edited <= handle.stats().host_bytes <= in_ram
@@ -154,28 +136,12 @@ def test_folder_that_cannot_be_written(name: str, why: str, tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "groups"}
 
 
-def fail_in_the_middle(monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
-    """`os.write` fails with `code` once it has written `after` times, and again from then on."""
-    write, calls = os.write, 0
-
-    def failing(fd: int, data: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            if len(data) > 10:
-                write(fd, bytes(data[: len(data) // 2]))
-            raise OSError(code, os.strerror(code))
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", failing)
-
-
 @pytest.mark.parametrize(("code", "after"), [(errno.ENOSPC, 0), (errno.EIO, 3), (errno.EDQUOT, 20), (errno.EIO, 40)])
 def test_write_that_fails_in_the_middle(code: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = pair()
     before = ids(model)
     with monkeypatch.context() as patch:
-        fail_in_the_middle(patch, code, after)
+        raise_at(patch, os, "write", after + 1, OSError(code, os.strerror(code)), ever_after=True)
         with pytest.raises(StorageError) as caught:
             offload_to(tmp_path, model)
     message = str(caught.value)

@@ -80,10 +80,6 @@ def watch_pins(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> list[tuple
     return pinned
 
 
-def no_segment(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("RAM was taken for weights")
-
-
 # ---------------------------------------------------------------- in the page cache
 
 
@@ -95,7 +91,8 @@ def test_outputs_and_memory(
     """The host waits for nothing; what is pinned is the file, read-only, and once. Hazard: a model that was removed
     keeps its checkpoint mapped and pinned."""
     pinned = watch_pins(device, monkeypatch)
-    monkeypatch.setattr("group_offload.runtime.groups.build.Segment", no_segment)
+    taken = lambda *args, **kwargs: pytest.fail("RAM was taken for weights")  # noqa: E731
+    monkeypatch.setattr("group_offload.runtime.groups.build.Segment", taken)
     with twins(device, RoutedModel(widths), path, **options) as both:
         groups, stats = both.handle.groups, both.handle.stats()
         assert all(in_page_cache(both.handle)) and {group.tier for group in groups if group.num_bytes} == {"ram"}
@@ -136,8 +133,9 @@ def test_what_is_read_from_the_checkpoint(
 def test_what_does_not_rest_in_the_page_cache(what: str, path: Path, device: SimulatedDevice) -> None:
     """Weights that are no longer what the file under that name has."""
     model = from_file(RoutedModel(NARROW), path)
-    if what == "replaced":
-        replace_file(path)
+    if what == "replaced":  # by a file with other weights
+        save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_name("other"))
+        path.with_name("other").replace(path)
     else:
         for parameter in model.parameters():
             parameter.data.mul_(2)
@@ -145,12 +143,6 @@ def test_what_does_not_rest_in_the_page_cache(what: str, path: Path, device: Sim
         assert not any(in_page_cache(both.handle)) and "r--s" not in mappings_of(path)
         both.step()
         both.step()
-
-
-def replace_file(path: Path) -> None:
-    """By one with other weights."""
-    save_file({name: value + 1 for name, value in load_file(path).items()}, path.with_name("other"))
-    path.with_name("other").replace(path)
 
 
 @any_mode

@@ -24,6 +24,7 @@ from group_offload.integrations.loading import from_pretrained
 
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
+from ..support.folders import facts
 from ..support.models import aligned
 from ..support.pipelines import assert_same_model as assert_is
 from ..support.processes import in_new_process, ram_peak_of
@@ -134,9 +135,7 @@ def test_weights_are_the_librarys(name: str, tmp_path: Path) -> None:
         assert_is(opened, reference)
         if in_files:
             assert handle_of(opened).stats().host_bytes == 0
-            assert name != "flux" or bool(files_in(tmp_path / str(dtype))) == (dtype == BF16), (
-                "a cast is written, no more"
-            )
+            assert name != "flux" or bool(facts(tmp_path / str(dtype))) == (dtype == BF16), "a cast is written, no more"
         if dtype == FP32 and name in MODELS:
             inputs = MODELS[name][1]
             assert_same(run(opened, **inputs()), run(aligned(reference).to(tiny.device()), **inputs()))
@@ -145,27 +144,23 @@ def test_weights_are_the_librarys(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ where they rest
 
 
-def files_in(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
-
-
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_a_cast_is_written_once(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Wan keeps some weights in float32: those stay in the checkpoint. A model that is loaded first has the same files."""
     folder, model_class = tmp_path / "files", type(saved(tmp_path / "model", MODELS[name][0]()))
     opened = open_(model_class, tmp_path / "model", folder, dtype=BF16)
     names = [group.group_id for group in handle_of(opened).groups]
-    written = files_in(folder)
+    written = facts(folder)
     kept = {fqn for fqn, weight in opened.named_parameters() if weight.dtype == FP32}
     assert bool(kept) == (name == "wan") and (kept or len(written) == len(names))
     assert not any(kept & load_file(folder / file).keys() for file in written)
     del opened
     again = open_(model_class, tmp_path / "model", folder, dtype=BF16)
-    assert files_in(folder) == written and "other weights" not in caplog.text
+    assert facts(folder) == written and "other weights" not in caplog.text
     del again
     loaded = load(model_class, tmp_path / "model", dtype=BF16)
     handle = apply_group_offloading(loaded, onload_device=tiny.device(), offload_to_disk_path=folder)
-    assert [group.group_id for group in handle.groups] == names and files_in(folder) == written
+    assert [group.group_id for group in handle.groups] == names and facts(folder) == written
 
 
 def test_a_cast_without_files_is_refused(flux: Path) -> None:
@@ -210,9 +205,9 @@ def test_pipelines(name: str, dtype: torch.dtype, pipelines: dict[str, Path], tm
             if isinstance(part, nn.Module):
                 aligned(part).to(tiny.device())
         assert_same(tiny.run(opened), tiny.run(reference))
-    before = files_in(folder)
+    before = facts(folder)
     assert_same_pipeline(open_(DiffusionPipeline, pipelines[name], folder, dtype=dtype), reference)
-    assert files_in(folder) == before
+    assert facts(folder) == before
 
 
 @pytest.mark.filterwarnings("ignore")  # of what other pipelines import

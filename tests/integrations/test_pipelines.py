@@ -21,6 +21,7 @@ from group_offload import (
 
 from ..support import tiny_models as tiny
 from ..support.asserts import snapshot
+from ..support.folders import facts
 from ..support.pipelines import (
     PIPELINES,
     any_case,
@@ -58,16 +59,12 @@ def test_disable_gives_everything_back(
     tier: str, device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]
 ) -> None:
     """Files stay, and are used again. Hazard: there's no way to switch offloading off."""
-
-    def files() -> dict[str, tuple[int, int]]:
-        return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in tmp_path.glob("*.safetensors")}
-
     pipe = tiny.flux_pipeline()
     weights = {name: weights_of(model) for name, model in models_of(pipe).items()}
     before = {name: snapshot(model) for name, model in models_of(pipe).items()}
     handles = enable_group_offload(pipe, onload_device=device, **tier_options(tier, tmp_path))
     tiny.run(pipe)
-    written = files()
+    written = facts(tmp_path)
     disable_group_offload(pipe)
     for name, model in models_of(pipe).items():
         assert not handles[name].is_active
@@ -78,7 +75,7 @@ def test_disable_gives_everything_back(
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
     disable_group_offload(pipe)  # and again does nothing
     enable_group_offload(pipe.to("cpu"), onload_device=device, **tier_options(tier, tmp_path))
-    assert files() == written
+    assert facts(tmp_path) == written
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 

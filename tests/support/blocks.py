@@ -171,12 +171,9 @@ def _small(call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[...,
     return small
 
 
-def _run_page(file: Path, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        world = World(folder, monkeypatch)
-        for block in python_blocks(file):
-            world.run(block.code, str(file), block.line)
-
-
 if __name__ == "__main__":
-    _run_page(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+    page = Path(sys.argv[1]).resolve()
+    with pytest.MonkeyPatch.context() as patch:
+        world = World(Path(sys.argv[2]), patch)
+        for block in python_blocks(page):
+            world.run(block.code, str(page), block.line)

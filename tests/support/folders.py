@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from group_offload.base.layout import BlobLayout, TensorSpec, lay_out
+from group_offload.base.layout import TensorSpec, lay_out
 from group_offload.compression.layout import CompressedLayout
 from group_offload.stores.files import write_blob
 from group_offload.stores.folder import Folder
@@ -26,13 +26,10 @@ def weights(seed: int = 0, group: str = "blocks_0") -> dict[str, torch.Tensor]:
     return {f"{group}.{name}": torch.randn(3, 5, generator=generator) for name in ("up", "down")}
 
 
-def layout_of(named: dict[str, torch.Tensor]) -> BlobLayout:
-    return lay_out(list(named), list(named.values()))
-
-
 def put(folder: Folder, named: dict[str, torch.Tensor], group: str = "blocks_0") -> SourceFile:
     """Find or write the file of a group."""
-    return write_blob(layout_of(named), list(named.values()), folder, group, lambda num_bytes: None).source
+    tensors = list(named.values())
+    return write_blob(lay_out(list(named), tensors), tensors, folder, group, lambda num_bytes: None).source
 
 
 def set_up(path: Path, seed: int = 0, model_class: str = "Model") -> list[SourceFile]:
@@ -75,6 +72,12 @@ def headers_in(path: Path) -> dict[str, Header]:
         compressed = CompressedLayout.from_json(metadata["compressed"]) if "compressed" in metadata else None
         found[file.name] = Header(metadata["group"], metadata["model_class"], tensors, compressed)
     return found
+
+
+def facts(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of change of all files: the same if nobody wrote any."""
+    found = {file.name: file.stat() for file in path.rglob("*")}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def names(path: Path) -> set[str]:

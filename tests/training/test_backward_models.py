@@ -15,6 +15,7 @@ from group_offload import apply_group_offloading
 
 from ..support import tiny_models as tiny
 from ..support.asserts import same_bits
+from ..support.training import assert_same_bits, train
 
 TARGETS = {"clip": ["q_proj", "v_proj"], "t5": ["q", "v"]}
 
@@ -41,27 +42,18 @@ def with_lora(name: str, how: str = "") -> Any:
     return adapted(tiny.MODELS[name][0](), name, how)
 
 
-def train(model: nn.Module, name: str, num_steps: int = 3) -> list[torch.Tensor]:
-    """Losses, gradients of each step, and the trained parameters, on the CPU."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=True)
-    torch.manual_seed(1)
-    bits = []
-    for _ in range(num_steps):
-        loss = model(**tiny.MODELS[name][1]())[0].square().mean()
+def bits_of_training(model: nn.Module, name: str) -> list[torch.Tensor]:
+    def step(model: nn.Module, put: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**tiny.MODELS[name][1]())[0].square().mean()
         loss.backward()
-        bits += [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in trained if parameter.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return bits + [parameter.detach().cpu() for parameter in trained]
+        return loss.detach()
+
+    return [each.cpu() for each in train(model, step, num_steps=3)]
 
 
 def assert_same_training(ours: nn.Module, resident: nn.Module, name: str) -> None:
-    device = tiny.device()
-    expected = train(resident.to(device), name)
-    actual = train(ours, name)
-    assert len(actual) == len(expected) > 10
-    assert all(same_bits(one, other) for one, other in zip(actual, expected, strict=True))
+    expected = bits_of_training(resident.to(tiny.device()), name)
+    assert_same_bits(bits_of_training(ours, name), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -85,7 +77,7 @@ def test_lora_on_models(name: str, level: str, how: str) -> None:
     is_in_place = handle.config.onload_device.type == "cpu" and how in ("", "DoRA")
     assert stats.backward_passes == (0 if is_in_place else 3) and stats.trainable_bytes > 0
     if handle.config.use_stream and level == "block_level" and name not in TARGETS:
-        train(ours, name)
+        bits_of_training(ours, name)
         assert (handle.stats().stalls, handle.stats().rebuilds) == (stats.stalls, stats.rebuilds)
     handle.remove()
 

@@ -23,14 +23,9 @@ from ..support.participants import in_threads
 from ..support.portable import IS_PORTABLE
 
 
-def _lack(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
-    for name in missing:
-        monkeypatch.delattr(os, name, raising=False)
-
-
 def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have one position in the file. Each read has its bytes all the same."""
-    _lack(monkeypatch, "preadv")
+    monkeypatch.delattr(os, "preadv", raising=False)
     size, num_threads = 1000, 8
     (tmp_path / "file").write_bytes(b"".join(bytes([number]) * size for number in range(num_threads)))
     fd = os.open(tmp_path / "file", os.O_RDONLY)
