@@ -33,11 +33,9 @@ WIDTHS = [300] * 4
 """Blocks of several chunks of `SMALL_CHUNK`."""
 SMALL_CHUNK = 8192
 TIERS = ("checkpoint", "folder")
-DEVICES = ("cpu", "simulated")
 
 
 every_tier = pytest.mark.parametrize("tier", TIERS)
-every_device = pytest.mark.parametrize("where", DEVICES)
 RIGS = [("cpu", "checkpoint"), ("simulated", "checkpoint"), ("simulated", "folder")]
 every_rig = pytest.mark.parametrize(("where", "tier"), RIGS)
 

@@ -15,11 +15,9 @@ from group_offload.base import reading
 from group_offload.base.mapping import cached_bytes, forget_writes
 
 from ...support.reading import (
-    DEVICES,
     Preadv,
     Rig,
     assert_tells,
-    every_device,
     every_rig,
     has_direct_reads,
     is_direct,
@@ -29,7 +27,8 @@ from ...support.tuning import tune
 
 @every_rig
 def test_direct_reads(where: str, tier: str, tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:
-    """At any position, also where a file ends inside a block: most of these do."""
+    """At any position, also where a file ends inside a block: most of these do. An error is told, and not taken for a
+    refusal."""
     with Rig(where, tier, tmp_path, [3, 5, 300, 7]) as rig:
         preadv.arm(-1, -1)  # set-up has looked at what else is in the folder
         rig.check(3)
@@ -38,9 +37,17 @@ def test_direct_reads(where: str, tier: str, tmp_path: Path, preadv: Preadv, sca
         assert preadv.num_direct == preadv.num_calls > 0
         assert stats.bytes_read["direct"] > 0 and stats.bytes_read["page cache"] == 0
         assert {group.read_mode for group in rig.handle.groups if group.num_bytes} == {"direct"}
+        preadv.fail(errno.EIO, 0, 10**6)
+        with pytest.raises(StorageError) as caught:
+            rig.check(2)
+        assert_tells(caught.value, rig, os.strerror(errno.EIO))
+        preadv.arm(-1, -1)
+        rig.check(2)
+        rig.settle()
+        assert rig.handle.stats().bytes_read["page cache"] == 0
 
 
-@every_device
+@pytest.mark.parametrize("where", ["cpu", "simulated"])
 def test_a_cold_file_is_read_past_the_page_cache(
     where: str, tmp_path: Path, preadv: Preadv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,17 +134,3 @@ def test_direct_reads_that_are_refused(
         assert rig.handle.stats().bytes_read["page cache"] > 0
     told = [message for message in caplog.messages if "Direct reads" in message]
     assert len(told) == 1 and os.strerror(code) in told[0]
-
-
-def test_an_error_of_a_direct_read(tmp_path: Path, preadv: Preadv, scarce_ram: None) -> None:
-    """A real one: it is told, and not taken for a refusal."""
-    for where in DEVICES:
-        with Rig(where, "checkpoint", tmp_path) as rig:
-            preadv.fail(errno.EIO, 0, 10**6)
-            with pytest.raises(StorageError) as caught:
-                rig.check(2)
-            assert_tells(caught.value, rig, os.strerror(errno.EIO))
-            preadv.arm(-1, -1)
-            rig.check(2)
-            rig.settle()
-            assert rig.handle.stats().bytes_read["page cache"] == 0
