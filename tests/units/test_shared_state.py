@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +54,18 @@ def test_nothing_is_left_of_a_model_that_all_have_left() -> None:
     assert found == RankStates(residents={"2/device": ["a"]})
 
 
-def test_what_was_sent_is_said_without_a_turn() -> None:
+@pytest.fixture
+def shared_states() -> Iterator[list[SharedState]]:
+    """The state as each of three ranks has it."""
     fd = new_shared_file(SHARED_STATE_BYTES)
-    shared_states = [SharedState(open_shared_file(name_of_shared_file(fd)), rank, 3) for rank in range(3)]
+    found = [SharedState(open_shared_file(name_of_shared_file(fd)), rank, 3) for rank in range(3)]
     os.close(fd)
+    yield found
+    for each in found:
+        each.close()
+
+
+def test_what_was_sent_is_said_without_a_turn(shared_states: list[SharedState]) -> None:
     with shared_states[0].change() as found:
         for rank in range(3):
             found.offer(rank, "1/a", "", (), 3)
@@ -69,28 +78,21 @@ def test_what_was_sent_is_said_without_a_turn() -> None:
     assert len(shared_states[0].read().log) == 1
     with shared_states[2].change() as found:
         assert not found.log
-    for shared_state in shared_states:
-        shared_state.close()
 
 
-def test_a_change_that_breaks_off_leaves_the_state_before() -> None:
-    fd = new_shared_file(SHARED_STATE_BYTES)
-    shared_states = [SharedState(open_shared_file(name_of_shared_file(fd)), rank, 2) for rank in (0, 1)]
-    os.close(fd)
+def test_a_change_that_breaks_off_leaves_the_state_before(shared_states: list[SharedState]) -> None:
     with shared_states[0].change() as found:
-        found.offer(0, "1/a", "", (), 2)
+        found.offer(0, "1/a", "", (), 3)
     turn = shared_states[1].turn
 
     def break_off() -> None:
         with shared_states[1].change() as found:
-            found.offer(1, "1/a", "", (), 2)
+            found.offer(1, "1/a", "", (), 3)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         break_off()
     assert shared_states[0].turn == turn and shared_states[0].read().offers == {"1/a": {"0": ("", ())}}
-    for shared_state in shared_states:
-        shared_state.close()
 
 
 def test_a_shared_state_that_another_rank_cannot_open_is_closed() -> None:
