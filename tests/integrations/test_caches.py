@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from group_offload import StateError, apply_group_offloading, enable_group_offload
 
+from ..matrix.case import mapped
+from ..matrix.cases import CASES
 from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.pipelines import any_case, tier_options
@@ -33,29 +35,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")  # 
 NUM_STEPS = 4
 
 
-def nucleus() -> nn.Module:
-    sizes = {"patch_size": 1, "in_channels": 8, "out_channels": 8, "num_layers": 2, "axes_dims_rope": (4, 6, 6)}
-    heads = {"attention_head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "joint_attention_dim": 16}
-    experts = {"dense_moe_strategy": "leave_first_block_dense", "num_experts": 2, "moe_intermediate_dim": 16}
-    experts |= {"mlp_ratio": 6.0, "capacity_factors": 1.0}
-    model = tiny.seeded(0, lambda: diffusers.NucleusMoEImageTransformer2DModel(**sizes, **heads, **experts))
-    for number, weight in enumerate(model.parameters()):
-        if weight.ndim == 3:  # the experts', which the class leaves uninitialized
-            weight.data = tiny.randn(*weight.shape, seed=number).cpu() / 4
-    return model
-
-
-_PROMPT = tiny.randn(1, 5, 16, seed=77)
+_NUCLEUS = CASES["NucleusMoEImageTransformer2DModel"]
+_prompt = cache(partial(tiny.randn, 1, 6, 32, seed=77))  # the same tensor for all steps
 
 
 def nucleus_inputs(step: int) -> dict[str, Any]:
-    return {
-        "hidden_states": tiny.randn(1, 16, 8, seed=step),
-        "img_shapes": [(1, 4, 4)],
-        "encoder_hidden_states": _PROMPT,
-        "timestep": torch.tensor([1.0 - step / NUM_STEPS]).to(tiny.device()),
-        "return_dict": False,
-    }
+    given = mapped(_NUCLEUS.inputs(), lambda tensor: tensor.to(tiny.device()))
+    given["timestep"] = torch.tensor([1.0 - step / NUM_STEPS]).to(tiny.device())
+    latents = tiny.randn(1, 16, 4, seed=step)
+    return {**given, "hidden_states": latents, "encoder_hidden_states": _prompt(), "return_dict": False}
 
 
 def slow_noise(*shape: int, step: int) -> torch.Tensor:
@@ -145,6 +133,7 @@ def sea(_: Clock) -> Any:
 
 
 FLUX, WAN, TWO = (flux, flux_inputs), (tiny.wan_transformer, wan_inputs), ("cond", "uncond")
+NUCLEUS = (_NUCLEUS.make, nucleus_inputs)
 LAST, TAYLOR, KV = "single_transformer_blocks.1.norm", "TaylorSeerCacheConfig", "TextKVCacheConfig"
 _ALL = {
     "first-block-flux": CacheCase(*FLUX, lambda _: diffusers.FirstBlockCacheConfig(threshold=0.2), LAST, TWO),
@@ -158,7 +147,7 @@ _ALL = {
     ),
     "sea-wan": CacheCase(*WAN, sea, "blocks.0.norm1", TWO, needs="SeaCacheConfig", tells_steps=True),
     "text-kv-nucleus": CacheCase(
-        nucleus, nucleus_inputs, lambda _: getattr(diffusers, KV)(), "transformer_blocks.0.encoder_proj", TWO, needs=KV
+        *NUCLEUS, lambda _: getattr(diffusers, KV)(), "transformer_blocks.0.encoder_proj", TWO, needs=KV
     ),
 }
 CACHES = {name: case for name, case in _ALL.items() if not case.needs or hasattr(diffusers, case.needs)}

@@ -55,26 +55,16 @@ def pipeline() -> FluxPipeline:
     )
 
 
-def layers_of(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Linear]:
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name.endswith(names)
-    }
-
-
 def lora(seed: int, rank: int = 4, names: tuple[str, ...] = FEW, *, dora: bool = False, words: bool = False) -> Any:
     """A LoRA as it comes from a file: of the transformer and, with `words`, of the text encoder too."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    targets = {f"transformer.{name}": layer for name, layer in layers_of(transformer(), names).items()}
+    parts = {"transformer": tiny.lora_of(transformer(), names, rank, seed)}
     if words:
-        targets |= {
-            f"text_encoder.{name}": layer for name, layer in layers_of(tiny.clip(2, 1), ("q_proj", "v_proj")).items()
-        }
-    for name, layer in targets.items():
-        state[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=generator) * 0.2
-        state[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=generator) * 0.2
-        if dora and name.startswith("transformer"):
-            state[f"{name}.lora_magnitude_vector"] = torch.rand(layer.out_features, generator=generator) + 0.5
+        parts["text_encoder"] = tiny.lora_of(tiny.clip(2, 1), ("q_proj", "v_proj"), rank, seed)
+    state = {f"{part}.{name}": each.cpu() for part, found in parts.items() for name, each in found.items()}
+    for name, each in parts["transformer"].items() if dora else ():
+        if "lora_B" in name:
+            magnitudes = tiny.randn(len(each), seed=seed).cpu().abs() + 0.5
+            state[f"transformer.{name.replace('lora_B.weight', 'lora_magnitude_vector')}"] = magnitudes
     return state
 
 

@@ -207,13 +207,13 @@ def _quiet(pipe: Any) -> Any:
     return pipe
 
 
-def lora_of(model: nn.Module, targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def lora_of(model: nn.Module, targets: tuple[str, ...], rank: int = 2, seed: int = 8) -> dict[str, torch.Tensor]:
     """A LoRA for layers whose names end so, as a state dict for `load_lora_adapter`."""
     state = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.endswith(targets):
-            state[f"{name}.lora_A.weight"] = randn(2, layer.in_features, seed=8) * 0.2
-            state[f"{name}.lora_B.weight"] = randn(layer.out_features, 2, seed=9) * 0.2
+            state[f"{name}.lora_A.weight"] = randn(rank, layer.in_features, seed=seed) * 0.2
+            state[f"{name}.lora_B.weight"] = randn(layer.out_features, rank, seed=seed + 1) * 0.2
     return state
 
 

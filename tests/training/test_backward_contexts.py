@@ -184,21 +184,33 @@ def test_bits(run: Any, options: str, device: str, tmp_path: Path, caplog: pytes
     assert "are still referenced" not in caplog.text
 
 
-def test_a_backward_inside_of_a_forward_is_an_error(tmp_path: Path) -> None:
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = packed_model().requires_grad_(False)
+class Guided(nn.Module):
+    """Takes a gradient with regard to its input while its own forward is in progress."""
 
-        def forward(self, x: torch.Tensor) -> Any:
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.inner(x).sum(), [x])[0]
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = nn.Linear(DIM, DIM).requires_grad_(False)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.inner(x).square().mean(), [x])
+        return self.last(x + gradient)
+
+
+def test_a_backward_inside_of_a_forward(tmp_path: Path) -> None:
+    """It is an error where contexts keep weights."""
+    model = Guided(make().eval())
+    expected = model(data(0, torch.clone))
+    with offloaded(model, "random", tmp_path) as (_, _, put, get):
+        for _ in range(3):
+            assert same_bits(get(model(data(0, put))).detach(), expected.detach())
+    packed = Guided(packed_model().requires_grad_(False))
     with (
-        offloaded(Guided(), "cpu", tmp_path) as (model, _, put, _),
+        offloaded(packed, "cpu", tmp_path) as (_, _, put, _),
         pytest.raises(StateError, match="bitsandbytes keeps"),
     ):
-        model(data(0, put))
+        packed(data(0, put))
 
 
 # ---------------------------------------------------------------- weights that backward gets
@@ -304,27 +316,6 @@ def test_layerwise_casting(layer: Any, options: dict[str, Any], tmp_path: Path) 
 
 
 # ---------------------------------------------------------------- graphs
-
-
-def test_gradients_inside_of_a_forward(tmp_path: Path) -> None:
-    """Guidance: a gradient with regard to the input, computed while the model's own forward is in progress."""
-
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make().eval()
-            self.last = nn.Linear(DIM, DIM).requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.inner(x).square().mean(), [x])
-            return self.last(x + gradient)
-
-    model = Guided()
-    expected = model(data(0, torch.clone))
-    with offloaded(model, "random", tmp_path) as (_, _, put, get):
-        for _ in range(3):
-            assert same_bits(get(model(data(0, put))).detach(), expected.detach())
 
 
 def count_saved() -> int:

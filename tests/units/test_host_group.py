@@ -55,9 +55,6 @@ class Two:
             state.offer(1, "1/a", "digest", self.its_place, 2)
         wait_until(lambda: self.shared_state.sent[0] == 1)
 
-    def other_has_sent(self) -> None:
-        self.shared_state.has_sent(1)
-
     def offer(self, key: str) -> None:
         """Offer a group in the other rank's name, and send its part."""
         with self.shared_state.change() as state:
@@ -104,7 +101,7 @@ def fresh() -> Iterator[Two]:
 @pytest.fixture
 def two(fresh: Two) -> Iterator[Two]:
     """The first group has arrived."""
-    fresh.other_has_sent()
+    fresh.shared_state.has_sent(1)
     fresh.job.wait()
     yield fresh
     fresh.host_group.leave_all()
@@ -116,7 +113,7 @@ def test_a_group_has_arrived_once_all_ranks_have_sent(fresh: Two) -> None:
     fresh.host_group.post("leave", "1")
     wait_until(lambda: fresh.shared_state.read().left)
     assert not fresh.job.is_settled and fresh.memory.opened
-    fresh.other_has_sent()
+    fresh.shared_state.has_sent(1)
     fresh.job.wait()
     wait_until(lambda: not fresh.memory.opened)
 

@@ -84,15 +84,12 @@ def test_a_file_of_the_model(where: str, tmp_path: Path) -> None:
     assert path.read_bytes() == content and len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("kind", ["small", "a FIFO", "a folder"])
-def test_files_that_tell_nothing(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda path: path.write_bytes(b"0" * 1000), os.mkfifo, Path.mkdir], ids=["small", "a FIFO", "a folder"]
+)
+def test_files_that_tell_nothing(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        path.write_bytes(b"0" * 1000)
+    make(path)
     before = list(tmp_path.iterdir())
     speed, problem = measure_disk(path)
     assert speed is None and "no safetensors file of 1 MiB" in problem
