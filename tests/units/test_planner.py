@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from group_offload.base.tuning import tuning
 from group_offload.errors import ConfigError
 from group_offload.plan.pass_model import PassModel, Prediction
 from group_offload.plan.placement import (
@@ -75,13 +74,6 @@ def test_all_resident_is_compute() -> None:
     none = dict.fromkeys(("stall_seconds", "h2d_bytes", "disk_bytes", "h2d_seconds", "disk_seconds"), 0)
     assert prediction == Prediction(step_seconds=1.0, compute_seconds=1.0, **none)
     assert (prediction.bound, prediction.limit_seconds) == ("compute", 1.0)
-
-
-def test_one_slot_hides_nothing() -> None:
-    """A copy begins once compute is done with the group before."""
-    prediction = simulate(problem_of(groups_of([100 * MIB] * 4, 1.5), num_slots=1), [R] * 4)
-    assert prediction.step_seconds == pytest.approx(4 * 2.5)
-    assert prediction.stall_seconds == pytest.approx(4.0)
 
 
 def test_what_is_sent_once() -> None:
@@ -196,16 +188,6 @@ def test_what_is_read_is_compressed_if_a_file_holds_the_compressed_bytes() -> No
     # With more RAM some groups would rest there, and need more space to land in than there is.
     decided = replace(within(problem, 250 * MIB, 60 * MIB), rests=(F,) * 4)
     assert make_plan(decided).sentences()[-1] == "1 GiB more RAM would save 1.6 s of 2 s a forward (80%)."
-
-
-def test_a_few_strips_of_a_group_are_sent_before_its_slot_is_free() -> None:
-    """In one slot groups of nine strips take turns: three of them are sent while the group before computes."""
-    groups = compressed(groups_of([GIB] * 6, 1.0), 0.5)
-    problem = problem_of(groups, speeds=Speeds(h2d=GIB, disk=GIB, decompress=1e15), num_slots=1)
-    assert -(-GIB // 2 // tuning().strip_bytes) == 9
-    assert simulate(problem, [R] * 6).step_seconds == pytest.approx(6 * (1 + 0.5 * 6 / 9), abs=1e-4)
-    small = replace(problem, groups=tuple(replace(group, strip_bytes=GIB // 5) for group in groups))
-    assert simulate(small, [R] * 6).step_seconds == pytest.approx(6.0, abs=1e-4)
 
 
 # Properties
