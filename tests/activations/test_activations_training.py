@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from group_offload import StateError, apply_activation_offloading
 from group_offload.integrations.training import ActivationOffloadCallback
 
+from ..matrix.case import mapped
 from ..support import models, several, tiny_models
 from ..support.activations import offload
 from ..support.asserts import same_bits
@@ -80,8 +81,7 @@ def test_models_of_diffusers_and_transformers(name: str, checkpointing: bool) ->
         return found
 
     def step(model: nn.Module, put: Any) -> torch.Tensor:
-        given = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in inputs().items()}
-        loss: torch.Tensor = model(**given)[0].float().square().mean()
+        loss: torch.Tensor = model(**mapped(inputs(), torch.Tensor.cpu))[0].float().square().mean()
         loss.backward()
         return loss.detach()
 

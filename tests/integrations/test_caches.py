@@ -288,10 +288,7 @@ def _sent_by_steps(
         num_bytes = sum(group.num_bytes for group in handle.groups)
         sent, stalls = [0], [0]
         for step in range(num_steps):
-            inputs = {
-                name: device.put(value) if isinstance(value, torch.Tensor) else value
-                for name, value in flux_inputs(step % 4).items()
-            }
+            inputs = mapped(flux_inputs(step % 4), device.put)
             with model.cache_context("only"), torch.no_grad(), device.running():
                 device.get(model(**inputs)[0])
             stats = handle.stats()

@@ -15,19 +15,15 @@ from torch import nn
 
 from group_offload import apply_group_offloading, handle_of
 
+from ..matrix.case import mapped
 from ..support import tiny_models as tiny
 from ..support.pipelines import any_case, tier_options
 from ..support.rigs import LEVELS, run_onloaded
 
 
 def forward(model: Any) -> torch.Tensor:
-    inputs = {
-        key: value.to(model.device, model.dtype if value.is_floating_point() else None)
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in tiny.flux_inputs().items()
-    }
-    return tiny.call(model, inputs)
+    fit = lambda value: value.to(model.device, model.dtype if value.is_floating_point() else None)  # noqa: E731
+    return tiny.call(model, mapped(tiny.flux_inputs(), fit))
 
 
 def fuse(model: Any) -> None:

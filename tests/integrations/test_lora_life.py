@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 
 from group_offload import ModuleError, apply_group_offloading, enable_group_offload
 
+from ..matrix.case import mapped
 from ..support import tiny_models as tiny
 from ..support.models import Model, inputs, make
 from ..support.on_device import forward as forward_on
@@ -87,10 +88,7 @@ def add(config: Any, name: str, way: str = "inject") -> Step:
 
 def forward(pipe: Any) -> list[torch.Tensor]:
     dtype = pipe.transformer.x_embedder.weight.dtype
-    arguments = {
-        key: value.cpu().to(dtype if value.is_floating_point() else value.dtype) if key != "return_dict" else value
-        for key, value in tiny.flux_inputs().items()
-    }
+    arguments = mapped(tiny.flux_inputs(), lambda value: value.to("cpu", dtype if value.is_floating_point() else None))
     words = {"input_ids": torch.tensor([[0, 5, 7, 9, 2]]), "return_dict": False}
     return [tiny.call(pipe.transformer, arguments), tiny.call(pipe.text_encoder, words)]
 
