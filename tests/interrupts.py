@@ -39,7 +39,7 @@ from group_offload.runtime.prefetch.phase_order import PhaseOrder
 
 from .support import models, simulated
 from .support.activations import on
-from .support.asserts import same_bits
+from .support.asserts import same_bits, snapshot
 from .support.folders import headers_in
 from .support.inside import engine_of
 from .support.models import WIDTH, Model
@@ -232,10 +232,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 """A device, a tier and a level, and the options for them. `Rig` takes some of these, and `apply_group_offloading` the rest."""
 
 
-def attributes(module: nn.Module) -> dict[str, set[str]]:
-    return {name: {*part.__dict__} for name, part in module.named_modules()}
-
-
 class Rig:
     """A model, offloaded, beside its resident copy and another offloaded model on the same device."""
 
@@ -269,7 +265,7 @@ class Rig:
             lay_in_file(self.model, self.folder / "model.safetensors")
         for model in (self.resident, self.model):
             model.blocks[1].up.bias = model.blocks[0].up.bias
-        self._attributes = attributes(self.model)
+        self._before = snapshot(self.model)
         self.handle: Any = None
         self.other_resident = make(3)
         self.other = copy.deepcopy(self.other_resident)
@@ -351,15 +347,11 @@ class Rig:
 
     def look_unoffloaded(self) -> None:
         """The module is what it was before."""
-        for name, module in self.model.named_modules():
-            hooks = module._forward_pre_hooks or module._forward_hooks or module.__dict__.get("_compiled_call_impl")
-            assert not hooks, f"{name or 'the root'} has hooks of ours"
-        expected = dict(self._attributes)
-        if hasattr(self.model.blocks[1], "more"):  # see `_changed`
-            expected["blocks.1.more"] = {*nn.LayerNorm(WIDTH).__dict__}
-        assert attributes(self.model) == expected, "attributes are left behind"
+        for model in (self.model, self.resident):
+            model.blocks[1]._modules.pop("more", None)  # see `_changed`
+        for name, found in snapshot(self.model).items():
+            assert found == self._before[name], f"{name or 'the root'} is another one than before, or has more"
         for name, parameter in self.model.named_parameters():
-            assert type(parameter) is nn.Parameter, f"{name} is {type(parameter)}"
             assert not getattr(parameter, "_post_accumulate_grad_hooks", None), f"{name} has hooks of ours"
         self.look_at_rest()
         x = torch.randn(3, WIDTH)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples import demo
 
-from .support.simulated import SimulatedDevice, use_simulated_device
+from .support.blocks import on_a_device
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -124,8 +124,7 @@ def test_options_of_a_real_run(
     text = (EXAMPLES / f"{script}.py").read_text()
     [options] = re.findall(r"^options\b.* = (\{.*?\})", text, re.MULTILINE)
     monkeypatch.setattr(tiny, "ON_CPU", ast.literal_eval(options))
-    device = SimulatedDevice(0, "eager")
-    with use_simulated_device(device), device.use_stream(device.current_stream()), device.running():
+    with on_a_device():
         run(script, "--tiny")
     check(capsys.readouterr().out)
 

@@ -25,8 +25,6 @@ from ..support.folders import facts
 from ..support.pipelines import (
     PIPELINES,
     any_case,
-    any_model,
-    any_pipeline,
     any_tier,
     assert_same_weights,
     models_of,
@@ -37,7 +35,7 @@ from ..support.pipelines import (
 # ---------------------------------------------------------------- the function
 
 
-@any_pipeline
+@pytest.mark.parametrize("kind", PIPELINES)
 @any_case
 def test_pipeline_is_bit_equal(
     kind: str, tier: str, level: str, device: torch.device, tmp_path: Path, resident_outputs: dict[str, torch.Tensor]
@@ -155,7 +153,7 @@ def test_something_else_than_a_pipeline(given: Any, said: str, device: torch.dev
 
 
 @pytest.mark.parametrize(("tier", "level"), [("ram", "leaf_level"), ("disk", "block_level")])
-@any_model
+@pytest.mark.parametrize("name", tiny.MODELS)
 def test_save_pretrained_of_an_offloaded_model(
     name: str, tier: str, level: str, device: torch.device, tmp_path: Path
 ) -> None:

@@ -16,8 +16,6 @@ from .asserts import named_tensors, same_bits
 PIPELINES = {"flux": tiny.flux_pipeline, "sd": tiny.sd_pipeline, "wan": tiny.wan_pipeline}
 
 
-any_pipeline = pytest.mark.parametrize("kind", PIPELINES)
-any_model = pytest.mark.parametrize("name", tiny.MODELS)
 any_tier = pytest.mark.parametrize("tier", ["ram", "disk"])
 any_case = pytest.mark.parametrize(("tier", "level"), [("ram", "block_level"), ("disk", "leaf_level")])
 """Two cases in place of four: each level and each tier comes once."""
