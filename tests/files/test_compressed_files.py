@@ -35,10 +35,6 @@ TENSORS = [compressible(), torch.randn(33), weights("wide", 30_000)]
 IMAGE, LAYOUT = image_of(TENSORS)
 
 
-def groups_in(path: Path) -> list[str]:
-    return [file.name for file in path.iterdir() if file.name.startswith("group_")]
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
@@ -81,12 +77,12 @@ def test_compression_that_ends_early(
         [find_or_compress(folder, wanted) for wanted in MANY]
     gc.collect()
     assert num_fds() <= before and all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
-    assert len(groups_in(tmp_path)) == 4
+    assert len(headers_in(tmp_path)) == 4
     monkeypatch.undo()
     for wanted in MANY:
         found = find_or_compress(folder, wanted)
         assert found is not None and torch.equal(image_in(found), image_of(wanted.tensors)[0])
-    assert len(groups_in(tmp_path)) == NUM_BLOBS
+    assert len(headers_in(tmp_path)) == NUM_BLOBS
 
 
 # ------------------------------------------------------------------------------------------------ by facts

@@ -26,6 +26,7 @@ from ..support import tiny_models as tiny
 from ..support.asserts import assert_same
 from ..support.folders import facts
 from ..support.models import aligned
+from ..support.pipelines import PIPELINES
 from ..support.pipelines import assert_same_model as assert_is
 from ..support.processes import in_new_process, ram_peak_of
 from ..support.quantizer import RowsConfig
@@ -163,11 +164,6 @@ def test_a_cast_is_written_once(name: str, tmp_path: Path, caplog: pytest.LogCap
     assert [group.group_id for group in handle.groups] == names and facts(folder) == written
 
 
-def test_a_cast_without_files_is_refused(flux: Path) -> None:
-    with pytest.raises(ConfigError, match="offload_to_disk_path"):
-        open_(FluxTransformer2DModel, flux, offload_device="disk", dtype=BF16)
-
-
 # ------------------------------------------------------------------------------------------------ pipelines
 
 
@@ -185,12 +181,12 @@ def assert_same_pipeline(opened: Any, reference: Any) -> None:
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pipelines")
-    for name, make in (("flux", tiny.flux_pipeline), ("wan", tiny.wan_pipeline), ("sd", tiny.sd_pipeline)):
+    for name, make in PIPELINES.items():
         make().save_pretrained(folder / name)
-    return {name: folder / name for name in ("flux", "wan", "sd")}
+    return {name: folder / name for name in PIPELINES}
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "sd"])
+@pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_pipelines(name: str, dtype: torch.dtype, pipelines: dict[str, Path], tmp_path: Path) -> None:
     """Wan's two transformers are of one class, with the same names, in one folder."""
@@ -277,6 +273,8 @@ def test_what_is_wrong_once_it_is_loaded(flux: Path, pipelines: dict[str, Path])
         open_(FluxPipeline, pipelines["flux"], dtype=FP32, block_modules=["transformer_blocks"])
     with pytest.raises(ConfigError, match="has no weights to offload"):
         from_pretrained(PreTrainedTokenizerFast, pipelines["flux"] / "tokenizer")
+    with pytest.raises(ConfigError, match="offload_to_disk_path"):  # a cast has to be written
+        open_(FluxTransformer2DModel, flux, offload_device="disk", dtype=BF16)
     own = type("Own", (FluxTransformer2DModel,), {"_supports_group_offloading": False})
     with pytest.raises(ModuleError, match=r"doesn.t support group offloading.*exclude_modules"):
         open_(own, flux, dtype=FP32)

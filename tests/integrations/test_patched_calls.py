@@ -245,20 +245,14 @@ def test_accelerate_takes_the_weights_of_an_offloaded_model(
     assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
 
 
-def test_modules_on_the_stock_engine_are_refused(device: torch.device) -> None:
+def test_each_engine_refuses_modules_of_the_other(device: torch.device) -> None:
+    """Else offloaded weights would be lost."""
     for part in (tiny.flux_transformer(), tiny.flux_transformer().transformer_blocks):
         imported_before_patching(part, device, num_blocks_per_group=1)
         with pytest.raises(StateError, match="already uses diffusers' group offloading, which can't be removed"):
             apply_group_offloading(nn.Sequential(part), device)
-
-
-def test_stock_call_on_an_offloaded_module_is_refused(device: torch.device) -> None:
     model = tiny.flux_transformer()
     apply_group_offloading(model, device)
-    for target in (
-        model,
-        nn.Sequential(model),
-        model.transformer_blocks[0],
-    ):  # else its offloaded weights would be lost
+    for target in (model, nn.Sequential(model), model.transformer_blocks[0]):
         with pytest.raises(StateError, match="already"):
             imported_before_patching(target, device, num_blocks_per_group=1)
