@@ -163,6 +163,7 @@ def test_compressed_bytes_cross_the_link_and_are_decompressed() -> None:
     assert (prediction.h2d_bytes, prediction.decompress_bytes) == (200 * MIB, 400 * MIB)
     assert prediction.step_seconds == pytest.approx(2.0)  # the link: compute and decompression take 0.8 s beside it
     assert (prediction.bound, prediction.decompress_seconds) == ("PCIe", pytest.approx(0.4))
+    assert prediction.stall_seconds == pytest.approx(2.0 - 0.8)
     on_device = simulate(problem, [P] * 4)
     assert (on_device.h2d_bytes, on_device.step_seconds, on_device.bound) == (0, pytest.approx(0.8), "compute")
     assert on_device.stall_seconds == pytest.approx(0.0)
