@@ -31,7 +31,7 @@ def offload(module: nn.Module, level: str = "block_level", **options: Any) -> Of
 # ---------------------------------------------------------------- files made by hand
 
 
-def write_by_hand(path: Path, tensors: dict[str, torch.Tensor], *, shift: int) -> None:
+def write_shifted(path: Path, tensors: dict[str, torch.Tensor], *, shift: int) -> None:
     """A valid safetensors file whose data section begins `shift` bytes behind a multiple of 64: the header is not padded."""
     content = save(tensors)
     start = 8 + int.from_bytes(content[:8], "little")
@@ -68,7 +68,7 @@ def test_tensors_that_lie_anywhere(shift: int, level: str, tmp_path: Path) -> No
     resident: nn.Module = Odd().eval() if shift == 8 else RoutedModel([24, 40, 8]).to(torch.bfloat16).eval()
     (tmp_path / "model").mkdir()
     path = tmp_path / "model" / "model.safetensors"
-    write_by_hand(path, resident.state_dict(), shift=shift)
+    write_shifted(path, resident.state_dict(), shift=shift)
     model = copy.deepcopy(resident)
     model.load_state_dict(load_file(path), assign=True)
     before = facts(tmp_path / "model")

@@ -140,7 +140,7 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
     def decoded(
         data: torch.Tensor, strip: Strip, start: int = 0, end: int | None = None, around: int = 0
     ) -> torch.Tensor:
-        """The data in memory of the device, with bytes `around` it."""
+        """What the kernel makes of it in memory of the device, with bytes `around` it."""
         there = torch.nn.functional.pad(data.to(device), (GUARD, GUARD), value=around)[GUARD:-GUARD]
         size = (strip.plain_bytes if end is None else end) - start
         return written_by(lambda out: decode(there, strip, out, start), size, device).cpu()

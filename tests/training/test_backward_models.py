@@ -43,6 +43,8 @@ def with_lora(name: str, how: str = "") -> Any:
 
 
 def bits_of_training(model: nn.Module, name: str) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of three steps, on the CPU."""
+
     def step(model: nn.Module, put: Any) -> torch.Tensor:
         loss: torch.Tensor = model(**tiny.MODELS[name][1]())[0].square().mean()
         loss.backward()
