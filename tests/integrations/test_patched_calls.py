@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +39,7 @@ from group_offload import (
 from ..support import tiny_models as tiny
 from ..support.asserts import snapshot
 from ..support.pipelines import assert_same_weights, models_of, weights_of
+from ..support.processes import ROOT
 
 CPU = torch.device("cpu")
 
@@ -129,17 +133,29 @@ def test_calls_of_programs(
     assert torch.equal(tiny.run(pipe.to(device)), resident_outputs["flux"])
 
 
-def test_accelerate_prepares_an_offloaded_model(
-    device: torch.device, patched: None, resident_outputs: dict[str, torch.Tensor]
-) -> None:
-    pipe = tiny.flux_pipeline()
-    pipe.enable_group_offload(device)
-    try:
-        pipe.transformer = accelerate.Accelerator(cpu=device == CPU).prepare(pipe.transformer)
-        assert torch.equal(tiny.run(pipe), resident_outputs["flux"])
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    assert handle_of(pipe.transformer).stats().forward_passes
+def test_a_program_that_accelerate_launches(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import torch
+from accelerate import Accelerator
+from group_offload import handle_of, patch_diffusers
+from tests.support import tiny_models as tiny
+
+accelerator, pipe = Accelerator(), tiny.flux_pipeline()
+patch_diffusers()
+pipe.enable_group_offload(accelerator.device)
+pipe.transformer = accelerator.prepare(pipe.transformer)
+assert torch.equal(tiny.run(pipe), tiny.run(tiny.flux_pipeline().to(accelerator.device)))
+assert handle_of(pipe.transformer).stats().forward_passes
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes=1",
+        tmp_path / "program.py",
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def state_of_diffusers() -> dict[str, Any]:
