@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,35 +270,8 @@ def test_switching_models_costs_the_stalls_of_one_streamed_pass(monkeypatch: pyt
 
 
 class Guided(Flux):
-    def forward(self, x: torch.Tensor, prompt: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x) + (0 if prompt is None else prompt)
-
-
-@contextmanager
-def guided_pipeline(
-    monkeypatch: pytest.MonkeyPatch, scale: float, num_calls: int = 2, **options: Any
-) -> Iterator[tuple[TimedDevice, OffloadHandle, Callable[[int], float]]]:
-    """A pipeline that calls its denoiser so often in a step, and a function that runs steps and returns their seconds."""
-    monkeypatch.setattr("group_offload.runtime.engine.is_function", lambda config, root: True)
-    monkeypatch.setattr("tests.engine.test_timing.Flux", Guided)
-    prompts = [torch.full((64,), float(number)) for number in range(num_calls)]
-    with offloaded(monkeypatch) as (device, model, handle):
-        handle.remove()
-        device.scale = scale
-        model.eval()
-
-        def run(num_steps: int) -> float:
-            begun = device.now
-            with torch.no_grad():
-                for _ in range(num_steps):
-                    x = torch.zeros(64)
-                    for prompt in prompts:
-                        model(x, prompt)
-            return device.now - begun
-
-        pipe = SimpleNamespace(components={"transformer": model})
-        yield device, enable_group_offload(pipe, "cpu", **options)["transformer"], run
-        disable_group_offload(pipe)
+    def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + prompt
 
 
 @pytest.mark.parametrize(("scale", "budget", "shares"), [(1.0, 0.5, True), (4.9, 0.5, False), (4.9, 0.0, False)])
@@ -308,12 +281,21 @@ def test_a_pipeline_shares_passes_by_itself_where_transfers_bound(
     """Hazards: where compute bounds, sharing saves nothing, and its trial costs a pass. The trial's pass is of a new kind, and
     would evict all that is resident. The log says once what is done."""
     caplog.set_level(logging.INFO, "group_offload")
-    took = []
+    monkeypatch.setattr("group_offload.runtime.engine.is_function", lambda config, root: True)
+    took, prompts = [], (torch.zeros(64), torch.ones(64))
     for options in ({}, {"interleave_forwards": False}):
-        vram = int(budget * TOTAL) or None
-        with guided_pipeline(monkeypatch, scale, vram_budget=vram, **options) as (_, handle, run):
-            took.append(run(12))
+        device, pipe = a_device(monkeypatch), SimpleNamespace(components={"transformer": Guided().eval()})
+        device.scale = scale
+        with use_simulated_device(device), torch.no_grad():  # type: ignore[arg-type]
+            vram = int(budget * TOTAL) or None
+            handle = enable_group_offload(pipe, "cpu", vram_budget=vram, **options)["transformer"]
+            for _ in range(12):
+                x = torch.zeros(64)
+                for prompt in prompts:
+                    pipe.components["transformer"](x, prompt)
+            took.append(device.now)
             assert bool(handle.stats().forwards_speculated) == (shares and not options)
+            disable_group_offload(pipe)
     assert took[0] <= (0.85 if shares else 1) * took[1]
     told = [record.getMessage() for record in caplog.records if "(interleave_forwards)" in record.getMessage()]
     assert len(told) == 1 and ("together" in told[0]) == shares, told
