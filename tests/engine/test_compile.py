@@ -22,7 +22,7 @@ from group_offload import ActivationOffloadHandle, StateError, apply_activation_
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.models import Model, inputs, make
-from ..support.rigs import offload_to, run
+from ..support.rigs import gradient_of_input, offload_to, run
 from ..support.versions import TORCH
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -49,13 +49,6 @@ def check(model: nn.Module, call: Callable[..., Any], handle: Any, expected: lis
         compiled.append(backend.frame_count)
         assert_same(model.state_dict(), weights)
     assert compiled[0] > 0 and compiled[1] == compiled[3]
-
-
-def gradient(model: nn.Module, number: int) -> torch.Tensor:
-    x = inputs(number).requires_grad_()
-    model(x).square().sum().backward()
-    assert x.grad is not None
-    return x.grad
 
 
 def expected_of(model: nn.Module) -> list[torch.Tensor]:
@@ -165,7 +158,7 @@ def test_blocks_that_are_compiled_with_weights_and_activations_offloaded(order: 
     for name in order:
         steps[name]()
     for number in range(3):
-        assert torch.equal(gradient(model, number), gradient(resident, number))
+        assert torch.equal(*(gradient_of_input(each, inputs(number)) for each in (model, resident)))
     activations = next(handle for handle in handles if isinstance(handle, ActivationOffloadHandle))
     assert activations.stats().passes == 3 and activations.stats().offloads > 0
     for handle in handles:
@@ -179,7 +172,7 @@ def test_forward_while_another_thread_compiles(folder: Path | None) -> None:
     model, resident = make(), make()
     for twin in (model, resident):
         twin.requires_grad_(False)
-    expected = run(resident, inputs()), gradient(resident, 0)
+    expected = run(resident, inputs()), gradient_of_input(resident, inputs())
     handle = offload_to(folder, model)
     began, may_end = threading.Event(), threading.Event()
 
@@ -201,7 +194,7 @@ def test_forward_while_another_thread_compiles(folder: Path | None) -> None:
             assert_same(run(model, inputs()), expected[0])
             assert handle.stats().forward_passes == 1
             activations = apply_activation_offloading(model, device="cpu", min_bytes=0)
-            assert_same(gradient(model, 0), expected[1])
+            assert_same(gradient_of_input(model, inputs()), expected[1])
             assert activations.stats().offloads > 0
         finally:
             may_end.set()

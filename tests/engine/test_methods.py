@@ -16,13 +16,12 @@ import torch._dynamo.testing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from group_offload import ModuleError, apply_group_offloading
 
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.on_device import any_mode, offload
-from ..support.rigs import OnloadedOnly, offload_to, pair
+from ..support.rigs import OnloadedOnly, gradient_of_input, offload_to, pair
 from ..support.simulated import SimulatedDevice, use_simulated_device
 
 DIM = 8
@@ -200,12 +199,9 @@ def test_gradients_with_a_checkpoint() -> None:
         each.requires_grad_(False)
     offload_to(None, model, "leaf_level")
     for _ in range(2):
-        grads = []
-        for each in (model, reference):
-            x = torch.ones(2, DIM, requires_grad=True)
-            checkpoint(each.decode, x, use_reentrant=False).sum().backward()
-            grads.append(x.grad)
-        assert_same(*grads)
+        assert_same(
+            *(gradient_of_input(each.decode, torch.ones(2, DIM), is_checkpointing=True) for each in (model, reference))
+        )
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 16
-"""Features of `Model` and of the modules in kinds.py and changing.py."""
+"""Features of `Model` and of its blocks."""
 DIM = 8
 """Features of `RoutedModel` and of what is built from its blocks."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from group_offload import OffloadHandle, apply_group_offloading
 from group_offload.api import handle_of
@@ -79,6 +80,15 @@ def run_onloaded(module: nn.Module, *args: Any, call: nn.Module | None = None, *
 def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
         return module(*args, **kwargs)
+
+
+def gradient_of_input(call: Callable[..., Any], x: torch.Tensor, *, is_checkpointing: bool = False) -> torch.Tensor:
+    """What backward leaves in the input of a module or a method."""
+    x = x.clone().requires_grad_()
+    output = checkpoint(call, x, use_reentrant=False) if is_checkpointing else call(x)
+    output.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
 
 
 def check(model: nn.Module, reference: nn.Module, *args: Any, passes: int = 3, **kwargs: Any) -> None:

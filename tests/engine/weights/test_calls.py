@@ -1,8 +1,7 @@
-"""How a model is called: parts without the model, inputs that move or stay, forwards that raise, in threads, with gradients."""
+"""How a model is called: parts without the model, inputs that move or stay, forwards that raise, in threads."""
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.checkpoint import checkpoint
 
 from group_offload import StateError
 from group_offload.base.tensors import map_tensors
@@ -22,10 +20,8 @@ from group_offload.runtime import passes
 from group_offload.runtime.deadlock import where_it_waits
 
 from ...support.asserts import assert_at_rest, assert_same
-from ...support.changing import CHANGING, Around
 from ...support.edits import edit_in_place, edit_through_data
 from ...support.inside import engine_of
-from ...support.kinds import KINDS
 from ...support.models import WIDTH, Blocks, Model, inputs, make
 from ...support.participants import in_threads
 from ...support.reading import eventually
@@ -266,7 +262,7 @@ def test_applying_and_running_in_threads(offload: Offload) -> None:
     assert_at_rest(model, reference)
 
 
-# ---------------------------------------------------------------- inference mode and gradients
+# ---------------------------------------------------------------- inference mode
 
 
 @pytest.mark.parametrize("is_made_inside", [True, False])
@@ -291,47 +287,3 @@ def test_inference_mode(is_made_inside: bool, is_used_inside: bool, offload: Off
             check(model, reference, inputs())
     handle.remove()
     assert_at_rest(model, reference)
-
-
-def gradients_of_input(model: nn.Module, x: torch.Tensor, is_checkpointing: bool) -> torch.Tensor | None:
-    """What backward leaves in the input; None if it raises."""
-    x = x.clone().requires_grad_()
-    output = checkpoint(model, x, use_reentrant=False) if is_checkpointing else model(x)
-    try:
-        output.square().sum().backward()
-    except RuntimeError:
-        return None
-    assert x.grad is not None
-    return x.grad
-
-
-@pytest.mark.parametrize("is_checkpointing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_every_kind(kind: str, is_checkpointing: bool, offload_either: Offload) -> None:
-    torch.manual_seed(0)
-    model, reference = pair(KINDS[kind]().eval().requires_grad_(False))
-    offload_either(model)
-    for _ in range(2):
-        x = inputs(0, 2, 3, WIDTH)
-        expected = gradients_of_input(reference, x, is_checkpointing)
-        assert expected is not None
-        assert_same(gradients_of_input(model, x, is_checkpointing), expected)
-        assert_at_rest(model, reference)
-
-
-@pytest.mark.parametrize("kind", CHANGING)
-def test_gradients_through_what_changes_itself(kind: str, offload_either: Offload) -> None:
-    """Right, or an error if there is one without offloading."""
-    torch.manual_seed(0)
-    model = Around(CHANGING[kind]).requires_grad_(False)
-    reference = copy.deepcopy(model)
-    x = inputs(0, 4, 3, WIDTH)
-    offload_either(model)
-    for _ in range(3):
-        expected = gradients_of_input(reference, x, False)
-        actual = gradients_of_input(model, x, False)
-        if actual is not None:
-            assert_same(actual, expected)
-        elif kind != "codebook, other parameter":  # the new one requires gradients, and is offloaded
-            assert expected is None
-        assert_at_rest(model, reference)
