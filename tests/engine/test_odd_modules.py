@@ -96,13 +96,6 @@ def test_lazy_modules(offload_either: Offload) -> None:
 # ---------------------------------------------------------------- hooks
 
 
-class Doubled(nn.Linear):
-    """torch's own steps around `forward` are others here."""
-
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super()._call_impl(*args, **kwargs)
-
-
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "before": lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
     "before, with kwargs": lambda layer: layer.register_forward_pre_hook(
@@ -139,13 +132,6 @@ def test_hooks_of_yours_run_once_and_until_they_are_removed(kind: str, level: st
     for hook in hooks:
         hook.remove()
     assert_same(gradient(model), plain)
-
-
-def test_a_class_with_steps_of_its_own_around_forward(level: str) -> None:
-    model, reference = (nn.Sequential(make(Model), Doubled(WIDTH, WIDTH)) for _ in range(2))
-    reference.load_state_dict(model.state_dict())
-    apply_group_offloading(model, "cpu", offload_type=level)
-    assert_same(run(model, inputs()), run(reference, inputs()))
 
 
 # ---------------------------------------------------------------- copies of hooks

@@ -42,6 +42,13 @@ def wrapped(*layers: nn.Module) -> Blocks:
     return Blocks(*(nn.Sequential(layer) for layer in layers))
 
 
+class Doubled(nn.Linear):
+    """torch's own steps around `forward` are others here."""
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super()._call_impl(*args, **kwargs)
+
+
 class DeepLists(nn.Module):
     """Lists and dicts in lists, three deep."""
 
@@ -189,6 +196,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "shared module": SharedModule,
     "shared block": shared_block,
     "reads_its_parts": lambda: wrapped(ReadsItsParts(), nn.Linear(WIDTH, WIDTH), ReadsItsParts()),
+    "steps of its own": lambda: wrapped(Doubled(WIDTH, WIDTH), Doubled(WIDTH, WIDTH)),
     "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), spectral_normed()),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm as root": weight_normed,
