@@ -50,7 +50,7 @@ from ..support.drivers import PinningDriver
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import Twins, raise_interrupt
+from ..support.on_device import Twins, options_for, raise_interrupt
 from ..support.participants import in_threads
 from ..support.processes import run_python
 from ..support.reading import eventually
@@ -201,36 +201,25 @@ class Retrying(Model):
         return self.norm(x) * self.gain
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_a_forward_that_tries_again_computes_with_what_was_read(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not with what the slot held before."""
-    model, reference = make(Retrying), make(Retrying)
-    handle = offload_to(tmp_path, model)
-    check(model, reference, inputs())
-    with monkeypatch.context() as patch:
-        raise_at(patch, os, "preadv", number + 1, OSError(5, "Input/output error"))
-        try:
-            output = run(model, inputs())
-        except StorageError:
-            pass  # outside of a block: the forward's own
-        else:
-            assert_same(output, run(reference, inputs()))
-    check(model, reference, inputs())
-    handle.remove()
-
-
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"use_stream": False}], ids=str)
-def test_a_copy_that_fails_inside_of_a_block_that_is_tried_again(
+@pytest.mark.parametrize(
+    "options", [{}, {"record_stream": True}, {"use_stream": False}, {"use_stream": False, "in_files": True}], ids=str
+)
+def test_a_block_that_is_tried_again_after_a_copy_or_a_read_failed(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot was taken, and holds what was there before."""
     for number in range(1, 10):
-        with use_simulated_device(SimulatedDevice()) as device, Twins(device, make(Retrying), **options) as twins:
+        with (
+            use_simulated_device(SimulatedDevice()) as device,
+            options_for(options) as given,
+            Twins(device, make(Retrying), **given) as twins,
+        ):
             twins.step(x=inputs())
-            with monkeypatch.context() as patch, suppress(torch.OutOfMemoryError):
-                raise_at(patch, device, "copy", number, torch.OutOfMemoryError("no room"))
+            fails: Any = (device, "copy", number, torch.OutOfMemoryError("no room"))
+            if "in_files" in options:
+                fails = (os, "preadv", number, OSError(5, "Input/output error"))
+            with monkeypatch.context() as patch, suppress(torch.OutOfMemoryError, StorageError):
+                raise_at(patch, *fails)
                 twins.step(x=inputs())
             for _ in range(2):
                 twins.step(x=inputs())
