@@ -40,8 +40,10 @@ from group_offload.runtime.gates import Gate, Gates
 from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
 from group_offload.runtime.prefetch.prefetcher import Prefetcher
+from group_offload.runtime.prefetch.schedule import Schedule
 from group_offload.runtime.slots.slot import Slot
 from group_offload.runtime.transfers.reader import Reader
+from group_offload.runtime.transfers.transfer import Transfer
 
 from .. import interrupts
 from ..interrupts import OPERATIONS, SCENARIOS, Place, Places, Strike
@@ -119,11 +121,13 @@ class Inside(Places):
 
 
 CALLS = (Passes.begin_call, Passes.end_call, Passes.end_interrupted_call)
+SENT = (Transfer.send, Schedule.observe, Schedule.end)
 TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
     ("cpu ram", "forward", CALLS),
     ("cpu ram leaf", "changed", (Gates.install, Gates._opened, Gate.uninstall)),
-    ("simulated files", "forward", (*CALLS, Reader._hire)),
+    ("simulated record_stream", "forward", SENT),
+    ("simulated files", "forward", (*CALLS, *SENT, Reader._hire)),
     ("simulated pipeline", "forward", TAKEN),
     ("simulated pipeline, budget", "forward", (Arena.displace, Slot.evict)),
     ("simulated budget", "free", (DeviceMemory.free,)),
@@ -134,8 +138,8 @@ STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
 @pytest.mark.parametrize(("name", "operation", "functions"), STRUCK, ids=[name for name, *_ in STRUCK])
 def test_interrupts_inside_of_functions(name: str, operation: str, functions: tuple[Callable[..., Any], ...]) -> None:
     """Else the pass never ends, and edits are not seen from then on; a module loses its gates for good; the next forward waits
-    for threads that were never started; models no longer share memory, or hold it twice; two slots
-    get the same events."""
+    for threads that were never started; copies go on into slots that others get; models no longer share memory, or hold it
+    twice; two slots get the same events."""
     result = interrupts.sweep(name, operation, Inside(seed=SEED, functions=functions))
     assert result.struck > len(functions) and not result.failures, (SEED, result.failures)
 

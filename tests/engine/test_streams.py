@@ -37,11 +37,9 @@ from group_offload.runtime.slots import compressed_buffers
 from group_offload.runtime.slots import slot as slots
 from group_offload.runtime.transfers import last as copies
 from group_offload.runtime.transfers import reader, staging, transfer, write_order
-from group_offload.runtime.transfers.transfer import Transfer
 from group_offload.stores import pinned
 from group_offload.stores.source import SourceFile
 
-from ..support.faults import raise_at
 from ..support.inside import engine_of, wait_until_enqueued
 from ..support.models import DIM, RoutedBlock, RoutedModel, Stop
 from ..support.on_device import (
@@ -51,12 +49,9 @@ from ..support.on_device import (
     exercise,
     forward,
     from_file,
-    hop_between,
     offload,
-    options_for,
     raise_interrupt,
     several,
-    twin_on,
 )
 from ..support.participants import interrupt_where_it_waits, travel
 from ..support.reads import HeldReads, held_reads, hold_what_the_next_pass_needs, many_frames, watch_file_reads
@@ -257,24 +252,6 @@ def test_what_was_read_ahead_in_vain_is_given_up() -> None:
             assert_reads_have_owners(twins.handle)
 
 
-@pytest.mark.parametrize("where", ["checkpoint", "folder"])
-def test_an_edit_of_what_is_read_ahead(where: str) -> None:
-    """The old bytes lie in the staging memory, for a group that has no slot yet."""
-    with drive(laziness="random", frames=True) as (device, _, folder, _):
-        model, options = twin_on(where, RoutedModel([16] * 6), folder)
-        with Twins(device, model, **options) as twins:
-            for _ in range(2):  # the first one learns the order
-                twins.step()
-                twins.check()
-            wait_until_enqueued(twins.handle)
-            ids = [group.group_id for group in engine_of(twins.handle)._prefetcher._ahead]
-            ahead = [index for index in range(6) if any(f"blocks_{index}" in each for each in ids)]
-            assert ahead
-            for index in ahead:
-                twins.edit(lambda model, index=index: [p.data.mul_(1.5) for p in model.blocks[index].parameters()])
-            twins.step()
-
-
 def test_an_edit_of_what_was_edited_before_in_the_same_forward() -> None:
     """Threads may have read the weights of the first edit, of a group that has no slot yet."""
     with (
@@ -296,8 +273,9 @@ def test_an_edit_of_what_was_edited_before_in_the_same_forward() -> None:
         twins.step()
 
 
-@pytest.mark.parametrize("end", ["remove", "change"])
+@pytest.mark.parametrize("end", ["remove", "change", "edit"])
 def test_files_are_being_read_when(end: str) -> None:
+    """Old bytes lie in the staging memory, which goes after the copies from it."""
     with drive("blocks_0") as (device, held, folder, patch):
         tune(patch, chunk_bytes=4096)  # so that the staging memory has another size after the change
         with Twins(device, RoutedModel([16] * 4), offload_to_disk_path=folder) as twins:
@@ -311,6 +289,9 @@ def test_files_are_being_read_when(end: str) -> None:
                 for twin in (twins.model, twins.resident):
                     torch.manual_seed(0)
                     twin.blocks[2] = RoutedBlock(400, counts=False)
+                twins.step()
+            elif end == "edit":  # of groups that have no slot yet, too
+                twins.edit(lambda model: [parameter.data.mul_(1.5) for parameter in model.parameters()])
                 twins.step()
             else:
                 twins.handle.remove()
@@ -352,13 +333,6 @@ def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
         handle.remove()
         device.synchronize()
         assert not device.pinned_bytes
-
-
-def test_removed_while_what_was_read_is_being_copied() -> None:
-    """The staging memory goes after the copies from it."""
-    with drive() as (device, _, folder, _), Twins(device, RoutedModel([16] * 6), offload_to_disk_path=folder) as twins:
-        twins.step()
-        twins.handle.remove()
 
 
 def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:
@@ -549,48 +523,6 @@ def test_compressed_weights_stay_on_the_device(share: float, options: dict[str, 
                                 twin.blocks[number].up.weight.mul_(2)
         assert Placement.COMPRESSED in places
     assert device.peak_bytes_in_use() <= budget
-
-
-INTERRUPTED: list[tuple[Any, str, int]] = [
-    (Transfer, "send", 0),
-    (Transfer, "send", 2),
-    (Schedule, "observe", 1),
-    (Schedule, "end", 0),
-]
-"""Where Ctrl-C comes: in which method, and in which of its calls in a pass."""
-
-
-@pytest.mark.parametrize("where", INTERRUPTED, ids=lambda where: f"{where[1]}-{where[2]}")
-@pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"in_files": True}], ids=str)
-def test_an_interrupt_in_the_middle_of_the_engine(options: dict[str, Any], where: tuple[Any, str, int]) -> None:
-    """Ctrl-C comes while copies are being enqueued, or as the pass ends; then another model takes the slots."""
-    owner, name, at = where
-    with (
-        drive(frames=True) as (device, _, _, patch),
-        options_for(options) as options,
-        several(device, *(Twins(device, RoutedModel([16] * 4), **options) for _ in range(2))) as (one, two),
-    ):
-        one.step()
-        one.step()
-        raise_at(patch, owner, name, at + 1)
-        with pytest.raises(KeyboardInterrupt):
-            forward(device, one.model, torch.randn(2, DIM))
-        patch.undo()
-        for twins in (two, one, one, two):
-            twins.step()
-        device.synchronize()
-        assert_reads_have_owners(one.handle)
-        assert_reads_have_owners(two.handle)
-
-
-def test_memory_of_the_allocator_is_freed_after_another_stream_used_it() -> None:
-    """With record_stream: the group before took the memory on one stream, the block computes on another one."""
-    device = SimulatedDevice(0, "lazy")
-    with use_simulated_device(device), Twins(device, RoutedModel([16] * 4), record_stream=True) as twins:
-        twins.model.on_block = hop_between(device, [device.current_stream(), device.new_stream()])
-        for _ in range(3):
-            twins.step()
-            twins.check()
 
 
 def test_slots_go_back_to_the_allocator_while_another_stream_reads_them() -> None:
