@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from group_offload import (
-    ConfigError,
-    disable_group_offload,
-    enable_group_offload,
-)
+from group_offload import disable_group_offload, enable_group_offload
 from group_offload.base.tuning import tuning
 
 from ..support.inside import engine_of, wait_until_enqueued
@@ -262,27 +258,6 @@ def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
         call(device, model, replace_and_look, cache=cache)
     assert handle.stats().resident_bytes
     handle.remove()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vram_budget": "1000B"}, "vram_budget=1000 B is too small for RoutedModel: its device buffers alone need"),
-        ({"vram_budget": "lots"}, "vram_budget='lots'.*'8GiB'"),
-        ({"ram_budget": "1KiB"}, "ram_budget=1 KiB is too small.*for Python, torch and the driver"),
-        ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "can.t be combined with low_cpu_mem_usage=True"),
-    ],
-    ids=str,
-)
-def test_bad_budgets(options: dict[str, Any], message: str, device: SimulatedDevice) -> None:
-    """A clear error, and the module is as it was."""
-    resident = RoutedModel(WIDTHS).eval()
-    model = copy.deepcopy(resident)
-    with pytest.raises(ConfigError, match=message):
-        offload(model, **options)
-    assert device.pinned_bytes == 0
-    with Twins(device, model, resident) as pair:
-        pair.run()
 
 
 def test_ram_that_others_need(

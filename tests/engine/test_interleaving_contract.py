@@ -27,6 +27,7 @@ from group_offload.runtime.interleave.guidance_steps import announce, begin_step
 from group_offload.runtime.interleave.speculation import Speculation
 from group_offload.runtime.transfers.transfer import Transfer
 
+from ..support.asserts import assert_same
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.participants import in_threads
@@ -124,11 +125,6 @@ class Loop:
         return found
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert one.dtype == other.dtype and torch.equal(one, other), f"call {number}"
-
-
 def check(
     prepare: Callable[[Loop], object],
     device: SimulatedDevice | None = None,
@@ -156,24 +152,19 @@ def check(
     return stats
 
 
-@pytest.fixture(params=["random", "cpu"])
-def any_device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice | None]:
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
     gc.collect()
-    if request.param == "cpu":
-        yield None
-        return
-    with use_simulated_device(SimulatedDevice(0, request.param)) as device:
+    with use_simulated_device(SimulatedDevice(0, "random")) as device:
         yield device
         gc.collect()
         device.synchronize()
     assert device.allocated_bytes == 0
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    gc.collect()
-    with use_simulated_device(SimulatedDevice(0, "random")) as device:
-        yield device
+@pytest.fixture(params=["random", "cpu"])
+def any_device(request: pytest.FixtureRequest) -> SimulatedDevice | None:
+    return None if request.param == "cpu" else request.getfixturevalue("device")
 
 
 # ---------------------------------------------------------------- guidance

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -30,6 +31,7 @@ from group_offload.base.device import say_that_the_cpu_computes
 from ..support.asserts import assert_at_rest, assert_same, named_tensors, snapshot
 from ..support.models import WIDTH, Block, Blocks, Model, inputs, make
 from ..support.rigs import check, offload_to, run
+from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
 
@@ -40,6 +42,10 @@ def blob_bytes(*modules: nn.Module | torch.Tensor) -> int:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+SIMULATED = torch.device("cpu")
+"""What the simulated device stands for."""
 
 
 def refused(name: str, *values: Any, **others: Any) -> list[tuple[dict[str, Any], type[Exception], str]]:
@@ -73,6 +79,21 @@ def refused(name: str, *values: Any, **others: Any) -> list[tuple[dict[str, Any]
         *refused("record_stream", 1),
         *refused("low_cpu_mem_usage", "yes", None),
         *refused("interleave_forwards", 1, "yes", None),
+        ({"compress": True}, ConfigError, "compress=True needs a GPU, but onload_device is 'cpu'"),
+        ({"compress": "auto"}, ConfigError, "compress='auto': expected True or False"),
+        ({"shard_transfers": True}, ConfigError, "needs process_group"),
+        ({"shard_transfers": "yes"}, ConfigError, "expected True, False or 'auto'"),
+        ({"process_group": "world"}, ConfigError, "expected a torch.distributed.ProcessGroup"),
+        ({"ram_budget": "1KiB"}, ConfigError, "ram_budget=1 KiB is too small"),
+        *(
+            ({"onload_device": SIMULATED, **options}, ConfigError, said)
+            for options, said in (
+                ({"vram_budget": "1000B"}, "vram_budget=1000 B is too small for Model: its device buffers alone need"),
+                ({"vram_budget": "lots"}, "vram_budget='lots'"),
+                ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "be combined with low_cpu_mem_usage=True"),
+                ({"compress": True, "low_cpu_mem_usage": True}, "compress=True contradicts low_cpu_mem_usage=True"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -80,13 +101,14 @@ def test_option_that_cannot_be_honoured(
     options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = make(Model)
+    model, device = make(Model), SimulatedDevice()
     before = snapshot(model)
-    with pytest.raises(error) as caught:
+    simulated = use_simulated_device(device) if options.get("onload_device") is SIMULATED else nullcontext()
+    with simulated, pytest.raises(error) as caught:
         apply_group_offloading(model, **{"onload_device": "cpu", **options})
     assert said in str(caught.value)
     assert isinstance(caught.value, (GroupOffloadError, ValueError))
-    assert snapshot(model) == before
+    assert snapshot(model) == before and not device.pinned_bytes
     assert not list(tmp_path.iterdir())
     assert_same(run(model, inputs()), run(make(Model), inputs()))
 
