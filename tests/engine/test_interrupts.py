@@ -28,6 +28,7 @@ from group_offload import (
     ModuleError,
     StateError,
     StorageError,
+    api,
     apply_group_offloading,
     enable_group_offload,
 )
@@ -35,7 +36,6 @@ from group_offload.api import handle_of
 from group_offload.base.arena import Arena
 from group_offload.base.device import AcceleratorBackend
 from group_offload.base.pinning import PinnedPages
-from group_offload.owners import add_owner
 from group_offload.runtime.gates import Gate, Gates
 from group_offload.runtime.memory import DeviceMemory
 from group_offload.runtime.passes import Passes
@@ -52,7 +52,7 @@ from ..support.drivers import PinningDriver
 from ..support.faults import raise_at
 from ..support.inside import engine_of
 from ..support.models import Model, inputs, make
-from ..support.on_device import Twins, options_for
+from ..support.on_device import Twins, options_for, raise_interrupt
 from ..support.participants import in_threads
 from ..support.processes import run_python
 from ..support.reading import eventually
@@ -124,7 +124,6 @@ CALLS = (Passes.begin_call, Passes.end_call, Passes.end_interrupted_call)
 SENT = (Transfer.send, Schedule.observe, Schedule.end)
 TAKEN = (Arena.lease, DeviceMemory.take, DeviceMemory.take_back, Slot.evict)
 STRUCK: list[tuple[str, str, tuple[Callable[..., Any], ...]]] = [
-    ("cpu ram", "apply", (add_owner,)),
     ("cpu ram", "forward", CALLS),
     ("cpu ram leaf", "changed", (Gates.install, Gates._opened, Gate.uninstall)),
     ("simulated record_stream", "forward", SENT),
@@ -248,6 +247,15 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, mo
 
 
 # ---------------------------------------------------------------- threads
+
+
+def test_an_interrupt_before_a_module_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not offloaded then."""
+    model = make()
+    monkeypatch.setattr(api, "add_owner", raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        offload_to(None, model)
+    assert handle_of(model) is None
 
 
 def wait_until_blocked(number: int) -> None:
