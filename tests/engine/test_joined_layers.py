@@ -44,21 +44,31 @@ class Attention(nn.Module):
 
 
 class Choosing(Attention):
-    """Calls its layers in the order that it is told, edits those that are yet to be called, and catches an error of one."""
+    """Calls its layers in the order and on the streams that it is told, edits those that are yet to be called, and catches an
+    error of one."""
 
     order = "q k v out"
     edits = False
+    on_layer: Any = staticmethod(stay)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[torch.Tensor] = []
+        """The activations, some of which cross streams."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in self.order.split():
+        for position, name in enumerate(self.order.split()):
+            self.alive.append(x)
             try:
-                x = self.get_submodule(name)(x)
+                with self.on_layer(position % 3):
+                    x = self.get_submodule(name)(x)
             except Stop:
                 x = x + 1
             if self.edits and name == "q":
                 with torch.no_grad():
                     self.k.weight.mul_(2)
                     self.v.bias.add_(1)
+        self.alive.append(x)
         return x
 
 
@@ -264,23 +274,7 @@ def test_memory_runs_out_in_joined_layers(device: SimulatedDevice) -> None:
 def test_calls_on_other_streams(device: SimulatedDevice) -> None:
     """In one pass after another, and in the middle of joined layers."""
     streams = [device.current_stream(), device.new_stream()]
-
-    class Hopping(Attention):
-        on_layer: Any = staticmethod(stay)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.alive: list[torch.Tensor] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for position, name in enumerate(("q", "k", "v", "out")):
-                self.alive.append(x)
-                with self.on_layer(position % 3):
-                    x = self.get_submodule(name)(x)
-            self.alive.append(x)
-            return x
-
-    with Twins(device, blocks(Hopping), **LEAF) as twins:
+    with Twins(device, blocks(Choosing), **LEAF) as twins:
         for block in twins.model.blocks:
             block.on_layer = hop_between(device, streams)
         for number in range(8):

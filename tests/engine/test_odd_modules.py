@@ -25,6 +25,7 @@ from ..support.on_device import Twins, forward, offload
 from ..support.participants import in_threads
 from ..support.rigs import Offload, check, offload_to, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.tuning import tune
 
 # ---------------------------------------------------------------- TorchScript
 
@@ -238,19 +239,24 @@ def two() -> tuple[Sharing, Sharing]:
     return Sharing(embed).eval(), Sharing(embed).eval()
 
 
-def test_two_models_with_a_weight_in_two_threads(level: str) -> None:
-    """One would compute with the other's slot."""
-    models, references = two(), two()
-    ids = torch.arange(8)
-    expected = [run(each, ids) for each in references]
+@pytest.mark.parametrize("has_budget", [False, True], ids=["a weight", "a budget"])
+def test_two_models_in_two_threads(has_budget: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would compute with the other's slot: they have a weight in common, or displace each other's residents where there is
+    room for those of one."""
+    tune(monkeypatch, device_margin_bytes=0)
+    models = [make(Model, 5, seed=seed) for seed in range(2)] if has_budget else two()
+    references, x = copy.deepcopy(models), inputs() if has_budget else torch.arange(8)
+    budget = {"vram_budget": 2 * sum(each.nbytes for each in models[0].parameters())} if has_budget else {}
+    expected = [run(each, x) for each in references]
     with use_simulated_device(SimulatedDevice()) as device:
-        handles = [offload(model, offload_type=level) for model in models]
+        handles = [offload(model, offload_type=level, **budget) for model in models]
 
         def repeat(index: int) -> None:
             for _ in range(30):
-                assert_same(device.get(forward(device, models[index], ids)), expected[index])
+                assert_same(device.get(forward(device, models[index], x)), expected[index])
 
         in_threads([partial(repeat, index) for index in range(2)])
+        assert not has_budget or any(handle.stats().resident_bytes for handle in handles)
         for handle in handles:
             handle.remove()
 

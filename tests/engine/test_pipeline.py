@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from group_offload.runtime.prefetch.prefetcher import Prefetcher
 from ..support.inside import engine_of
 from ..support.models import WIDTH, Model, make
 from ..support.on_device import any_mode, forward, raise_interrupt
-from ..support.participants import in_threads
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.speeds import use_speeds
@@ -362,21 +360,3 @@ def test_a_backward_takes_what_its_forward_left(device: SimulatedDevice, monkeyp
     hook.remove()
     assert own_gave_way == [True, False]
     pipe.remove()
-
-
-def test_two_threads_displace_each_other(device: SimulatedDevice) -> None:
-    """With room for one of two models, of no pipeline, each thread's outputs are right."""
-    models = [make(Model, 5, seed=seed) for seed in range(2)]
-    resident = [make(Model, 5, seed=seed) for seed in range(2)]
-    num_bytes = sum(tensor.nbytes for tensor in models[0].parameters())
-    handles = [apply_group_offloading(model, "cpu", vram_budget=num_bytes * 2) for model in models]
-    x = torch.randn(3, WIDTH)
-
-    def work(number: int) -> None:
-        for _ in range(6):
-            assert torch.equal(device.get(forward(device, models[number], x)), run(resident[number], x))
-
-    in_threads([partial(work, number) for number in range(2)])
-    assert not device.errors
-    for handle in handles:
-        handle.remove()
