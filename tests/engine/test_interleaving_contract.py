@@ -39,29 +39,19 @@ variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable", def
 buffer = torch.zeros(6, 8)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.up(x))
-
-
 class Denoiser(nn.Module):
     """Called as the transformers of diffusers' pipelines are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.scale, self.settings, self.state = 1.0, {"gain": 1.0}, None
         self.use: Callable[[Any, torch.Tensor, Any], torch.Tensor] = lambda model, x, other: x
 
     def forward(self, x: torch.Tensor, t: Any, prompt: torch.Tensor, other: Any = None) -> torch.Tensor:
         x = x * t + prompt.mean(0)
         for block in self.blocks:
-            x = block(x)
-            x = self.use(self, x, other)
+            x = self.use(self, x + torch.tanh(block(x)), other)
         return x * self.scale * self.settings["gain"]
 
 
@@ -216,7 +206,7 @@ def scaled(prompts: list[torch.Tensor]) -> None:
 
 
 def replaced(model: Any) -> None:
-    model.blocks[2].up.weight = nn.Parameter(model.blocks[2].up.weight.detach().cpu() * 1.5)
+    model.blocks[2].weight = nn.Parameter(model.blocks[2].weight.detach().cpu() * 1.5)
 
 
 AFTER: dict[str, Callable[[list[torch.Tensor]], object]] = {
@@ -225,8 +215,8 @@ AFTER: dict[str, Callable[[list[torch.Tensor]], object]] = {
     "a prompt of another size": lambda prompts: prompts.__setitem__(1, torch.cat([prompts[1], prompts[1]])),
 }
 BETWEEN: dict[str, Callable[[Any], object]] = {
-    "a weight's data": lambda model: model.blocks[2].up.weight.data.mul_(1.5),
-    "a weight in place": lambda model: model.blocks[2].up.weight.detach().mul_(1.5),
+    "a weight's data": lambda model: model.blocks[2].weight.data.mul_(1.5),
+    "a weight in place": lambda model: model.blocks[2].weight.detach().mul_(1.5),
     "another weight": replaced,
     "an attribute": lambda model: setattr(model, "scale", model.scale * 1.5),
     "within an attribute": lambda model: model.settings.update(gain=model.settings["gain"] * 1.5),
@@ -286,7 +276,7 @@ def test_what_cannot_be_compared_is_not_predicted(
     def prepare(loop: Loop) -> None:
         given = {"an object": [SimpleNamespace(gain=2.0)], "a generator": torch.Generator()}.get(why)
         loop.other = lambda step, call: given
-        loop.between = lambda step, model: step == 3 and model.blocks[2].up.weight.data.mul_(1.5)
+        loop.between = lambda step, model: step == 3 and model.blocks[2].weight.data.mul_(1.5)
 
     with torch.inference_mode() if why == "inference tensors" else nullcontext():
         stats = check(

@@ -88,27 +88,17 @@ def test_a_rank_alone_shares_with_nobody(group: Any, caplog: pytest.LogCaptureFi
     handle.remove()
 
 
-def test_a_group_that_was_destroyed_is_named(group: Any) -> None:
-    other = dist.new_group([0])
-    dist.destroy_process_group(other)
-    with pytest.raises(ConfigError, match="process_group was destroyed"):
-        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=other)
+def test_groups_and_options_that_are_refused(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assert_refused(why: str, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=why):
+            apply_group_offloading(nn.Linear(2, 2), "cpu", **{"process_group": group, **options})
 
-
-def test_a_group_of_other_ranks_is_refused(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("interleave_forwards=True can't be combined with process_group", interleave_forwards=True)
+    assert_refused(
+        "verify_checksums=True contradicts shard_transfers=True", verify_checksums=True, shard_transfers=True
+    )
+    destroyed = dist.new_group([0])
+    dist.destroy_process_group(destroyed)
+    assert_refused("process_group was destroyed", process_group=destroyed)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1])
-    with pytest.raises(ConfigError, match=r"rank 0 \(this process\) isn't in process_group"):
-        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"interleave_forwards": True}, "interleave_forwards=True can't be combined with process_group"),
-        ({"verify_checksums": True, "shard_transfers": True}, "verify_checksums=True contradicts shard_transfers=True"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_fit(options: dict[str, Any], text: str, group: Any) -> None:
-    with pytest.raises(ConfigError, match=text):
-        apply_group_offloading(nn.Linear(2, 2), "cpu", process_group=group, **options)
+    assert_refused(r"rank 0 \(this process\) isn't in process_group")
