@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from group_offload import OffloadHandle, apply_group_offloading
+from group_offload import apply_group_offloading
 from group_offload.runtime.interleave import turn_lock
 from group_offload.runtime.interleave.turn_lock import TurnLock
 
@@ -36,10 +36,6 @@ from ..support.participants import (
 from ..support.rigs import run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
-
-
-def bytes_sent(handle: OffloadHandle) -> int:
-    return sum(handle.stats().bytes_onloaded.values())
 
 
 @pytest.fixture
@@ -115,7 +111,7 @@ def test_threads_send_each_group_once(device: SimulatedDevice) -> None:
                 assert torch.equal(device.get(forward(device, model, x)), run(resident, x))
                 if at > 2:
                     barrier.wait()
-                    sent.append(bytes_sent(handle))
+                    sent.append(sum(handle.stats().bytes_onloaded.values()))
 
         return work
 

@@ -258,12 +258,6 @@ def test_an_interrupt_before_a_module_has_an_owner(monkeypatch: pytest.MonkeyPat
     assert handle_of(model) is None
 
 
-def wait_until_blocked(number: int) -> None:
-    """Until so many threads wait for the model's lock."""
-    places = {"wait_for_turn", "remove"}
-    assert eventually(lambda: sum(each.f_code.co_name in places for each in sys._current_frames().values()) == number)
-
-
 def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None:
     """The thread calls the module that it has become."""
     model, reference = make(), make()
@@ -274,15 +268,19 @@ def test_a_module_that_is_given_back_while_a_thread_waits_for_its_turn() -> None
         is_inside.set()
         assert go.wait(60)
 
+    def are_blocked(number: int) -> bool:
+        places = {"wait_for_turn", "remove"}
+        return sum(each.f_code.co_name in places for each in sys._current_frames().values()) == number
+
     hook = model.blocks[0].register_forward_pre_hook(hold)
     with ThreadPoolExecutor(3) as pool:
         outputs = [pool.submit(run, model, inputs())]
         assert is_inside.wait(60)
         hook.remove()
         taker = pool.submit(handle.remove)
-        wait_until_blocked(1)
+        assert eventually(lambda: are_blocked(1))
         outputs.append(pool.submit(run, model, inputs()))
-        wait_until_blocked(2)
+        assert eventually(lambda: are_blocked(2))
         go.set()
         for output in outputs:
             assert_same(output.result(60), run(reference, inputs()))

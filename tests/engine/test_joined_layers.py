@@ -20,7 +20,7 @@ from group_offload.runtime.engine import Engine
 from ..support.inside import engine_of
 from ..support.models import Blocks, Stop, make, stay
 from ..support.on_device import Twins, forward, hop_between, offload
-from ..support.rigs import check, pair, run
+from ..support.rigs import check, gradient_of_input, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
 
@@ -291,16 +291,10 @@ def test_a_graph_parts_layers(device: SimulatedDevice) -> None:
         for _ in range(3):
             twins.step()
         assert joined(twins.handle)
-        grads = []
-        for model, put in ((twins.model, device.put), (twins.resident, torch.Tensor.clone)):
-            x = torch.ones(3, DIM)
-            model.requires_grad_(False)
-            with device.running() if model is twins.model else torch.enable_grad():
-                x = put(x).requires_grad_()
-                model(x).sum().backward()
-            assert x.grad is not None
-            grads.append(x.grad)
-        assert torch.equal(device.get(grads[0]), grads[1])
+        twins.edit(lambda model: model.requires_grad_(False))
+        with device.running():
+            actual = gradient_of_input(twins.model, device.put(torch.ones(3, DIM)))
+        assert torch.equal(device.get(actual), gradient_of_input(twins.resident, torch.ones(3, DIM)))
         assert not joined(twins.handle)
         twins.step()
 

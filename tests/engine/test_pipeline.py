@@ -199,7 +199,13 @@ def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> Non
             pipe.call("vae")
         handle.remove()
     else:
-        thread = threading.Thread(target=_hold, args=(engine_of(pipe.handles["vae"]).lock, held, done))
+
+        def hold() -> None:
+            with engine_of(pipe.handles["vae"]).lock:
+                held.set()
+                assert done.wait(240)
+
+        thread = threading.Thread(target=hold)
         thread.start()
         assert held.wait(240)
     pipe.call("transformer")
@@ -213,12 +219,6 @@ def test_a_model_that_cannot_take_over(how: str, device: SimulatedDevice) -> Non
     for name, handle in pipe.handles.items():
         if how != "removed" or name != "vae":
             handle.remove()
-
-
-def _hold(lock: Any, held: threading.Event, done: threading.Event) -> None:
-    with lock:
-        held.set()
-        assert done.wait(240)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])

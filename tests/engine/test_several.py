@@ -53,17 +53,16 @@ def test_three_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cases", "num_ranks"),
+    ("case", "num_ranks"),
     [
-        ([(several.is_killed, "in a forward")], 3),
-        ([(several.is_killed, "between forwards")], 3),
-        ([several.is_killed_as_it_sets_up], 2),
+        ((several.is_killed, "in a forward"), 3),
+        ((several.is_killed, "between forwards"), 3),
+        (several.is_killed_as_it_sets_up, 2),
     ],
-    ids=["in a forward", "between forwards", "as it sets up"],
 )
-def test_a_rank_that_dies_is_named_by_the_others(cases: list[Any], num_ranks: int) -> None:
+def test_a_rank_that_dies_is_named_by_the_others(case: Any, num_ranks: int) -> None:
     """They would wait for minutes."""
-    run(*cases, num_ranks=num_ranks, expected=(0, -several.KILLED, 0)[:num_ranks])
+    run(case, num_ranks=num_ranks, expected=(0, -several.KILLED, 0)[:num_ranks])
 
 
 def test_four_ranks_in_groups_and_meshes() -> None:

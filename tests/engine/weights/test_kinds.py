@@ -81,20 +81,6 @@ class Containers(nn.Module):
         return x
 
 
-class DirectWeights(nn.Module):
-    """An inner module reads its own weights, and its child's, without calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.register_buffer("offset", torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.inner(F.linear(x, self.weight)) + self.offset)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,11 +155,6 @@ def weight_normed() -> nn.Module:
     return parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
 
-def spectral_normed() -> nn.Module:
-    """Its parametrization has buffers of its own."""
-    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -184,7 +165,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "deep lists": DeepLists,
     "containers": Containers,
     "containers in blocks": lambda: wrapped(Containers(), Containers()),
-    "direct weights": lambda: wrapped(DirectWeights(), DirectWeights()),
     "MultiheadAttention": lambda: wrapped(Attention(), Attention()),
     "MultiheadAttention as root": Attention,
     "reads children": lambda: wrapped(ReadsChildren(), ReadsChildren()),
@@ -197,7 +177,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "shared block": shared_block,
     "reads_its_parts": lambda: wrapped(ReadsItsParts(), nn.Linear(WIDTH, WIDTH), ReadsItsParts()),
     "steps of its own": lambda: wrapped(Doubled(WIDTH, WIDTH), Doubled(WIDTH, WIDTH)),
-    "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH), spectral_normed()),
+    "weight_norm": lambda: wrapped(weight_normed(), nn.Linear(WIDTH, WIDTH)),
+    "spectral_norm, which has buffers": lambda: wrapped(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
     "Linear as root": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm as root": weight_normed,
     "Block as root": Block,
