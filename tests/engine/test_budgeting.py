@@ -220,43 +220,32 @@ def call(device: SimulatedDevice, model: Remembering, act: Any = None, **kwargs:
         model(device.put(torch.zeros(2, 64)), act, **kwargs)
 
 
-def test_a_forward_that_ran_out_of_memory_does_not_run_again(device: SimulatedDevice) -> None:
-    """What it has counted, drawn or kept until then it would count, draw or keep twice."""
+def test_a_forward_that_keeps_things(device: SimulatedDevice) -> None:
+    """A cache of frames that a video's VAE hands from one call to the next takes memory once, with a budget too. A forward that
+    ran out of memory does not run again: what it has counted, drawn or kept until then it would count, draw or keep twice."""
     model = Remembering().eval()
     handle = offload(model, vram_budget="1GiB")
-    calls = []
-
-    def fail(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("there is no more")
-
-    for _ in range(4):
-        call(device, model)
-    assert handle.stats().resident_bytes
-    message = r"there is no more Evicted .* of resident weights: call Remembering again"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        call(device, model, fail)
-    assert len(calls) == 1 and not handle.stats().resident_bytes
-    call(device, model, fail)
-    assert len(calls) == 2
-    handle.remove()
-
-
-def test_what_a_forward_replaces_is_freed(device: SimulatedDevice) -> None:
-    """A cache of frames that a video's VAE hands from one call to the next takes memory once, with a budget too."""
-    model = Remembering().eval()
-    handle = offload(model, vram_budget="1GiB")
-    cache = [torch.zeros(64)]
+    cache, calls = [torch.zeros(64)], []
 
     def replace_and_look(model: Remembering, x: torch.Tensor, kwargs: Any) -> None:
         before = weakref.ref(kwargs["cache"][0])
         kwargs["cache"][0] = torch.ones(64)
         assert before() is None
 
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("there is no more")
+
     for _ in range(5):
         call(device, model, replace_and_look, cache=cache)
     assert handle.stats().resident_bytes
+    message = r"there is no more Evicted .* of resident weights: call Remembering again"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        call(device, model, fail, cache=cache)
+    assert len(calls) == 1 and not handle.stats().resident_bytes
+    call(device, model, fail, cache=cache)
+    assert len(calls) == 2
     handle.remove()
 
 
