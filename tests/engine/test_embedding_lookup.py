@@ -123,18 +123,6 @@ def test_only_rows_move(kind: Any, tier: str, level: str, device: SimulatedDevic
         assert torch.equal(model(x), resident(x))
 
 
-@pytest.mark.parametrize("options", [{"embeddings_on_cpu": False}, {"verify_checksums": True}], ids=str)
-def test_options_with_which_a_table_moves(options: dict[str, Any], device: SimulatedDevice, tmp_path: Path) -> None:
-    """It can be switched off, and files that are verified are read whole."""
-    resident = make()
-    model, handle = offloaded(resident, "folder", tmp_path, **options)
-    before = device.copied_bytes
-    check(device, model, resident, indices())
-    assert device.copied_bytes - before > TABLE_BYTES
-    assert not any("looked up" in group.location for group in handle.groups)
-    handle.remove()
-
-
 @pytest.mark.parametrize("tier", ["ram", "folder"])
 @pytest.mark.parametrize("kind", [tiny.t5, tiny.clip])
 def test_text_encoders(kind: Any, tier: str, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,13 +185,18 @@ class Reading(Encoder):
         ("overlapping", False),
         ("max norm", False),
         ("small", False),
+        ("switched off", False),
+        ("verified", False),
     ],
 )
-def test_what_is_a_table(kind: str, is_table: bool, level: str, device: SimulatedDevice) -> None:
-    """One that a head holds too has to move."""
+def test_what_is_a_table(kind: str, is_table: bool, level: str, device: SimulatedDevice, tmp_path: Path) -> None:
+    """One that a head holds too has to move. It can be switched off, and files that are verified are read whole."""
+    options: dict[str, Any] = {"embeddings_on_cpu": kind != "switched off"}
+    if kind == "verified":
+        options |= {"verify_checksums": True, "offload_to_disk_path": tmp_path}
     made = (Reading,) if kind == "read" else (Variant, kind)
     model, resident = (make_model(*made).requires_grad_(False) for _ in range(2))  # a deep copy shares no memory
-    handle = offload(model, offload_type=level)
+    handle = offload(model, offload_type=level, **options)
     assert any("looked up" in group.location for group in handle.groups) == is_table
     for _ in range(2):
         check(device, model, resident, indices() % (NUM_ROWS - 1))
