@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from group_offload import StateError, apply_group_offloading
@@ -20,7 +19,7 @@ from ..support import edits
 from ..support.asserts import assert_at_rest, assert_same
 from ..support.faults import raise_at
 from ..support.models import WIDTH, Model, inputs, make
-from ..support.on_device import Twins, from_file, twin_on
+from ..support.on_device import Twins, twin_on
 from ..support.rigs import check, offload_to, pair, run, run_onloaded
 from ..support.simulated import SimulatedDevice, use_simulated_device
 from ..support.tuning import tune
@@ -66,8 +65,8 @@ def fits(model: nn.Module, change: Any) -> bool:
 
 @pytest.mark.parametrize("seed", [None, *range(4)])
 def test_changes(seed: int | None, twins: Twins) -> None:
-    """Edits and new modules at once, as those who load and fuse a LoRA make them: weights would be read where they no longer
-    are."""
+    """Edits and new modules at once, as those who load, merge and unload a LoRA make them: weights would be read where they no
+    longer are."""
     swap, rng = edits.swap_data, random.Random(seed)
     changes = [[swap, edits.edit_all, edits.lora], [edits.share_memory, edits.replace_data, edits.add_buffer, swap]]
     if seed is not None:
@@ -134,28 +133,6 @@ def test_somebody_who_goes_on_changing_the_module() -> None:
         run(model, inputs())
     model.is_restless = False
     assert_same(run(model, inputs()), run(reference, inputs()))
-
-
-@pytest.mark.parametrize(
-    ("tier", "level"), [("ram", "leaf_level"), ("file", "block_level"), ("checkpoint", "leaf_level")]
-)
-@pytest.mark.parametrize("runs_before", [True, False])
-def test_merge_and_unload(tier: str, level: str, runs_before: bool, tmp_path: Path) -> None:
-    """An adapter of peft: its modules go, and weights are edited."""
-    found = []
-    for is_offloaded in (True, False):
-        model: Any = make(Model)
-        if is_offloaded:
-            model = from_file(model, tmp_path / "model.safetensors") if tier == "checkpoint" else model
-            offload_to(tmp_path / "groups" if tier == "file" else None, model, level)
-        outputs = [run(model, inputs())]
-        torch.manual_seed(1)
-        adapted = get_peft_model(model, LoraConfig(target_modules=["up"], init_lora_weights=False))
-        if runs_before:
-            outputs.append(run(adapted, inputs()))
-        merged = adapted.merge_and_unload()
-        found.append(outputs + [run(merged, inputs()) for _ in range(2)])
-    assert_same(*found)
 
 
 # ---------------------------------------------------------------- edits that cannot be taken up
