@@ -63,30 +63,39 @@ def fits(model: nn.Module, change: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", [None, *range(4)])
-def test_changes(seed: int | None, twins: Twins) -> None:
-    """Edits and new modules at once, as those who load, merge and unload a LoRA make them: weights would be read where they no
-    longer are."""
-    swap, rng = edits.swap_data, random.Random(seed)
-    changes = [[swap, edits.edit_all, edits.lora], [edits.share_memory, edits.replace_data, edits.add_buffer, swap]]
-    if seed is not None:
-        changes = [
-            rng.choices(IN_WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*IN_WEIGHTS, *IN_MODULES), k=rng.randint(1, 3))
-            for _ in range(6)
-        ]
-    # After each list of changes, alike to a resident twin, a forward is right.
+def change_and_check(twins: Twins, changes: list[list[Any]], *, refreshes: random.Random | None = None) -> None:
+    """After each list of changes a forward is right; they happen alike to a resident twin."""
     twins.step(x=inputs())
     for number, several in enumerate(changes):
         for change in several:
             if fits(twins.resident, change):
                 with torch.no_grad():
                     twins.edit(change)
-            if seed is not None and seed % 2 and rng.random() < 0.3:
+            if refreshes is not None and refreshes.random() < 0.3:
                 twins.handle.refresh()
         twins.check()
         for _ in range(1 + number % 2):
             twins.step(x=inputs(number))
             twins.check()
+
+
+def test_a_swap_an_edit_and_a_new_module(twins: Twins) -> None:
+    """Weights would be read where they no longer are."""
+    swap, edit_all = edits.swap_data, edits.edit_all
+    change_and_check(
+        twins, [[swap, edit_all, edits.lora], [edits.share_memory, edits.replace_data, edits.add_buffer, swap]]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_changes(seed: int, twins: Twins) -> None:
+    """Edits and new modules at once, as those who load, merge and unload a LoRA make them."""
+    rng = random.Random(seed)
+    changes = [
+        rng.choices(IN_WEIGHTS, k=rng.randint(0, 2)) + rng.choices((*IN_WEIGHTS, *IN_MODULES), k=rng.randint(1, 3))
+        for _ in range(6)
+    ]
+    change_and_check(twins, changes, refreshes=rng if seed % 2 else None)
 
 
 @pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules"])
