@@ -111,9 +111,8 @@ def test_what_a_budget_of_ram_plans_is_compressed(
     monkeypatch.setattr(compressor, "fits", lambda num_bytes: False)
     options = {"vram_budget": int(vram * size)} if vram else {}
     with from_a_slow_disk(share, device, tmp_path, has_folder=has_folder, **options) as twins:
-        least = (
-            0 if vram else 0.25 * size
-        )  # compressed buffers may find no room in the half of the budget that weights have at first
+        # Compressed buffers may find no room in the half of the budget that weights have at first.
+        least = 0 if vram else 0.25 * size
         assert least <= twins.handle.stats().compressed_bytes == planned_bytes(twins.handle) <= share * size
         for number in range(5):
             twins.run()
@@ -162,12 +161,8 @@ def test_the_next_set_up_reads_and_compresses_nothing(
     with compressed_twins(device, "checkpoint", resident, tmp_path) as twins:
         twins.run(2)
     calls: list[str] = []
-    for owner, name in (
-        (compressed_files, "compress"),
-        (compressed_files, "content_of"),
-        (compressed_files, "content_of_file"),
-    ):
-        monkeypatch.setattr(owner, name, lambda *args, name=name: calls.append(name))
+    for name in ("compress", "content_of", "content_of_file"):
+        monkeypatch.setattr(compressed_files, name, lambda *args, name=name: calls.append(name))
     monkeypatch.setattr(compressed_files.CompressedFile, "read", lambda *args: calls.append("read"))
     with compressed_twins(device, "checkpoint", resident, tmp_path) as twins:
         assert not calls and len(groups_of(twins.handle)) == 4

@@ -81,12 +81,10 @@ def test_a_checkpoint_takes_no_ram_but_what_is_compressed(device: SimulatedDevic
         assert stats.compressed_bytes == sum(group.compressed_bytes for group in blocks)
         twins.run(2)
         stats = twins.handle.stats()
-        assert stats.host_bytes - stats.compressed_bytes <= sum(
-            g.num_bytes for g in twins.handle.groups if not g.compressed_bytes
-        )
-        assert stats.bytes_read["direct"] + stats.bytes_read["page cache"] <= 4 * sum(
-            g.num_bytes for g in twins.handle.groups
-        )
+        plain = sum(group.num_bytes for group in twins.handle.groups if not group.compressed_bytes)
+        size = sum(group.num_bytes for group in twins.handle.groups)
+        assert stats.host_bytes - stats.compressed_bytes <= plain
+        assert stats.bytes_read["direct"] + stats.bytes_read["page cache"] <= 4 * size
         assert {name: tensor.data_ptr() for name, tensor in twins.model.named_parameters()} == places
 
 
@@ -266,9 +264,8 @@ def test_compressed_files_are_read_where_they_cannot_be_locked(
         images = images_of(twins.handle)
         assert len(images) == 4 and all(image.file is None for image in images)
         assert device.pinned_bytes >= twins.handle.stats().compressed_bytes == sum(image.num_bytes for image in images)
-        assert sum(size > 4096 for size in asked) == (
-            why == "the device refuses"
-        )  # after the first refusal the device is asked no more
+        # After the first refusal the device is asked no more.
+        assert sum(size > 4096 for size in asked) == (why == "the device refuses")
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "folder"])

@@ -175,12 +175,9 @@ def check(case: Case, residents: list[Net], card: CachingAllocator, least: int, 
                 assert torch.equal(device.get(output), expected[number])
                 del output
         if isinstance(options.get("vram_budget"), int):
-            assert (
-                case.compress or device.memory.peak <= options["vram_budget"]
-            )  # compression needs memory beside weights
-            most = options["vram_budget"] * (
-                1.1 if case.compress else 1
-            )  # the least is told before sizes compressed are known
+            # Compression needs memory beside weights, and the least is told before sizes compressed are known.
+            assert case.compress or device.memory.peak <= options["vram_budget"]
+            most = options["vram_budget"] * (1.1 if case.compress else 1)
             assert max(handle.stats().peak_device_bytes for handle in handles.values()) <= most
         disable_group_offload(pipe)
         assert device.pinned_bytes == 0 and device.allocated_bytes == 0

@@ -68,9 +68,8 @@ def test_what_forwards_take(asked: Counter[str]) -> None:
     ):
         for seed in range(2):
             exercise(seed, "random", options)
-    assert (
-        asked["memory.take"] and asked["memory.resident_slot"]
-    )  # which of them keeps groups is a matter of measured times
+    # Which of them keeps groups is a matter of measured times.
+    assert asked["memory.take"] and asked["memory.resident_slot"]
 
 
 def test_what_a_backward_takes(asked: Counter[str], tmp_path: Path) -> None:

@@ -52,10 +52,8 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
     """With a budget each rank has a plan of its own, and all leave the same groups on the device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tune(monkeypatch, device_margin_bytes=0)
-    device, options = (
-        SimulatedDevice(0, "random"),
-        {"vram_budget": 20_000, "process_group": "phantom", "shard_transfers": True},
-    )
+    device = SimulatedDevice(0, "random")
+    options = {"vram_budget": 20_000, "process_group": "phantom", "shard_transfers": True}
     with phantom_rank(), use_simulated_device(device), Twins(device, RoutedModel([64] * 6), **options) as twins:
         sharing = engine_of(twins.handle).sharing
         assert sharing is not None and sharing.host_group is not None
@@ -114,9 +112,8 @@ def test_a_rank_sends_and_decompresses_its_part_of_compressed_weights(reads_comp
             assert len(images) == 3 and all(image.is_read is reads_compressed for image in images)
             stats = twins.handle.stats()
             num_sent = sum(stats.bytes_onloaded.values())
-            assert (
-                stats.bytes_from_peers > 0.2 * stats.bytes_decompressed
-            )  # each pass with the other rank gathers a half
+            # Each pass with the other rank gathers a half.
+            assert stats.bytes_from_peers > 0.2 * stats.bytes_decompressed
             assert 0.6 * stats.bytes_decompressed < num_sent < 0.85 * stats.bytes_decompressed
 
 

@@ -161,11 +161,8 @@ class PhantomTransfers(ShardedTransfers):
     def join(self, owner: object) -> None:
         me, link = Peer(0, os.getpid(), started_at(os.getpid())), PhantomLink(self._backend)
         shared_state = PhantomState(random.Random(0), link)
-        self.host_group, self._model = (
-            HostGroup(self._backend, shared_state, [me, me], link, GatherSpeeds(5e9, 5e9)),
-            "1",
-        )
-        self._memory = link.memory
+        self.host_group = HostGroup(self._backend, shared_state, [me, me], link, GatherSpeeds(5e9, 5e9))
+        self._model, self._memory = "1", link.memory
 
     def check(self, groups: Any) -> None:
         pass

@@ -34,9 +34,8 @@ def test_on_every_tier(kind: str, offload: Offload) -> None:
     model, reference = quantized(kind), quantized(kind)
     handle = offload(model)
     compare(kind, model, reference)
-    assert handle.stats().rebuilds <= kind.startswith(
-        "bitsandbytes"
-    )  # CPUs with AVX512 pack 4-bit weights in a forward
+    # CPUs with AVX512 pack 4-bit weights of bitsandbytes in a forward.
+    assert handle.stats().rebuilds <= kind.startswith("bitsandbytes")
     for twin in (model, reference):
         with torch.no_grad():
             twin.blocks[1].up.bias.data.copy_(torch.arange(2 * WIDTH))
