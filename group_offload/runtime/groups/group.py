@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.layout import as_bytes, views_in
+from ...base.layout import as_bytes, num_uses, views_in
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
@@ -322,7 +322,7 @@ class Group:
             memory = slot.alias(self.offset, self.num_bytes)
             # Views that `_fit` replaces would count as uses.
             views = self._fit(views_in(memory, [(part.offset, part.blob.layout) for part in self.parts]))
-            known = slot.views[self] = Views(self.offset, memory, views)
+            known = slot.views[self] = Views(self.offset, memory, views, num_uses(memory))
         slot.handed[known] = self
         return known.tensors
 

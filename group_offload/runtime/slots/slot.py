@@ -15,6 +15,7 @@ pass begins, and a group whose bytes nothing else needs is copied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -110,22 +111,19 @@ class Slot(Generic[T]):
         self.groups.clear()
 
 
+@dataclass(slots=True, eq=False)
 class Views:
     """A group's tensors as views of a slot, to be bound again and again."""
 
-    __slots__ = ("_memory", "_num_uses", "offset", "tensors")
-
-    def __init__(self, offset: int, memory: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """
-        Args:
-            offset: The byte of the slot that the group begins at.
-            memory: The alias of the slot that `tensors` are views of.
-        """
-        self.offset, self.tensors = offset, tensors
-        self._memory = memory
-        self._num_uses = num_uses(memory)
+    offset: int
+    """The byte of the slot that the group begins at."""
+    memory: torch.Tensor
+    """The alias of the slot that `tensors` are views of."""
+    tensors: list[torch.Tensor]
+    num_own_uses: int
+    """How many tensors have the memory, these included."""
 
     @property
     def are_kept(self) -> bool:
         """Whether other code keeps one of the tensors, or a view of one. None of them is bound."""
-        return num_uses(self._memory) > self._num_uses
+        return num_uses(self.memory) > self.num_own_uses
