@@ -500,32 +500,27 @@ class Passes:
                 self.memory.drop(group)
         stream = self.backend.current_stream()
         if not group.is_in_place:
-            self._wait_for_bytes(group, stream)
+            slot = group.slot
+            if slot is None:  # nobody has started its copy
+                self.counters.stalls += 1
+                slot = self.prefetcher.onload_now(group)
+            # Another stream may compute with a bound group. (`!=` of a torch stream and None is False: None is tested first.)
+            if slot.waited_on is None or slot.waited_on != stream:
+                self._recorder.arrives(stream)
+                with in_profile("wait", group.group_id):
+                    if slot.job is not None:
+                        slot = self.prefetcher.wait_for_read(group, slot)
+                    # An interrupt may lose the record of the streams that read slots.
+                    self._transfer.last_copies.expect(stream)
+                    stream.wait_event(slot.ready)
+                slot.waited_on = stream
+            slot.unused.discard(group)
         if binds and not group.is_bound:
             group.onload()
             if group.slot is not None:
                 self.memory.bound[group] = None
         group.holds += 1
         self._recorder.begins(group.group_id, stream)
-
-    def _wait_for_bytes(self, group: Group, stream: Stream) -> None:
-        """Let `stream` wait for the group's copy, which is started now if nobody has."""
-        if group.slot is None:
-            self.counters.stalls += 1
-            self.prefetcher.onload_now(group)
-        slot = group.slot
-        assert slot is not None
-        # Another stream may compute with a bound group. (`!=` of a torch stream and None is False, so None is tested first.)
-        if slot.waited_on is None or slot.waited_on != stream:
-            self._recorder.arrives(stream)
-            with in_profile("wait", group.group_id):
-                if slot.job is not None:
-                    slot = self.prefetcher.wait_for_read(group, slot)
-                # An interrupt may lose the record of the streams that read slots.
-                self._transfer.last_copies.expect(stream)
-                stream.wait_event(slot.ready)
-            slot.waited_on = stream
-        slot.unused.discard(group)
 
     def release(self, group: Group, stream: Stream) -> None:
         """End one use of the group: the work enqueued on `stream` so far is the last of that use."""

@@ -115,10 +115,12 @@ class Prefetcher:
             needed.discard(group)
             self._looks_again |= not needed
 
-    def onload_now(self, group: Group) -> None:
-        """Start the blobs of a group that is needed and was not predicted."""
+    def onload_now(self, group: Group) -> Slot[Group]:
+        """Start the blobs of a group that is needed and was not predicted. Returns the slot."""
         alone = self._looks_again = self._use_stream
-        self._send([group], *self.memory.slot_now(group, is_first=not self._use_stream), alone=alone)
+        slot, evicted = self.memory.slot_now(group, is_first=not self._use_stream)
+        self._send([group], slot, evicted, alone=alone)
+        return slot
 
     def wait_for_read(self, group: Group, slot: Slot[Group]) -> Slot[Group]:
         """Let the host wait for the disk, not for the device. A read that failed is tried once more. Returns the slot."""
@@ -127,9 +129,7 @@ class Prefetcher:
             slot.job.wait()
         except StorageError:
             self.memory.free(slot)
-            self.onload_now(group)
-            assert group.slot is not None
-            slot = group.slot
+            slot = self.onload_now(group)
             if slot.job is not None:
                 slot.job.wait()
         slot.job = None
