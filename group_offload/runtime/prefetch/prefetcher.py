@@ -169,7 +169,7 @@ class Prefetcher:
                 if resident is not None:
                     self._send([group], resident, [])
                     continue
-                if early is not None and early.run[0] is group and self._is_good(early, memory.blobs_of(early.run)):
+                if early is not None and early.run[0] is group and early.is_good_for(memory.blobs_of(early.run)):
                     self._start_run(early.run, walk)
                     walk.soon.update(early.run)
                     continue
@@ -213,7 +213,7 @@ class Prefetcher:
 
     def _read_ahead(self, run: list[Group], walk: _Walk) -> None:
         early = self._ahead.get(run[0])
-        if early is None or early.run != run or not self._is_good(early, self.memory.blobs_of(run)):
+        if early is None or early.run != run or not early.is_good_for(self.memory.blobs_of(run)):
             self._before_send(run)
             blobs = self.memory.blobs_of(run)
             self._take_ahead(run, None)
@@ -235,17 +235,11 @@ class Prefetcher:
         for early in {self._ahead[group] for group in run if group in self._ahead}:
             for group in early.run:
                 del self._ahead[group]
-            if blobs is not None and early.run == run and self._is_good(early, blobs):
+            if blobs is not None and early.run == run and early.is_good_for(blobs):
                 job = early.job
             else:
                 early.job.cancel()
         return job
-
-    def _is_good(self, early: _EarlyRead, blobs: Sequence[PlacedBlob]) -> bool:
-        """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
-        if early.job.is_over:  # a forked child has no threads that would go on
-            return False
-        return early.states == _states_of(blobs) and all(group.slot is None for group in early.run)
 
     def _run_limit(self, group: Group) -> int:
         is_pooled = self.memory.is_just_in_time and not group.nesting
@@ -294,11 +288,11 @@ class Prefetcher:
                 self._bring_compressed(group)
         compressed_buffers = self.memory.compressed_buffers
         blobs = self.memory.blobs_of(run, has_compressed_buffers=compressed_buffers is not None)
-        job = self._take_ahead(run, blobs) if self._ahead else None
         after = self.memory.occupy(slot, run, evicted)
         after += [group.compressed.slot.ready for group in run if group.compressed.slot is not None]
         self.counters.onloads += len(run)
         try:
+            job = self._take_ahead(run, blobs) if self._ahead else None
             landing = Landing(slot.memory, after, slot.ready, compressed_buffers)
             slot.job = self.transfer.send(blobs, landing, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
@@ -342,6 +336,11 @@ class _EarlyRead:
     run: list[Group]
     job: ReadJob
     states: list[tuple[object, ...]]
+
+    def is_good_for(self, blobs: Iterable[PlacedBlob]) -> bool:
+        """Whether the same bytes would be read now, for these blobs of its run, and the job has them, or will."""
+        # In a forked child all jobs are over: it has no threads that would go on.
+        return not self.job.is_over and self.states == _states_of(blobs)
 
 
 def _states_of(blobs: Iterable[PlacedBlob]) -> list[tuple[object, ...]]:
