@@ -200,7 +200,8 @@ def fit_for(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     if tracks_version(tensor):
         return view
     with torch.inference_mode():
-        return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        return alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def tracks_version(tensor: torch.Tensor) -> bool:

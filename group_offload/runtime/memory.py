@@ -266,10 +266,12 @@ class DeviceMemory(Holding):
         """Memory for a group that is to stay; None if it may not, or if there is none: then the group streams."""
         if not self.may_reside(group):
             return None
-        slot = self._new_slot(group.num_bytes, is_resident=True)
-        if slot is None:
+        memory = self.arena.take_spare(group.num_bytes, self._backend.current_stream())
+        if memory is None:
             self.resident_limit = self.resident_bytes  # and no other one is tried in this pass
-        elif isinstance(group, CompressedGroup):
+            return None
+        slot = self._new_slot(memory, is_resident=True)
+        if isinstance(group, CompressedGroup):
             for writer in self.transfer.writers:
                 self._backend.record_stream(slot.memory, writer)  # no stream that computes waits for what reads it
         return slot
@@ -290,9 +292,7 @@ class DeviceMemory(Holding):
         It belongs to the stream that computes. So it is free again, for activations too, once compute has come to the point
         where it is freed: the host does not wait.
         """
-        slot = self._new_slot(num_bytes, is_resident=False)
-        assert slot is not None
-        return slot
+        return self._new_slot(self.arena.take(num_bytes, self._backend.current_stream(), self), is_resident=False)
 
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
@@ -315,12 +315,8 @@ class DeviceMemory(Holding):
         # At leaf level memory counts most, and slots in use count too.
         return self._config.record_stream or pooled_bytes <= self.window_bytes * 3 // 2
 
-    def _new_slot(self, num_bytes: int, *, is_resident: bool) -> Slot[Group] | None:
-        """A slot in no ring. None if nothing is left for a resident."""
+    def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
-        memory = self.arena.take_spare(num_bytes, stream) if is_resident else self.arena.take(num_bytes, stream, self)
-        if memory is None:
-            return None
         slot: Slot[Group] = Slot(memory, self._new_event, start=0, owner=stream)
         slot.last_use().record(stream)  # the last use of that memory's contents before
         slot.is_resident = is_resident
