@@ -508,7 +508,7 @@ class Gates:
         spans = [
             (group.slot.memory.data_ptr() + group.offset, group.num_bytes)
             for group in groups
-            if group.slot is not None and group.slot.is_fixed
+            if group.slot is not None and group.slot.owner is None
         ]
 
         def apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -317,9 +317,9 @@ class DeviceMemory(Holding):
 
     def _new_slot(self, memory: torch.Tensor, *, is_resident: bool) -> Slot[Group]:
         stream = self._backend.current_stream()
-        slot: Slot[Group] = Slot(memory, self._new_event, start=0, owner=stream)
-        slot.last_use().record(stream)  # the last use of that memory's contents before
-        slot.is_resident = is_resident
+        last_use = self._new_event()
+        last_use.record(stream)  # of that memory's contents before
+        slot: Slot[Group] = Slot(memory, self._new_event(), last_use, owner=stream, is_resident=is_resident)
         if is_resident:
             self.residents.append(slot)
             self.resident_bytes += memory.numel()
@@ -346,7 +346,7 @@ class DeviceMemory(Holding):
         Returns:
             The events that copies into the slot have to wait for: the last uses of its memory.
         """
-        after = [old.last_use() for old in evicted] if slot.is_fixed else [slot.last_use()]
+        after = [old.last_use() for old in evicted] if slot.owner is None else [slot.last_use()]
         # What no call has waited for may still be on its way, on another stream than what takes its place.
         after += [old.ready for old in evicted if old.waited_on is None]
         for old in evicted:
@@ -378,7 +378,7 @@ class DeviceMemory(Holding):
         slot.groups.remove(group)
         slot.unused.discard(group)
         group.slot = None
-        if not slot.is_fixed and not slot.groups:
+        if slot.owner is not None and not slot.groups:
             self.free(slot)
 
     def evict(self, slot: Slot[Group]) -> None:

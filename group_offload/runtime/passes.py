@@ -297,7 +297,7 @@ class Passes:
             group is not None
             and group.holds == 1
             and schedule.expects(group)
-            and (group.slot is None or not group.slot.is_fixed)
+            and (group.slot is None or group.slot.owner is not None)
             and not (schedule.is_learning or self.placer.has_budget or self.tasks)
             and not torch.is_grad_enabled()
         )
@@ -545,7 +545,7 @@ class Passes:
         if not self.prefetcher.schedule.expects(group):
             if group in self.memory.bound:
                 self.memory.unbind(group)
-            if not slot.is_fixed and not slot.is_resident and not slot.unused and not slot.is_held:
+            if slot.owner is not None and not slot.is_resident and not slot.unused and not slot.is_held:
                 self.memory.free(slot)
 
     def group_of(self, part: Part) -> Group:

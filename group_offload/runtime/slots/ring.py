@@ -48,7 +48,7 @@ class Ring(Generic[T]):
             for slot in evicted:
                 self._live.remove(slot)
             known = self._known.get((start, num_bytes))
-            slot = known or Slot(self._memory[start:end], self._backend.new_event, start=start, owner=None)
+            slot = known or Slot(self._memory[start:end], self._backend.new_event(), self._backend.new_event(), start)
             if len(self._known) >= _MAX_KNOWN:
                 self._known = {key: slot for key, slot in self._known.items() if slot in self._live}
             self._known[start, num_bytes] = slot

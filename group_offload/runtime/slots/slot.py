@@ -14,8 +14,7 @@ pass begins, and a group whose bytes nothing else needs is copied once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,47 +28,43 @@ T = TypeVar("T", bound=Any)
 """The groups in a slot, compressed or not."""
 
 
+@dataclass(eq=False)
 class Slot(Generic[T]):
     """Device memory for the blobs of one run of groups. See [Note: The life of a slot]."""
 
-    def __init__(
-        self, memory: torch.Tensor, new_event: Callable[[], Event], *, start: int, owner: Stream | None
-    ) -> None:
-        self.memory = memory
-        self.start = start
-        """The byte of its ring that the slot begins at; 0 in no ring."""
-        self.owner = owner
-        """The stream that the memory was allocated for; None in a ring."""
-        self.is_fixed = owner is None
-        """Whether the slot is a part of a ring."""
-        self.is_resident = False
-        """Whether the slot stays between passes, until it is evicted."""
-        self.ready = new_event()
-        self.job: Job | None = None
-        """What reads the slot's bytes from files, or gathers them from other GPUs. `ready` is recorded as it ends: the host
-        waits for that first."""
-        self._last_use = new_event()
-        self._is_recorded = True
-        self.groups: list[T] = []
-        """The groups whose blobs are in the slot, or on their way to it."""
-        self.unused: set[T] = set()
-        """Those of `groups` that no call has needed since they were sent."""
-        self.waited_on: Stream | None = None
-        """The stream that waited for `ready` last; None if none has."""
-        self.last_stream: Stream | None = None
-        """The stream that used the slot last since the blobs were sent."""
-        self.views: dict[T, Views] = {}
-        """Views of the slot, for groups that were in it before."""
-        self.handed: dict[Views, T] = {}
-        """Those views that groups were bound to since nobody was seen to keep them. They are few: `views` may be hundreds, of
-        all groups of one size."""
+    memory: torch.Tensor
+    ready: Event
+    _last_use: Event
+    start: int = 0
+    """The byte of its ring that the slot begins at; 0 in no ring."""
+    owner: Stream | None = None
+    """The stream that the memory was allocated for; None in a ring, whose slots are parts of one memory."""
+    is_resident: bool = False
+    """Whether the slot stays between passes, until it is evicted."""
+    job: Job | None = None
+    """What reads the slot's bytes from files, or gathers them from other GPUs. `ready` is recorded as it ends: the host waits
+    for that first."""
+    _is_recorded: bool = True
+    groups: list[T] = field(default_factory=list)
+    """The groups whose blobs are in the slot, or on their way to it."""
+    unused: set[T] = field(default_factory=set)
+    """Those of `groups` that no call has needed since they were sent."""
+    waited_on: Stream | None = None
+    """The stream that waited for `ready` last; None if none has."""
+    last_stream: Stream | None = None
+    """The stream that used the slot last since the blobs were sent."""
+    views: dict[T, Views] = field(default_factory=dict)
+    """Views of the slot, for groups that were in it before."""
+    handed: dict[Views, T] = field(default_factory=dict)
+    """Those views that groups were bound to since nobody was seen to keep them. They are few: `views` may be hundreds, of all
+    groups of one size."""
 
     def note_use(self, stream: Stream) -> None:
         """Remember that work on `stream` uses the slot. `stream` has waited for what other streams did with it before."""
         self.last_stream = stream
         # An event between two kernels takes time. Copies soon wait for a slot of a ring, and perhaps never for another one.
-        self._is_recorded = self.is_fixed
-        if self.is_fixed:
+        self._is_recorded = self.owner is None
+        if self._is_recorded:
             self._last_use.record(stream)
 
     def last_use(self) -> Event:
