@@ -82,9 +82,9 @@ def change_and_check(twins: Twins, changes: list[list[Any]], *, refreshes: rando
 def test_a_swap_an_edit_and_a_new_module(twins: Twins) -> None:
     """Weights would be read where they no longer are."""
     swap, edit_all = edits.swap_data, edits.edit_all
-    change_and_check(
-        twins, [[swap, edit_all, edits.lora], [edits.share_memory, edits.replace_data, edits.add_buffer, swap]]
-    )
+    lora, merge = edits.lora, edits.merge_lora
+    change_and_check(twins, [[lora], [merge], [lora, merge], [swap, edit_all, lora]])
+    change_and_check(twins, [[edits.share_memory, edits.replace_data, edits.add_buffer, swap]])
 
 
 @pytest.mark.parametrize("seed", range(4))

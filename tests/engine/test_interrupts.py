@@ -229,6 +229,19 @@ def test_a_block_that_is_tried_again_after_a_copy_or_a_read_failed(
                 twins.step(x=inputs())
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_block_that_is_tried_again_after_a_read_failed_on_the_cpu(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = make(Retrying), make(Retrying)
+    offload_to(tmp_path, model)
+    check(model, reference, inputs())
+    with monkeypatch.context() as patch, suppress(StorageError):  # outside of a block it is the forward's own
+        raise_at(patch, os, "preadv", number, OSError(5, "Input/output error"))
+        assert_same(run(model, inputs()), run(reference, inputs()))
+    check(model, reference, inputs())
+
+
 def test_a_forward_that_goes_on_after_an_interrupt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it would compute with."""
 

@@ -275,7 +275,7 @@ def test_an_edit_of_what_was_edited_before_in_the_same_forward() -> None:
 
 @pytest.mark.parametrize("end", ["remove", "change", "edit"])
 def test_files_are_being_read_when(end: str) -> None:
-    """Old bytes lie in the staging memory, which goes after the copies from it."""
+    """Old bytes lie in the staging memory."""
     with drive("blocks_0") as (device, held, folder, patch):
         tune(patch, chunk_bytes=4096)  # so that the staging memory has another size after the change
         with Twins(device, RoutedModel([16] * 4), offload_to_disk_path=folder) as twins:
@@ -333,6 +333,13 @@ def test_removed_after_an_interrupt_at_the_end_of_a_pass() -> None:
         handle.remove()
         device.synchronize()
         assert not device.pinned_bytes
+
+
+def test_removed_while_what_was_read_is_being_copied() -> None:
+    """The staging memory goes after the copies from it."""
+    with drive() as (device, _, folder, _), Twins(device, RoutedModel([16] * 6), offload_to_disk_path=folder) as twins:
+        twins.step()
+        twins.handle.remove()
 
 
 def test_what_rests_in_ram_does_not_overtake_what_is_read() -> None:

@@ -186,3 +186,10 @@ def new_table(model: Any) -> None:
     """Not among `EDITS`: the first forward after it may fail, as `test_another_table` shows."""
     block = model.blocks[1]
     block._parameters = {**block._parameters, "scale": nn.Parameter(torch.full((WIDTH,), 0.75))}
+
+
+def merge_lora(model: Any) -> None:
+    """Not among `EDITS`: only after `lora`. The layer, edited, goes back to where it was."""
+    wrapper = model.blocks[1].up
+    wrapper.base_layer.weight.data += wrapper.b.weight @ wrapper.a.weight
+    model.blocks[1].up = wrapper.base_layer

@@ -74,10 +74,13 @@ def headers_in(path: Path) -> dict[str, Header]:
     return found
 
 
-def facts(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and time of change of all files: the same if nobody wrote any."""
-    found = {file.name: file.stat() for file in path.rglob("*")}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+def facts(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Inode, time of change and bytes of all files: the same if nobody wrote any, not even through a mapping."""
+    found = {str(file.relative_to(path)): (file, file.stat()) for file in path.rglob("*")}
+    return {
+        name: (stat.st_ino, stat.st_mtime_ns, file.read_bytes() if file.is_file() else b"")
+        for name, (file, stat) in found.items()
+    }
 
 
 def names(path: Path) -> set[str]:

@@ -212,8 +212,8 @@ def lora_of(model: nn.Module, targets: tuple[str, ...], rank: int = 2, seed: int
     state = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.endswith(targets):
-            state[f"{name}.lora_A.weight"] = randn(rank, layer.in_features, seed=seed) * 0.2
-            state[f"{name}.lora_B.weight"] = randn(layer.out_features, rank, seed=seed + 1) * 0.2
+            state[f"{name}.lora_A.weight"] = randn(rank, layer.in_features, seed=100 * seed + len(state)) * 0.2
+            state[f"{name}.lora_B.weight"] = randn(layer.out_features, rank, seed=100 * seed + len(state)) * 0.2
     return state
 
 

@@ -44,7 +44,8 @@ from ...support.tuning import tune
 
 @every_rig
 @pytest.mark.parametrize(
-    ("how", "fault"), [("remove", "error"), ("drop", "none"), ("drop", "error"), ("drop", "interrupt")]
+    ("how", "fault"),
+    [("remove", "none"), ("remove", "error"), ("drop", "none"), ("drop", "error"), ("drop", "interrupt")],
 )
 def test_nothing_is_left(how: str, fault: str, where: str, tier: str, tmp_path: Path, preadv: Preadv) -> None:
     """Neither descriptors nor mappings, and no threads beyond those of the pools; also if the disk fails to the end, as
