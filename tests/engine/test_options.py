@@ -85,12 +85,12 @@ def refused(name: str, *values: Any, **others: Any) -> list[tuple[dict[str, Any]
         ({"shard_transfers": True}, ConfigError, "needs process_group"),
         ({"shard_transfers": "yes"}, ConfigError, "expected True, False or 'auto'"),
         ({"process_group": "world"}, ConfigError, "expected a torch.distributed.ProcessGroup"),
-        ({"ram_budget": "1KiB"}, ConfigError, "ram_budget=1 KiB is too small"),
+        ({"ram_budget": "1KiB"}, ConfigError, "for Python, torch and the driver"),
         *(
             ({"onload_device": SIMULATED, **options}, ConfigError, said)
             for options, said in (
                 ({"vram_budget": "1000B"}, "vram_budget=1000 B is too small for Model: its device buffers alone need"),
-                ({"vram_budget": "lots"}, "vram_budget='lots'"),
+                ({"vram_budget": "lots"}, "'lots': it isn't an amount of memory. Use bytes, '8GiB'"),
                 ({"vram_budget": "1GiB", "low_cpu_mem_usage": True}, "be combined with low_cpu_mem_usage=True"),
                 ({"compress": True, "low_cpu_mem_usage": True}, "compress=True contradicts low_cpu_mem_usage=True"),
             )
