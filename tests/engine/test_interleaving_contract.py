@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from group_offload import OffloadStats, apply_group_offloading, handle_of
 from group_offload.base.tuning import tuning
+from group_offload.runtime.interleave.caller import Caller
 from group_offload.runtime.interleave.guidance_steps import announce, begin_step
 from group_offload.runtime.interleave.speculation import Speculation
 from group_offload.runtime.transfers.transfer import Transfer
@@ -333,6 +334,17 @@ def test_an_end_of_offloading_while_a_step_begins(monkeypatch: pytest.MonkeyPatc
     assert_same(loop.run(), expected)
     removers[0].join(120)
     assert not removers[0].is_alive()
+
+
+def test_forwards_of_all_steps_share_their_threads(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: cuBLAS's handle and cuDNN's plans are made anew in each step, because each forward has a new thread."""
+    loop, run, idents = Loop(num_prompts=3), Caller.run, list[int]()
+    monkeypatch.setattr(
+        Caller, "run", lambda self, function: (idents.append(threading.get_ident()), run(self, function))[1]
+    )
+    apply_group_offloading(loop.model, "cpu", interleave_forwards=True)
+    loop.run(device)
+    assert len(idents) > len({*idents}) == 2
 
 
 def test_threads_that_guide(device: SimulatedDevice) -> None:

@@ -55,7 +55,7 @@ class Caller:
         return are_same and all(each in theirs and are_alike(value, theirs[each]) for each, value in mine.items())
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function in this thread, which ends afterwards, as if the caller's thread called it."""
+        """Call a function in this thread, which runs nothing else, as if the caller's thread called it."""
         return self._context.copy().run(self._run, function)
 
     def _run(self, function: Callable[[], Any]) -> Any:

@@ -323,8 +323,7 @@ class InterleavePolicy:
         finally:
             self._passes.leave()
             for each in ahead:
-                if each.ident is not None:  # else it was not started
-                    each.join()
+                each.join()
         return output
 
     def _looked_at(self, call: Arguments, args: Any, kwargs: Any) -> tuple[Any, str | None]:

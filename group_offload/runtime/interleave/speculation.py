@@ -7,6 +7,8 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ from .passes import InterleavedPasses
 from .turn_lock import Participant
 
 
-class Speculation(threading.Thread):
-    """A forward that runs in a thread of its own, in place of a thread that should call for it later."""
+class Speculation:
+    """A forward that runs in another thread, in place of a thread that should call for it later."""
 
     def __init__(
         self,
@@ -28,18 +30,29 @@ class Speculation(threading.Thread):
         participant: Participant,
         arguments: Arguments,
     ) -> None:
-        super().__init__(name="group_offload forward", daemon=True)
         self._passes, self._alone, self._caller, self._participant = passes, alone, caller, participant
         self.arguments = arguments
         self.output: Any = None
         self.error: BaseException | None = None
+        self._is_over = SimpleQueue[None]()
+        self._worker: _Worker | None = None
+        """The thread that the forward was given to, until it is over."""
 
     def start(self) -> None:
         try:
-            super().start()
+            worker = _idle_worker()
+            worker.forwards.put(self)
+            self._worker = worker
         except RuntimeError as error:  # the system has no more threads
             self.error = error
             self._passes.turns.leave(self._participant)
+
+    def join(self) -> None:
+        """Wait until the forward is over, if it was started."""
+        while self._worker is not None and self._worker.is_alive():  # in a forked child it is not
+            with suppress(Empty):
+                self._is_over.get(timeout=1)
+                self._worker = None
 
     def run(self) -> None:
         if not self._passes.turns.join(self._participant):
@@ -55,6 +68,39 @@ class Speculation(threading.Thread):
             self.error = error.with_traceback(None)  # frames keep activations alive
         finally:
             self._passes.leave()
+
+
+class _Worker(threading.Thread):
+    """A thread for one forward after another. It stays: cuBLAS has a handle, and cuDNN plans, for each thread, made anew each
+    time. There are as many as there ever were forwards at once."""
+
+    def __init__(self) -> None:
+        super().__init__(name="group_offload forward", daemon=True)
+        self.forwards = SimpleQueue[Speculation]()
+
+    def run(self) -> None:
+        while True:
+            forward = self.forwards.get()
+            is_over = forward._is_over
+            try:
+                forward.run()
+                del forward  # it keeps an output alive
+                _idle.append(self)
+            finally:
+                is_over.put(None)
+
+
+_idle: list[_Worker] = []
+
+
+def _idle_worker() -> _Worker:
+    while _idle:
+        worker = _idle.pop()
+        if worker.is_alive():  # in a forked child none is
+            return worker
+    worker = _Worker()
+    worker.start()
+    return worker
 
 
 class RandomStates:
