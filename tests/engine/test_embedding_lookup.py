@@ -145,10 +145,7 @@ class Variant(Encoder):
 
     def __init__(self, kind: str) -> None:
         super().__init__(
-            {
-                "max norm": nn.Embedding(NUM_ROWS, DIM, max_norm=1.0),
-                "small": nn.Embedding(NUM_ROWS - 1, DIM),
-            }.get(kind)
+            {"max norm": nn.Embedding(NUM_ROWS, DIM, max_norm=1.0), "small": nn.Embedding(NUM_ROWS - 1, DIM)}.get(kind)
         )
         self.head: nn.Module = nn.Identity()
         table = self.embed.weight

@@ -24,14 +24,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import (
-    ModuleError,
-    StateError,
-    StorageError,
-    api,
-    apply_group_offloading,
-    enable_group_offload,
-)
+from group_offload import ModuleError, StateError, StorageError, api, apply_group_offloading, enable_group_offload
 from group_offload.api import handle_of
 from group_offload.base.arena import Arena
 from group_offload.base.device import AcceleratorBackend

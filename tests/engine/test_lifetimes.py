@@ -70,10 +70,7 @@ USES: dict[str, Callable[..., Any]] = {
         [part.register_forward_hook(lambda *_: None) for part in model.modules()],
         call(model, x),
     ],
-    "compiled": lambda model, x, call: [
-        [block.compile(backend="eager") for block in model.blocks],
-        call(model, x),
-    ],
+    "compiled": lambda model, x, call: [[block.compile(backend="eager") for block in model.blocks], call(model, x)],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "ram": {},

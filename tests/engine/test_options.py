@@ -262,8 +262,7 @@ def test_spellings_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"),
-    [(2, ["down_0_1", "down_2_2", "up_0_1", "up_2_3", "up_4_4"]), (100, ["down_0_2", "up_0_4"])],
+    ("count", "expected"), [(2, ["down_0_1", "down_2_2", "up_0_1", "up_2_3", "up_4_4"]), (100, ["down_0_2", "up_0_4"])]
 )
 def test_blocks_per_group(count: int, expected: list[str], tmp_path: Path) -> None:
     class Uneven(nn.Module):

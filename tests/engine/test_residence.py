@@ -153,10 +153,7 @@ def test_an_edit_in_the_middle_of_a_forward(
 @any_mode
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda data: data.double(),
-        lambda data: data.as_strided(data.shape, (1, data.shape[0])),
-    ],
+    [lambda data: data.double(), lambda data: data.as_strided(data.shape, (1, data.shape[0]))],
     ids=["another dtype", "other strides in the same memory"],
 )
 def test_another_form_in_the_middle_of_a_forward_is_refused(

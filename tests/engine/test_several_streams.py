@@ -72,13 +72,7 @@ def test_groups_that_stay_are_those_of_the_first_rank(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("num_blocks", "options", "num_slots"),
-    [
-        (8, {}, 4),
-        (8, {"process_group": None}, 2),
-        (8, {"use_stream": False}, 1),
-        (4, {}, 3),
-        (2, {}, 1),
-    ],
+    [(8, {}, 4), (8, {"process_group": None}, 2), (8, {"use_stream": False}, 1), (4, {}, 3), (2, {}, 1)],
     ids=str,
 )
 def test_how_many_blocks_are_on_the_device(num_blocks: int, options: dict[str, Any], num_slots: int) -> None:

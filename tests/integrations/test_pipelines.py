@@ -12,25 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from group_offload import (
-    ConfigError,
-    apply_group_offloading,
-    disable_group_offload,
-    enable_group_offload,
-)
+from group_offload import ConfigError, apply_group_offloading, disable_group_offload, enable_group_offload
 
 from ..support import tiny_models as tiny
 from ..support.asserts import snapshot
 from ..support.folders import facts
-from ..support.pipelines import (
-    PIPELINES,
-    any_case,
-    any_tier,
-    assert_same_weights,
-    models_of,
-    tier_options,
-    weights_of,
-)
+from ..support.pipelines import PIPELINES, any_case, any_tier, assert_same_weights, models_of, tier_options, weights_of
 
 # ---------------------------------------------------------------- the function
 

@@ -206,10 +206,7 @@ def test_a_backward_inside_of_a_forward(tmp_path: Path) -> None:
         for _ in range(3):
             assert same_bits(get(model(data(0, put))).detach(), expected.detach())
     packed = Guided(packed_model().requires_grad_(False))
-    with (
-        offloaded(packed, "cpu", tmp_path) as (_, _, put, _),
-        pytest.raises(StateError, match="bitsandbytes keeps"),
-    ):
+    with offloaded(packed, "cpu", tmp_path) as (_, _, put, _), pytest.raises(StateError, match="bitsandbytes keeps"):
         packed(data(0, put))
 
 

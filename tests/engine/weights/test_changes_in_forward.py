@@ -200,12 +200,7 @@ def in_the_place_of_another_one(module: Edited, call: int) -> None:
     module.w.data = kept
 
 
-EDITS = (
-    to_another_form_and_back,
-    to_the_other_zero,
-    in_place_and_then_by_a_copy,
-    in_the_place_of_another_one,
-)
+EDITS = (to_another_form_and_back, to_the_other_zero, in_place_and_then_by_a_copy, in_the_place_of_another_one)
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
