@@ -337,7 +337,7 @@ def test_an_end_of_offloading_while_a_step_begins(monkeypatch: pytest.MonkeyPatc
 
 
 def test_forwards_of_all_steps_share_their_threads(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard: cuBLAS's handle and cuDNN's plans are made anew in each step, because each forward has a new thread."""
+    """Hazard: what libraries keep for each thread (handles, plans of kernels) is made anew in each step, for a new thread."""
     loop, run, idents = Loop(num_prompts=3), Caller.run, list[int]()
     monkeypatch.setattr(
         Caller, "run", lambda self, function: (idents.append(threading.get_ident()), run(self, function))[1]

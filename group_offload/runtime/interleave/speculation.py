@@ -71,8 +71,8 @@ class Speculation:
 
 
 class _Worker(threading.Thread):
-    """A thread for one forward after another. It stays: cuBLAS has a handle, and cuDNN plans, for each thread, made anew each
-    time. There are as many as there ever were forwards at once."""
+    """A thread for one forward after another. It stays, because libraries keep handles and plans of kernels for each thread.
+    There are as many as there ever were forwards at once."""
 
     def __init__(self) -> None:
         super().__init__(name="group_offload forward", daemon=True)
