@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from group_offload.base.layout import lay_out, views_in
+from group_offload.base.layout import TensorViews, lay_out
 from group_offload.base.pool import on_pool
 from group_offload.compression.codec import can_decompress, compress, decompress
 
@@ -58,7 +58,7 @@ def measure_ratio(weights: list[torch.Tensor]) -> dict[str, Any]:
     tensors = [value.to(torch.bfloat16).contiguous() for value in weights]
     layout = lay_out([str(number) for number in range(len(tensors))], tensors)
     image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for view, tensor in zip(views_in(image, [(0, layout)]), tensors, strict=True):
+    for view, tensor in zip(TensorViews([(0, layout)]).of(image), tensors, strict=True):
         view.copy_(tensor)
     compressed = compress(image, layout)
     exponents = torch.cat([(value.view(torch.int16).int().flatten() >> 7) & 0xFF for value in tensors])

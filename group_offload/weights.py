@@ -7,8 +7,10 @@ what moves. On the device another subclass around them stands in for the first k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,10 +67,10 @@ class TensorRef:
             kept = getattr(_state_of(self.places[0].owner), self.path[0], None)
             if isinstance(kept, torch.Tensor):
                 return kept
-        found: Any = self.holder
-        for name in self.path:
-            found = getattr(found, "__dict__", {}).get(name)
-        return found
+        try:
+            return _getter(self.path)(self.holder)
+        except AttributeError:
+            return None
 
     def kept_by(self) -> Any:
         """The object that keeps the tensor beside the holder; None if the holder does."""
@@ -156,10 +158,13 @@ def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
             yield from _attributes(getattr(value, "__dict__", {}), (*path, name))
 
 
+@cache
+def _getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
+    return attrgetter(".".join(path))
+
+
 def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
-    for name in path:
-        tensor = getattr(tensor, name)
-    inner: torch.Tensor = tensor
+    inner: torch.Tensor = _getter(path)(tensor) if path else tensor
     return inner
 
 

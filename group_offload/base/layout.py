@@ -57,7 +57,7 @@ class BlobLayout:
     num_bytes: int
 
     def views_by_extent(self, memory: Callable[[Extent], torch.Tensor]) -> list[torch.Tensor]:
-        """Like `views_in`, each extent in memory of its own (flat uint8, [Extent.num_bytes]).
+        """Like `TensorViews`, each extent in memory of its own (flat uint8, [Extent.num_bytes]).
 
         Whoever copies, pickles or saves one of these tensors then takes its own bytes along and no others.
         """
@@ -69,26 +69,27 @@ class BlobLayout:
             return [views[i] for i in range(len(self.specs))]
 
 
-def views_in(memory: torch.Tensor, placed: Iterable[tuple[int, BlobLayout]]) -> list[torch.Tensor]:
-    """The tensors of blobs, in the order of their specs, as views of `memory` (flat uint8), at whose bytes the blobs begin."""
-    # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return views_in(memory, placed)
-    views = []
-    flats: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
-    for start, layout in placed:
-        for spec in layout.specs:
-            dtype, offset = spec.dtype, start + spec.offset
-            if offset % dtype.itemsize or 0 in spec.shape:
-                views.append(spec.view(memory, -start))
-                continue
-            if dtype not in flats:
-                flat = memory.view(dtype)
-                flats[dtype] = flat, int(flat.storage_offset())
-            flat, first = flats[dtype]
-            views.append(flat.as_strided(spec.shape, spec.stride, first + offset // dtype.itemsize))
-    return views
+class TensorViews:
+    """The tensors of blobs, in the order of their specs, as views of memory at whose bytes the blobs begin, again and again."""
+
+    def __init__(self, placed: Iterable[tuple[int, BlobLayout]]) -> None:
+        self._specs = [(start, spec) for start, layout in placed for spec in layout.specs]
+        self._dtypes = [spec.dtype for _, spec in self._specs]
+        self._forms = [[spec.shape for _, spec in self._specs], [spec.stride for _, spec in self._specs]]
+        offsets = [divmod(start + spec.offset, spec.dtype.itemsize) for start, spec in self._specs]
+        self._offsets = [offset for offset, _ in offsets]
+        self._is_even = not any(rest for _, rest in offsets) and not any(0 in spec.shape for _, spec in self._specs)
+
+    def of(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in `memory` (flat uint8)."""
+        # A view made in inference mode would make the weight it is assigned to an inference tensor for good.
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.of(memory)
+        if memory.storage_offset() or not self._is_even:
+            return [spec.view(memory, -start) for start, spec in self._specs]
+        flats = {dtype: memory.view(dtype) for dtype in {*self._dtypes}}
+        return [*map(torch.Tensor.as_strided, map(flats.__getitem__, self._dtypes), *self._forms, self._offsets)]
 
 
 def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:

@@ -36,7 +36,7 @@ class Tuning:
     # Copies and reads
     max_run_bytes: int = 8 << 20
     """Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
-    max_joined_bytes: int = 32 << 20
+    max_joined_bytes: int = 40 << 20
     """Layers of a block that follow one another are one group up to this size, at leaf level."""
     max_read_run_bytes: int = 64 << 20
     """The same where threads read the bytes of groups: the host waits for each run then."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.torch_internals import COMPILED_CALL
+from ..base.torch_internals import COMPILED_CALL, DisableTorchFunctionSubclass
 from ..errors import StateError
 from ..partition import PlacesOfFsdp, adapter_layers
 from ..stores.base import Store
@@ -87,11 +87,9 @@ class ModuleSnapshot:
 
     def has_same_tensors(self) -> bool:
         """Whether every tensor is the view that it was bound to."""
-        return (
-            list(map(_address, self._tensors)) == self._addresses
-            and self._forms.are_of(self._tensors)
-            and all(ref.is_in_place() for ref in self._inner)
-        )
+        with DisableTorchFunctionSubclass():
+            are_in_place = list(map(_address, self._tensors)) == self._addresses and self._forms.are_of(self._tensors)
+        return are_in_place and all(ref.is_in_place() for ref in self._inner)
 
 
 def _tables_of(root: nn.Module) -> Iterator[dict[str, Any]]:

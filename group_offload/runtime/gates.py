@@ -492,7 +492,7 @@ class Gates:
                 there[id(tensor)] = self._made(bring, tensor.nbytes)
             return there[id(tensor)]
 
-        args = tuple([map_tensors(value, moved) for value in args])
+        args = tuple([moved(each) if isinstance(each, torch.Tensor) else map_tensors(each, moved) for each in args])
         if kwargs:
             skipped = self._skip_inputs
             kwargs = {n: value if n in skipped else map_tensors(value, moved) for n, value in kwargs.items()}

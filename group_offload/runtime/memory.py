@@ -296,10 +296,13 @@ class DeviceMemory(Holding):
 
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
-        for slot in [slot for slot in self.pooled if slot.unused]:
-            if may_evict(slot):  # no call needs the slot any more
+        if not self.has_space_for(num_bytes):
+            not_needed = [slot for slot in self.pooled if slot.unused and may_evict(slot)]
+            for slot in not_needed:
                 self.free(slot)
-        return self.pooled_slot(num_bytes) if self.has_space_for(num_bytes) else None
+            if not (not_needed and self.has_space_for(num_bytes)):
+                return None
+        return self.pooled_slot(num_bytes)
 
     def has_space_for(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may be on their way just in time. Without a budget one run may always be."""
@@ -307,7 +310,7 @@ class DeviceMemory(Holding):
         # A budget's plan counts on as much as a ring would take.
         if self._config.vram_budget is not None and pooled_bytes > self.ring_sizes.get(0, pooled_bytes):
             return False
-        bytes_ahead = sum(slot.memory.numel() for slot in self.pooled if slot.unused)
+        bytes_ahead = sum([slot.memory.numel() for slot in self.pooled if slot.unused])
         if not bytes_ahead:
             return True
         if bytes_ahead + num_bytes > self.window_bytes:

@@ -39,7 +39,7 @@ from torch import nn
 
 from ..base.device import Stream
 from ..base.system import forked_free
-from ..base.torch_internals import current_transform, in_profile, is_profiler_enabled
+from ..base.torch_internals import DisableTorchFunctionSubclass, current_transform, in_profile, is_profiler_enabled
 from ..base.tuning import tuning
 from ..base.weak import Weak
 from ..config import OffloadConfig
@@ -243,7 +243,7 @@ class Passes:
         self._acquire_groups_of(call)
 
     def _acquire_groups_of(self, call: Call) -> None:
-        with _Step(self):
+        with _Step(self), DisableTorchFunctionSubclass():  # a quantized weight answers for each attribute in Python
             for group in call.entry.groups:
                 if group.num_bytes:
                     self.acquire(group)
@@ -277,7 +277,7 @@ class Passes:
         if self._state is PassState.UNKNOWN:
             self._calls.pop()
         else:
-            with _Step(self) as state:
+            with _Step(self) as state, DisableTorchFunctionSubclass():
                 self._end_lingering()
                 if state is PassState.OPEN and self._may_linger(call):
                     self.lingering = call.groups[0]
@@ -296,7 +296,7 @@ class Passes:
         return (
             group is not None
             and group.holds == 1
-            and schedule.expects(group)
+            and schedule.expected is group
             and (group.slot is None or group.slot.owner is not None)
             and not (schedule.is_learning or self.placer.has_budget or self.tasks)
             and not torch.is_grad_enabled()
@@ -327,7 +327,7 @@ class Passes:
             schedule.observe(group)
             self.placer.needs.look()
             output = call(*args, **kwargs)
-            if self.lingering is None and self._state is PassState.OPEN and schedule.expects(group):
+            if self.lingering is None and self._state is PassState.OPEN and schedule.expected is group:
                 self.lingering = group
                 return output
         except BaseException:
@@ -335,10 +335,10 @@ class Passes:
                 self._state = PassState.FAILED
             raise
         if self._state is not PassState.UNKNOWN:
-            with _Step(self):
+            with _Step(self), DisableTorchFunctionSubclass():
                 self._end_lingering()  # what a call inside has left
                 self.lingering = group
-                if not schedule.expects(group):
+                if schedule.expected is not group:
                     self._end_lingering()
                     self.prefetcher.after_call()
         return output
@@ -542,7 +542,7 @@ class Passes:
             return
         self._recorder.ends(group.group_id, stream)
         self.prefetcher.was_released(group)
-        if not self.prefetcher.schedule.expects(group):
+        if self.prefetcher.schedule.expected is not group:
             if group in self.memory.bound:
                 self.memory.unbind(group)
             if slot.owner is not None and not slot.is_resident and not slot.unused and not slot.is_held:

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -170,10 +171,10 @@ def sent_bytes(move: Move) -> int:
     return move.sent_bytes if isinstance(move, Decompress) else move.num_bytes
 
 
-def joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, with neighbors that lie side by side both in their store and in the slot joined into one."""
+def joined(moves: Iterable[Iterable[Move]]) -> list[Move]:
+    """The moves of several blobs, with neighbors that lie side by side both in their store and in the slot joined into one."""
     runs: list[list[Any]] = []
-    for move in moves:
+    for move in chain.from_iterable(moves):
         if runs and _continues(runs[-1][-1], move):
             runs[-1].append(move)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from group_offload.base.layout import lay_out, views_in
+from group_offload.base.layout import TensorViews, lay_out
 from group_offload.stores.compressed_files import Wanted, find_or_compress
 from group_offload.stores.folder import Folder
 
@@ -22,7 +22,7 @@ def test_a_reader_in_plain_python(tmp_path: Path) -> None:
     file = find_or_compress(Folder(tmp_path / "compressed", "Model"), Wanted("block", layout, given))
     assert file is not None
     image = torch.frombuffer(bytearray(decompressed(file.source.path)), dtype=torch.uint8)
-    views = [view.view(torch.uint8) for view in views_in(image, [(0, layout)])]
+    views = [view.view(torch.uint8) for view in TensorViews([(0, layout)]).of(image)]
     assert all(torch.equal(view, each.view(torch.uint8)) for view, each in zip(views, given, strict=True))
 
 

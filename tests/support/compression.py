@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from hypothesis import strategies as st
 
-from group_offload.base.layout import BlobLayout, lay_out, views_in
+from group_offload.base.layout import BlobLayout, TensorViews, lay_out
 from group_offload.base.tuning import Tuning, tune
 from group_offload.compression.codec import Compressed, compress
 from group_offload.compression.layout import ENTRY_BYTES, SPAN_ALIGNMENT, TILE_BYTES, TILE_WEIGHTS, Strip
@@ -53,7 +53,7 @@ def image_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BlobLayout]
     """The image of a blob that holds the tensors, and its layout."""
     layout = lay_out([f"tensor_{i}" for i in range(len(tensors))], tensors)
     image = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for view, tensor in zip(views_in(image, [(0, layout)]), tensors, strict=True):
+    for view, tensor in zip(TensorViews([(0, layout)]).of(image), tensors, strict=True):
         view.copy_(tensor)
     return image, layout
 

@@ -6,22 +6,26 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.layout import as_bytes, num_uses, views_in
+from ...base.layout import TensorViews, as_bytes, num_uses
 from ...base.mapping import expect_single_pages
 from ...partition import GroupSpec, Method
 from ...stores.base import PlacedBlob
 from ...stores.compressed import CompressedImage
 from ...stores.files import FileBlob
+from ...stores.moves import Move, Tier, joined
 from ...weights import fit_for, tracks_version, version_of, wrapped_holders
 from ..slots.slot import Slot, Views
 from ..transfers.transfer import Transfer
 from .compressed import CompressedGroup
 from .part import Forms, Part, same_bits, same_form, same_memory
+
+_version = attrgetter("_version")
 
 
 class Group:
@@ -53,6 +57,9 @@ class Group:
         for part in self.parts:
             part.offset = self.num_bytes
             self.num_bytes += part.blob.layout.num_bytes
+        self._views = TensorViews([(part.offset, part.blob.layout) for part in self.parts])
+        self._copies: tuple[list[Any], list[Move]] = [], []
+        """The states of the blobs as `copies` was asked last, and what it returned."""
         self.compressed = CompressedGroup(self.group_id, self.parts)
         """What stays on the device if the group stays there compressed."""
         self.holds = 0
@@ -292,7 +299,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views, self._rest_addresses = [], []
+        self._rest_views, self._rest_addresses, self._copies = [], [], ([], [])
 
     def forget_rest(self, tensor: torch.Tensor) -> None:
         """The tensor is stored elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
@@ -301,6 +308,18 @@ class Group:
         for views, at in ((part.blob.rest, index), (self._rest_views, place)):
             if views:  # else the part, or the group, was given up
                 views[at] = torch.empty(0)
+
+    def copies(self) -> list[Move]:
+        """The copies to the beginning of a slot, if the group is sent from pinned RAM as it is; none if not.
+
+        They are the same each time, and making them takes longer than all else that is done to send small layers.
+        """
+        states = [(part.blob.pinned_bytes, part.blob.is_outdated, part.blob.compressed) for part in self.parts]
+        if states != self._copies[0]:
+            is_plain = all(pinned and not (outdated or compressed) for pinned, outdated, compressed in states)
+            moves = joined(placed.moves() for placed in self.blobs_at(0)) if is_plain else []
+            self._copies = states, [] if any(move.tier is Tier.FILE for move in moves) else moves
+        return self._copies[1]
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
@@ -321,7 +340,7 @@ class Group:
         if known is None or known.offset != self.offset:
             memory = slot.alias(self.offset, self.num_bytes)
             # Views that `_fit` replaces would count as uses.
-            views = self._fit(views_in(memory, [(part.offset, part.blob.layout) for part in self.parts]))
+            views = self._fit(self._views.of(memory))
             known = slot.views[self] = Views(self.offset, memory, views, num_uses(memory))
         slot.handed[known] = self
         return known.tensors
@@ -332,7 +351,7 @@ class Group:
         return [fit_for(tensor, view) for tensor, view in zip(self._tensors, views, strict=True)]
 
     def _version_sum(self) -> int:
-        return sum([tensor._version for tensor in self._tracked])
+        return sum(map(_version, self._tracked))
 
     def _in_use(self) -> list[torch.Tensor]:
         """The tensors that a forward uses: those inside the stand-in for a tensor subclass."""
@@ -392,6 +411,8 @@ class Group:
     def _versions_of(self, tensors: list[torch.Tensor]) -> list[int]:
         """The versions of tensors in use, of those that had one before."""
         try:
+            if len(self._tracked) == len(tensors):
+                return [*map(_version, tensors)]
             return [t._version if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]
         except RuntimeError:  # one has none by now
             return [version_of(t) if tracks else 0 for t, tracks in zip(tensors, self._tracks_version, strict=True)]

@@ -312,7 +312,7 @@ class ShardedTransfers:
         found = []
         for label, run in groupby(blobs, lambda placed: placed.label):
             mine = list(run)
-            moves = joined(move for placed in mine for move in placed.moves())
+            moves = joined(placed.moves() for placed in mine)
             at, key = mine[0].at, f"{self._model}/{label}"
             last = mine[-1]
             part_bytes, digest, num_bytes = 0, "", 0
@@ -336,7 +336,7 @@ class ShardedTransfers:
                 continue
             for first, last in part.own(self.host_group.rank, self.host_group.num_ranks):
                 found += moves_within(part.moves, first, last)
-        return joined(found)
+        return joined([found])
 
     def rest_of(self, parts: Sequence[Shard], job: ShardJob) -> list[Move]:
         """What the other ranks did not bring."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from ...base.torch_internals import in_profile
 from ...base.tuning import tuning
 from ...config import OffloadConfig
 from ...errors import EXPECTED, StorageError
@@ -153,7 +155,7 @@ class Prefetcher:
         walk, has_residents = _Walk(), memory.resident_limit > 0
         run: list[Group] = []
         run_space, num_beyond = 0, 0
-        for group in self.schedule.upcoming(wraps=self.wraps and not self._is_last):
+        for group, _ in groupby(self.schedule.upcoming(wraps=self.wraps and not self._is_last)):
             if group in walk.soon:
                 continue
             if group.slot is None:
@@ -175,6 +177,9 @@ class Prefetcher:
                     continue
                 run_space = (run_space if run else self._run_limit(group)) - group.num_bytes
                 run.append(group)
+                if run_space <= 0:  # nothing else fits in
+                    self._start_run(run, walk)
+                    run = []
             elif run and not memory.is_just_in_time:  # before `group` counts as needed sooner
                 self._start_run(run, walk)
                 run = []
@@ -287,14 +292,16 @@ class Prefetcher:
             for group in run:
                 self._bring_compressed(group)
         compressed_buffers = self.memory.compressed_buffers
-        blobs = self.memory.blobs_of(run, has_compressed_buffers=compressed_buffers is not None)
+        copies = run[0].copies() if len(run) == 1 and self.transfer.sharing is None else []
+        blobs = [] if copies else self.memory.blobs_of(run, has_compressed_buffers=compressed_buffers is not None)
         after = self.memory.occupy(slot, run, evicted)
         after += [group.compressed.slot.ready for group in run if group.compressed.slot is not None]
         self.counters.onloads += len(run)
         try:
             job = self._take_ahead(run, blobs) if self._ahead else None
             landing = Landing(slot.memory, after, slot.ready, compressed_buffers)
-            slot.job = self.transfer.send(blobs, landing, job=job, alone=alone)
+            with in_profile("onload", *[group.group_id for group in run]):
+                slot.job = self.transfer.send(blobs, landing, copies, job=job, alone=alone)
         except EXPECTED:  # the forward may catch the error, and call again
             self.memory.free(slot)
             raise
@@ -310,7 +317,8 @@ class Prefetcher:
             return
         after = self.memory.occupy(slot, [compressed], [])
         try:
-            self.transfer.send(compressed.blobs_at(0), Landing(slot.memory, after, slot.ready))
+            with in_profile("onload", group.group_id):
+                self.transfer.send(compressed.blobs_at(0), Landing(slot.memory, after, slot.ready))
         except EXPECTED:
             self.memory.free(slot)
             raise

@@ -38,8 +38,7 @@ class Schedule:
         self._followed_by: dict[Hashable, Hashable] = {}
         """For the key of each pass, the key of the pass that came after the last one of that key."""
         self._key: Hashable = None
-        self._order = self._first_guess
-        self._next = 0
+        self._go_to(self._first_guess, 0)
         self._seen: list[Group] = []
         self.is_learning = False
         """Whether this is the first pass of its kind."""
@@ -59,13 +58,19 @@ class Schedule:
         """
         self._followed_by[self._key] = key
         self._key = key
-        self._order = self.order_of(key)
+        order = self.order_of(key)
         self.is_learning = key not in self._routes
         if self.is_learning:
-            self._order = tuple(group for group in guess or self._order if group in scope)
-            self._named = {} if guess else {group.group_id: group for group in self._order}
-        self._next = 0
+            order = tuple(group for group in guess or order if group in scope)
+            self._named = {} if guess else {group.group_id: group for group in order}
+        self._go_to(order, 0)
         self._seen = []
+
+    def _go_to(self, order: tuple[Group, ...], place: int) -> None:
+        """The next group should be the one at this place of an order."""
+        self._order, self._next = order, place
+        self.expected = order[place] if place < len(order) else None
+        """The group that should be the very next one."""
 
     @property
     def order(self) -> tuple[Group, ...]:
@@ -83,12 +88,12 @@ class Schedule:
             if group not in (before, next(self._after(before), None)):
                 self._steps[_INDEX.sub("", before.group_id)].appendleft((before.group_id, group.group_id))
         self._seen.append(group)
-        if self.expects(group):
-            self._next += 1
+        if self.expected is group:
+            self._go_to(self._order, self._next + 1)
             return
         for order, start in product((self._order, *self._routes.get(self._key, ())), (self._next, 0)):
             with suppress(ValueError):  # a group that was not predicted leaves the guess where it was
-                self._order, self._next = order, order.index(group, start) + 1
+                self._go_to(order, order.index(group, start) + 1)
                 return
 
     def _after(self, group: Group) -> Iterator[Group]:
@@ -108,7 +113,7 @@ class Schedule:
         """The groups that should come next, soonest first, with repeats; with `wraps`, those of the next pass follow."""
         if self.is_learning:
             for last in self._seen[-1:]:
-                if self.expects(last):
+                if self.expected is last:
                     yield last  # another module needs it too
                 yield from self._after(last)
             seen = {*self._seen} if self._named else ()
@@ -122,10 +127,6 @@ class Schedule:
             elif then in self._routes:
                 yield from self._routes[then][0]
 
-    def expects(self, group: Group) -> bool:
-        """Whether `group` should be the very next one."""
-        return self._next < len(self._order) and self._order[self._next] is group
-
     def end(self, *, completed: bool) -> None:
         """End the pass. One that broke off teaches nothing."""
         if completed:
@@ -133,7 +134,7 @@ class Schedule:
             others = [each for each in known if each != order]
             self.has_news |= len(others) == len(known)
             self._routes[self._key] = [order, *others][:_NUM_ROUTES]
-            self._order, self._next = order, len(order)  # `upcoming` now begins with the next pass
+            self._go_to(order, len(order))  # `upcoming` now begins with the next pass
             self.is_learning = False
         self._seen = []
 

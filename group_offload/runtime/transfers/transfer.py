@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from ...base.device import Event, Stream, plain_empty
-from ...base.torch_internals import in_profile
 from ...config import OffloadConfig
 from ...stores.base import PlacedBlob, PlacedImage
 from ...stores.moves import Copy, Decompress, Move, PageableMemory, Read, Tier, joined, sent_bytes
@@ -100,6 +99,7 @@ class Transfer:
         self,
         blobs: Sequence[PlacedBlob | PlacedImage],
         landing: Landing,
+        copies: Sequence[Move] = (),
         *,
         job: ReadJob | None = None,
         alone: bool = False,
@@ -107,16 +107,16 @@ class Transfer:
         """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
+            copies: How one group in pinned RAM gets there, in place of its blobs.
             job: The job that `read_ahead` gave for these blobs, if any.
             alone: Whether other GPUs will not bring their shares.
 
         Returns:
             A job if bytes have yet to be read from files, or are gathered: until it is over, `landing.ready` tells nothing.
         """
-        with in_profile("onload", *dict.fromkeys(placed.label for placed in blobs)):
-            if self.sharing is not None and self.sharing.host_group is not None:
-                return self._send_share(self.sharing, self.sharing.parts_of(blobs, alone=alone), landing, job)
-            return self._send(_moves_of(blobs), landing, job)
+        if self.sharing is not None and self.sharing.host_group is not None:
+            return self._send_share(self.sharing, self.sharing.parts_of(blobs, alone=alone), landing, job)
+        return self._send(copies or joined(placed.moves() for placed in blobs), landing, job)
 
     def _send_share(
         self, sharing: ShardedTransfers, parts: Sequence[Shard], landing: Landing, job: ReadJob | None
@@ -208,7 +208,7 @@ class Transfer:
 
     def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
         if self.sharing is None or self.sharing.host_group is None:
-            return _moves_of(blobs)
+            return joined(placed.moves() for placed in blobs)
         return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
     def fetch(self, source: torch.Tensor, after: Event) -> torch.Tensor:
@@ -273,7 +273,3 @@ def _is_compressed(move: Move) -> bool:
 
 def _has_memory(reads: Sequence[Read]) -> bool:
     return any(isinstance(read.source, PageableMemory) for read in reads)
-
-
-def _moves_of(blobs: Sequence[PlacedBlob | PlacedImage]) -> list[Move]:
-    return joined(move for placed in blobs for move in placed.moves())
