@@ -36,7 +36,7 @@ class Tuning:
     # Copies and reads
     max_run_bytes: int = 8 << 20
     """Groups that follow one another are sent together up to this size: small groups cost the host more than the link."""
-    max_joined_bytes: int = 40 << 20
+    max_joined_bytes: int = 44 << 20
     """Layers of a block that follow one another are one group up to this size, at leaf level."""
     max_read_run_bytes: int = 64 << 20
     """The same where threads read the bytes of groups: the host waits for each run then."""
@@ -53,7 +53,7 @@ class Tuning:
     """The number of these chunks. Together they fit into 512 MiB of pinned memory."""
 
     # Device memory
-    min_window_bytes: int = 4 << 20
+    min_window_bytes: int = 44 << 20
     """Smallest window just in time, however small the groups are; an eighth of all weights if that is less. A smaller window
     would cost launches and save no memory."""
     resident_bytes: int = 8 << 20

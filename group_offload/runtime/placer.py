@@ -37,7 +37,7 @@ from .prefetch.schedule import first_guess
 
 logger = logging.getLogger("group_offload")
 
-_DEEP_WINDOW = 4
+_DEEP_WINDOW = 3
 """Largest window at leaf level, in sizes of the largest layer. It helps models whose time compute sets, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
