@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from operator import attrgetter
 from typing import Any
 
@@ -68,7 +68,7 @@ class TensorRef:
             if isinstance(kept, torch.Tensor):
                 return kept
         try:
-            return _getter(self.path)(self.holder)
+            return _table_of(self.path)(self.holder).get(self.path[-1])
         except AttributeError:
             return None
 
@@ -159,12 +159,13 @@ def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
 
 
 @cache
-def _getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
-    return attrgetter(".".join(path))
+def _table_of(path: tuple[str, ...]) -> Callable[[Any], Any]:
+    """What finds the table with the last name of `path`: a property of that name may give something else than it has."""
+    return attrgetter(".".join((*path[:-1], "__dict__")))
 
 
 def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:
-    inner: torch.Tensor = _getter(path)(tensor) if path else tensor
+    inner: torch.Tensor = reduce(getattr, path, tensor)
     return inner
 
 

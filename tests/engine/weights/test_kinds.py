@@ -413,21 +413,25 @@ class Statistics:
 
 
 class ScaledBeside(nn.Parameter):
-    """Scales as attributes of the parameter, as bitsandbytes keeps them."""
+    """Scales as attributes of the parameter, as bitsandbytes keeps them. One of them is also a property, with another value."""
 
-    offset: torch.Tensor
     statistics: Statistics
+
+    @property
+    def offset(self) -> torch.Tensor:
+        found: torch.Tensor = vars(self)["offset"] / 4
+        return found
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> ScaledBeside:
         scale = weight.detach().abs().amax(1, keepdim=True) / 127
         found = torch.Tensor._make_subclass(cls, (weight.detach() / scale).round().to(torch.int8), False)
-        found.offset, found.statistics = torch.full((1,), 0.125), Statistics(scale)
+        vars(found).update(offset=torch.full((1,), 0.5), statistics=Statistics(scale))
         return found
 
     def __deepcopy__(self, memo: Any) -> ScaledBeside:
         twin = torch.Tensor._make_subclass(type(self), self.data.clone(), False)
-        twin.offset, twin.statistics = self.offset.clone(), Statistics(self.statistics.scale.clone())
+        vars(twin).update(offset=vars(self)["offset"].clone(), statistics=Statistics(self.statistics.scale.clone()))
         return twin
 
 
