@@ -312,9 +312,11 @@ class Engine:
         wait_for_releases()
 
     def _release(self) -> None:
-        """Free all device memory. What is on its way arrives before."""
+        """Free all device memory, before blobs are closed. What is on its way arrives before."""
         self._prefetcher.abandon()
         self.memory.release()
+        for group in self.groups:
+            group.forget_copies()
 
     def _forget_groups(self) -> None:
         """Mapped files are dropped now, and not by Python's collector later: until then they count as RAM in use."""

@@ -299,7 +299,7 @@ class Group:
     def give_up(self) -> None:
         for part in self.parts:
             part.give_up()
-        self._rest_views, self._rest_addresses, self._copies = [], [], ([], [])
+        self._rest_views, self._rest_addresses = [], []
 
     def forget_rest(self, tensor: torch.Tensor) -> None:
         """The tensor is stored elsewhere from now on. Else edited pages of files would be in RAM beside its new memory."""
@@ -320,6 +320,10 @@ class Group:
             moves = joined(placed.moves() for placed in self.blobs_at(0)) if is_plain else []
             self._copies = states, [] if any(move.tier is Tier.FILE for move in moves) else moves
         return self._copies[1]
+
+    def forget_copies(self) -> None:
+        """Blobs are about to be closed: see `release_later`."""
+        self._copies = [], []
 
     def blobs_at(self, offset: int) -> list[PlacedBlob]:
         """The blobs, placed in a slot so that the group's bytes begin at `offset`."""
