@@ -7,10 +7,9 @@ what moves. On the device another subclass around them stands in for the first k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from operator import attrgetter
+from functools import reduce
 from typing import Any
 
 import torch
@@ -67,10 +66,10 @@ class TensorRef:
             kept = getattr(_state_of(self.places[0].owner), self.path[0], None)
             if isinstance(kept, torch.Tensor):
                 return kept
-        try:
-            return _table_of(self.path)(self.holder).get(self.path[-1])
-        except AttributeError:
-            return None
+        found: Any = self.holder
+        for name in self.path:
+            found = getattr(found, "__dict__", {}).get(name)
+        return found
 
     def kept_by(self) -> Any:
         """The object that keeps the tensor beside the holder; None if the holder does."""
@@ -156,12 +155,6 @@ def _attributes(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
             yield (*path, name), value
         elif len(path) < 2 and not isinstance(value, (nn.Module, type)):  # a weight may know its layer
             yield from _attributes(getattr(value, "__dict__", {}), (*path, name))
-
-
-@cache
-def _table_of(path: tuple[str, ...]) -> Callable[[Any], Any]:
-    """What finds the table with the last name of `path`: a property of that name may give something else than it has."""
-    return attrgetter(".".join((*path[:-1], "__dict__")))
 
 
 def inner_of(tensor: Any, path: tuple[str, ...]) -> torch.Tensor:

@@ -297,8 +297,7 @@ class DeviceMemory(Holding):
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
         if not self.has_space_for(num_bytes):
-            not_needed = [slot for slot in self.pooled if slot.unused and may_evict(slot)]
-            for slot in not_needed:
+            for slot in (not_needed := [slot for slot in self.pooled if slot.unused and may_evict(slot)]):
                 self.free(slot)
             if not (not_needed and self.has_space_for(num_bytes)):
                 return None

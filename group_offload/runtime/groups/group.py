@@ -310,10 +310,7 @@ class Group:
                 views[at] = torch.empty(0)
 
     def copies(self) -> list[Move]:
-        """The copies to the beginning of a slot, if the group is sent from pinned RAM as it is; none if not.
-
-        They are the same each time, and making them takes longer than all else that is done to send small layers.
-        """
+        """The copies to the beginning of a slot, made once, if the group is sent from pinned RAM as it is; none if not."""
         states = [(part.blob.pinned_bytes, part.blob.is_outdated, part.blob.compressed) for part in self.parts]
         if states != self._copies[0]:
             is_plain = all(pinned and not (outdated or compressed) for pinned, outdated, compressed in states)

@@ -88,7 +88,11 @@ class Transfer:
         # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
         if not all(placed.blob.detects_edits and not placed.blob.is_outdated for placed in blobs):
             return []
-        return [move for move in self._moves_of(blobs) if isinstance(move, Read)]
+        shared = self.sharing if self.sharing is not None and self.sharing.host_group is not None else None
+        moves = (
+            joined(placed.moves() for placed in blobs) if shared is None else shared.moves_of(shared.parts_of(blobs))
+        )
+        return [move for move in moves if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
         """Begin to read."""
@@ -205,11 +209,6 @@ class Transfer:
             return job
         job.wait()  # copies run on the stream that computes: no kernel may come in between
         return None
-
-    def _moves_of(self, blobs: Sequence[PlacedBlob]) -> list[Move]:
-        if self.sharing is None or self.sharing.host_group is None:
-            return joined(placed.moves() for placed in blobs)
-        return self.sharing.moves_of(self.sharing.parts_of(blobs))
 
     def fetch(self, source: torch.Tensor, after: Event) -> torch.Tensor:
         """Device bytes that compute changes before `after`, on the host, which waits for them."""
