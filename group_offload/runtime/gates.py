@@ -136,7 +136,7 @@ class Gate(Around, Entry):
                 group = passes.lingering
                 if group is not None and group is self.only and not (compiler or modes) and passes.can_use_again(group):
                     args, kwargs = gates.move_inputs(args, kwargs)
-                    return passes.use_again(module.forward if self._is_plain() else self._enclosed, args, kwargs)
+                    return passes.use_again(module.forward if self._is_plain(module) else self._enclosed, args, kwargs)
                 passes.wait_for_turn(module)
                 with passes.lock:  # not acquire() and try: Ctrl-C may come between the two
                     if not passes.is_removed:
@@ -171,7 +171,7 @@ class Gate(Around, Entry):
                 backward.keep_root()
             if not (self.is_inner and passes.is_inside_a_call):
                 args, kwargs = gates.move_inputs(args, kwargs)
-            call = module.forward if compiler is None and self._is_plain() else self._enclosed
+            call = module.forward if compiler is None and self._is_plain(module) else self._enclosed
             first = num_autograd_nodes()
             for table in self.tables:
                 table.check()
@@ -196,9 +196,8 @@ class Gate(Around, Entry):
         finally:
             passes.end_call(this)
 
-    def _is_plain(self) -> bool:
+    def _is_plain(self, module: nn.Module) -> bool:
         """Whether torch would call `forward` and do nothing else, beside our hook: it takes long to find that out."""
-        module = self.module
         return (
             self.compiled is None
             and self.method is None

@@ -88,10 +88,8 @@ class Transfer:
         # A blob that does not hold edits does not tell of later ones either: they would be lost if it was read already.
         if not all(placed.blob.detects_edits and not placed.blob.is_outdated for placed in blobs):
             return []
-        shared = self.sharing if self.sharing is not None and self.sharing.host_group is not None else None
-        moves = (
-            joined(placed.moves() for placed in blobs) if shared is None else shared.moves_of(shared.parts_of(blobs))
-        )
+        shared = None if self.sharing is None or self.sharing.host_group is None else self.sharing
+        moves = shared.moves_of(shared.parts_of(blobs)) if shared else joined(placed.moves() for placed in blobs)
         return [move for move in moves if isinstance(move, Read)]
 
     def read_ahead(self, reads: Sequence[Read]) -> ReadJob:
