@@ -48,7 +48,7 @@ def apply_group_offloading(module: nn.Module, options: ModelOptions, given: froz
             with streams.
         record_stream: Take memory for weights from torch's caching allocator, just in time, instead of from a fixed
             ring of buffers. At block level this takes slightly less memory. Leaf level always uses the allocator;
-            with this option it prefetches three times as far, which takes more memory and is faster where compute sets
+            with this option it prefetches four times as far, which takes more memory and is faster where compute sets
             the time. Needs `use_stream`.
         low_cpu_mem_usage: Don't pin host memory, so that it can be swapped out. Slower: threads copy each weight
             through a pinned staging buffer of 108 MiB, nothing is prefetched across forwards, and files are read
