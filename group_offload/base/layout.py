@@ -70,15 +70,16 @@ class BlobLayout:
 
 
 class TensorViews:
-    """The tensors of blobs, in the order of their specs, as views of memory at whose bytes the blobs begin, again and again."""
+    """Views of blobs' tensors, in the order of their specs: prepared once, for any memory at whose bytes the blobs begin."""
 
     def __init__(self, placed: Iterable[tuple[int, BlobLayout]]) -> None:
         self._specs = [(start, spec) for start, layout in placed for spec in layout.specs]
         self._dtypes = [spec.dtype for _, spec in self._specs]
-        self._forms = [[spec.shape for _, spec in self._specs], [spec.stride for _, spec in self._specs]]
+        self._shapes = [spec.shape for _, spec in self._specs]
+        self._strides = [spec.stride for _, spec in self._specs]
         offsets = [divmod(start + spec.offset, spec.dtype.itemsize) for start, spec in self._specs]
         self._offsets = [offset for offset, _ in offsets]
-        self._is_even = not any(rest for _, rest in offsets) and not any(0 in spec.shape for _, spec in self._specs)
+        self._is_aligned = not any(left for _, left in offsets) and not any(0 in shape for shape in self._shapes)
 
     def of(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in `memory` (flat uint8)."""
@@ -86,10 +87,11 @@ class TensorViews:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.of(memory)
-        if memory.storage_offset() or not self._is_even:
+        if memory.storage_offset() or not self._is_aligned:
             return [spec.view(memory, -start) for start, spec in self._specs]
         flats = {dtype: memory.view(dtype) for dtype in {*self._dtypes}}
-        return [*map(torch.Tensor.as_strided, map(flats.__getitem__, self._dtypes), *self._forms, self._offsets)]
+        of_dtypes = map(flats.__getitem__, self._dtypes)
+        return [*map(torch.Tensor.as_strided, of_dtypes, self._shapes, self._strides, self._offsets)]
 
 
 def lay_out(fqns: Sequence[str], tensors: Sequence[torch.Tensor]) -> BlobLayout:

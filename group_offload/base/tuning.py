@@ -54,8 +54,8 @@ class Tuning:
 
     # Device memory
     min_window_bytes: int = 44 << 20
-    """Smallest window just in time, however small the groups are; an eighth of all weights if that is less. A smaller window
-    would cost launches and save no memory."""
+    """Smallest window just in time, however small the groups are; an eighth of all weights if that is less. In a smaller
+    one the device waits for the host."""
     resident_bytes: int = 8 << 20
     """The size below which groups that are needed around others all stay: turns would save too little."""
     largest_rest_bytes: int = 256 << 20

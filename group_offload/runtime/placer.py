@@ -38,7 +38,7 @@ from .prefetch.schedule import first_guess
 logger = logging.getLogger("group_offload")
 
 _DEEP_WINDOW = 4
-"""The window at leaf level with `record_stream`, in sizes of the largest layer. It helps where compute sets the time."""
+"""The window at leaf level with `record_stream`, in smallest windows. It helps where compute sets the time, not copies."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
 _MOST_TOGETHER = 16
@@ -480,4 +480,4 @@ class Placer:
             return least
         if self._config.record_stream:
             return _DEEP_WINDOW * least
-        return max(least, min(3 * least, activations // 3))
+        return max(least, min((_DEEP_WINDOW - 1) * least, activations // 3))

@@ -310,12 +310,11 @@ class Group:
                 views[at] = torch.empty(0)
 
     def copies(self) -> list[Move]:
-        """The copies to the beginning of a slot, made once, if the group is sent from pinned RAM as it is; none if not."""
-        states = [(part.blob.pinned_bytes, part.blob.is_outdated, part.blob.compressed) for part in self.parts]
+        """Copies to the start of a slot, made once, if all is sent from RAM as it is; else none. (Files are pinned anew.)"""
+        states = [(part.blob.tier, part.blob.is_outdated, part.blob.compressed) for part in self.parts]
         if states != self._copies[0]:
-            is_plain = all(pinned and not (outdated or compressed) for pinned, outdated, compressed in states)
-            moves = joined(placed.moves() for placed in self.blobs_at(0)) if is_plain else []
-            self._copies = states, [] if any(move.tier is Tier.FILE for move in moves) else moves
+            is_plain = all(tier is Tier.RAM and not (outdated or image) for tier, outdated, image in states)
+            self._copies = states, joined(placed.moves() for placed in self.blobs_at(0)) if is_plain else []
         return self._copies[1]
 
     def forget_copies(self) -> None:

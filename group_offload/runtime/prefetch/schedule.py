@@ -67,7 +67,7 @@ class Schedule:
         self._seen = []
 
     def _go_to(self, order: tuple[Group, ...], place: int) -> None:
-        """The next group should be the one at this place of an order."""
+        """Expect the group at this place of an order next."""
         self._order, self._next = order, place
         self.expected = order[place] if place < len(order) else None
         """The group that should be the very next one."""
