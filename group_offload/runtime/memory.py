@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -297,11 +298,11 @@ class DeviceMemory(Holding):
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
         if not self.has_space_for(num_bytes):
-            for slot in (not_needed := [slot for slot in self.pooled if slot.unused and may_evict(slot)]):
+            for slot in [slot for slot in self.pooled if slot.unused and may_evict(slot)]:
                 self.free(slot)
-            if not (not_needed and self.has_space_for(num_bytes)):
-                return None
-        return self.pooled_slot(num_bytes)
+        with suppress(torch.OutOfMemoryError):  # the run can wait: the call that needs it says if there is none then
+            return self.pooled_slot(num_bytes) if self.has_space_for(num_bytes) else None
+        return None
 
     def has_space_for(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more may be on their way just in time. Without a budget one run may always be."""

@@ -38,7 +38,7 @@ from .prefetch.schedule import first_guess
 logger = logging.getLogger("group_offload")
 
 _DEEP_WINDOW = 4
-"""The window at leaf level with `record_stream`, in smallest windows. It helps where compute sets the time, not copies."""
+"""The window at leaf level with `record_stream`, in smallest windows: one more than without. It helps if compute is slow."""
 HOST_ACTIVATIONS_SHARE = 0.2
 """Share of a RAM budget that is reserved for activations when the CPU computes; they cannot be measured there."""
 _MOST_TOGETHER = 16

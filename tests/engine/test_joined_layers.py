@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from group_offload import OffloadHandle
 from group_offload.runtime.engine import Engine
 
+from ..support.allocator import Memory
 from ..support.inside import engine_of
 from ..support.models import Blocks, Stop, make, stay
 from ..support.on_device import Twins, forward, hop_between, offload
 from ..support.rigs import check, gradient_of_input, pair, run
 from ..support.simulated import SimulatedDevice, use_simulated_device
+from ..support.timed import TimedDevice
 from ..support.tuning import tune
 
 DIM = 8
@@ -187,6 +189,13 @@ def test_layers_are_joined_in_the_order_of_their_calls(
         names = {name for name in groups_of(twins.handle) if name.startswith("blocks.1.")}
         assert names == {f"blocks.1.{each}" for each in ends}
         assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
+
+
+def test_what_is_sent_ahead_waits_on_a_full_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, min_window_bytes=44 << 20)
+    with use_simulated_device(TimedDevice(1e9, card=Memory(8 << 10))), torch.no_grad():
+        offload(model := blocks(), **LEAF, record_stream=True)
+        assert len([model(torch.randn(2, DIM)) for _ in range(4)]) == 4
 
 
 def test_an_order_that_depends_on_data_leaves_layers_apart(device: SimulatedDevice) -> None:

@@ -109,7 +109,7 @@ class Transfer:
         """Bring blobs to a slot once all of `landing.after` is reached, and record `landing.ready` behind the last copy.
 
         Args:
-            copies: How one group in pinned RAM gets there, in place of its blobs.
+            copies: How one group in RAM gets there, in place of its blobs.
             job: The job that `read_ahead` gave for these blobs, if any.
             alone: Whether other GPUs will not bring their shares.
 
