@@ -101,22 +101,23 @@ class Arena:
 
     def take_spare(self, num_bytes: int, stream: Stream) -> torch.Tensor | None:
         """Device memory for a resident, if there is some."""
-        return self._tried(partial(self.backend.empty, num_bytes, stream))
+        memory = self._tried(partial(self.backend.empty, num_bytes, stream))
+        return None if isinstance(memory, torch.OutOfMemoryError) else memory
 
     def retried(self, make: Callable[[], R], num_bytes: int, mine: Holding | None = None) -> R:
         """What `make` returns, which takes `num_bytes` of device memory. Errors as `take`."""
-        while (made := self._tried(make)) is None:
+        while isinstance(made := self._tried(make), torch.OutOfMemoryError):
             if not self.give_way(num_bytes, mine):
-                return make()  # which raises the device's own error
+                raise made
         return made
 
-    def _tried(self, make: Callable[[], R]) -> R | None:
+    def _tried(self, make: Callable[[], R]) -> R | torch.OutOfMemoryError:
         before = self.backend.refusals()[0]
         try:
             return make()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self._num_known += self.backend.refusals()[0] - before
-            return None
+            return error
 
     def give_way(self, num_bytes: int, mine: Holding | None = None) -> bool:
         """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""

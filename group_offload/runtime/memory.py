@@ -285,6 +285,11 @@ class DeviceMemory(Holding):
             if found is not None:
                 return found
             self._warn_of_aliases(ring.slots)
+        if resident is None:
+            with suppress(torch.OutOfMemoryError):
+                return self.pooled_slot(group.num_bytes), []
+            for slot in filter(self._is_free, [*self.pooled]):  # what was sent ahead can be sent again
+                self.free(slot)
         return resident or self.pooled_slot(group.num_bytes), []
 
     def pooled_slot(self, num_bytes: int) -> Slot[Group]:
@@ -432,3 +437,5 @@ class DeviceMemory(Holding):
         self._spare_events += slot.ready, slot._last_use
         if not slot.is_aliased:  # else the memory goes with the last view of it
             self._backend.free(slot.memory)
+        slot.views, slot.handed = {}, {}
+        del slot.memory  # whoever still has the slot keeps none of it
