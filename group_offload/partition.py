@@ -509,15 +509,12 @@ def _ancestors(path: str) -> Iterator[str]:
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
     """`module`, or if it is a container or has no forward, the modules in it that are called."""
-    if isinstance(module, NEVER_CALLED) or not _has_forward(module):
+    has_forward = getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
+    if isinstance(module, NEVER_CALLED) or not has_forward:
         for child in module.children():
             yield from _callable_parts(child)
     else:
         yield module
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _lists_lie_deeper(module: nn.Module) -> bool:

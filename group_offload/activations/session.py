@@ -199,7 +199,8 @@ class Session:
         tape = self._current.tape
         if tape is None or current_graph_task_id() != -1:
             return
-        tape.begin_group(name)
+        tape.name = name
+        tape.stashes.append([])
         if self._offloader is not None:
             self._offloader.free_offloaded()
             self._let_leave(tape, tape.position + 1 - max(self._config.keep_last, 1), self._offloader)

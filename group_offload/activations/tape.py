@@ -79,10 +79,6 @@ class Tape:
             return False
         return isinstance(getattr(made_by.next_functions[0][0], "variable", None), nn.Parameter)
 
-    def begin_group(self, name: str) -> None:
-        self.name = name
-        self.stashes.append([])
-
     def find(self, key: Key) -> Stash | None:
         """The stash of the same bytes, if this forward saved them before."""
         found = self.known.get(key)

@@ -316,10 +316,6 @@ def _budgets(pipe: Any) -> set[Any]:
     return found
 
 
-def _sharing(pipe: Any) -> set[Any]:
-    return {handle.config.interleave_forwards for handle in handles_of(pipe).values()}
-
-
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -336,7 +332,7 @@ def test_a_pipeline_fills_the_device_by_itself(options: dict[str, Any], wanted: 
     pipe.save_pretrained(tmp_path)
     with use_simulated_device(SimulatedDevice(0, "lazy")):
         enable_group_offload(pipe, **options)
-        assert _sharing(pipe) == {"auto"}
+        assert {handle.config.interleave_forwards for handle in handles_of(pipe).values()} == {"auto"}
         assert _budgets(pipe) == {wanted}
         assert _budgets(from_pretrained(diffusers.FluxPipeline, tmp_path, **options)) == {wanted}
         model = from_pretrained(diffusers.FluxTransformer2DModel, tmp_path / "transformer", **options)

@@ -95,10 +95,6 @@ class _Access(NamedTuple):
         return f"{self.label!r} on {self.timeline.name} ({Path(self.file).name}:{self.line})"
 
 
-def _before(access: _Access, clock: Clock) -> bool:
-    return clock.get(access.timeline, 0) >= access.tick
-
-
 @dataclass(slots=True)
 class _Segment:
     start: int
@@ -135,7 +131,7 @@ class _Region:
         self, segment: _Segment, access: _Access, clash: str, others: Iterable[_Access | None], clock: Clock
     ) -> None:
         for other in others:
-            if other is not None and not _before(other, clock):
+            if other is not None and clock.get(other.timeline, 0) < other.tick:
                 raise RaceError(f"{access} {clash} {other}, and nothing orders the two: {self._describe(segment)}.")
 
     def _describe(self, segment: _Segment) -> str:
