@@ -37,3 +37,8 @@ def test_pythons_are_those_of_the_package() -> None:
     named = set(re.findall(r"Python :: (3\.\d+)", text))
     assert named <= set(ci["jobs"]["test"]["strategy"]["matrix"]["python"])
     assert min(named, key=lambda each: int(each[2:])) in text.partition("requires-python")[2][:20]
+
+
+def test_libraries_may_have_odd_escapes() -> None:
+    """Python warns of them as it compiles a library (torchao has one), which may be when a test first imports it."""
+    compile(r"'\.'", "library.py", "exec")
