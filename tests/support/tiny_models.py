@@ -93,10 +93,6 @@ def wan_kl(seed: int = 0) -> AutoencoderKLWan:
     )
 
 
-def wan_kl_inputs(seed: int = 0) -> dict[str, Any]:
-    return {"sample": randn(1, 3, 5, 16, 16, seed=seed), "return_dict": False}
-
-
 def unet(seed: int = 0) -> UNet2DConditionModel:
     down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
     blocks = {"block_out_channels": (4, 8), "layers_per_block": 1, "down_block_types": down, "up_block_types": up}
@@ -233,7 +229,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "unet": (unet, unet_inputs),
     "kl": (kl, kl_inputs),
     "sd_kl": (sd_kl, kl_inputs),
-    "wan_kl": (wan_kl, wan_kl_inputs),
+    "wan_kl": (wan_kl, lambda seed=0: {"sample": randn(1, 3, 5, 16, 16, seed=seed), "return_dict": False}),
     "clip": (clip, tokens),
     "t5": (t5, tokens),
 }
