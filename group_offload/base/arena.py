@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -101,23 +102,25 @@ class Arena:
 
     def take_spare(self, num_bytes: int, stream: Stream) -> torch.Tensor | None:
         """Device memory for a resident, if there is some."""
-        memory = self._tried(partial(self.backend.empty, num_bytes, stream))
-        return None if isinstance(memory, torch.OutOfMemoryError) else memory
+        with suppress(torch.OutOfMemoryError):
+            return self._own(partial(self.backend.empty, num_bytes, stream))
+        return None
 
     def retried(self, make: Callable[[], R], num_bytes: int, mine: Holding | None = None) -> R:
         """What `make` returns, which takes `num_bytes` of device memory. Errors as `take`."""
-        while isinstance(made := self._tried(make), torch.OutOfMemoryError):
-            if not self.give_way(num_bytes, mine):
-                raise made
-        return made
+        while True:
+            try:
+                return self._own(make)
+            except torch.OutOfMemoryError:
+                if not self.give_way(num_bytes, mine):
+                    raise
 
-    def _tried(self, make: Callable[[], R]) -> R | torch.OutOfMemoryError:
+    def _own(self, make: Callable[[], R]) -> R:
         before = self.backend.refusals()[0]
         try:
             return make()
-        except torch.OutOfMemoryError as error:
+        finally:
             self._num_known += self.backend.refusals()[0] - before
-            return error
 
     def give_way(self, num_bytes: int, mine: Holding | None = None) -> bool:
         """Evict residents, those worth least first, until `num_bytes` more are free. False if there was nothing to free."""

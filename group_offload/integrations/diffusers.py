@@ -569,9 +569,8 @@ def _install_seams() -> None:
         if kind is not None:
             around_once(kind, "to", _move)
     offloading: Any = importlib.import_module("diffusers.hooks.group_offloading")
-    around_once(
-        offloading, "_get_top_level_group_offload_hook", lambda find, module: _marker_of(module) or find(module)
-    )
+    name = "_get_top_level_group_offload_hook"
+    around_once(offloading, name, lambda find, module: _marker_of(module) or find(module))
     around_once(offloading, "_apply_group_offloading", _apply)
 
 
