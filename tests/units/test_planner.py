@@ -45,11 +45,7 @@ def groups_of(
 
 
 def problem_of(
-    groups: Sequence[PlannedGroup],
-    *,
-    order: Sequence[int] | None = None,
-    speeds: Speeds = ROUND_SPEEDS,
-    **options: int,
+    groups: Sequence[PlannedGroup], *, order: Sequence[int] | None = None, speeds: Speeds = ROUND_SPEEDS, **options: int
 ) -> Problem:
     in_turn = tuple(range(len(groups)) if order is None else order)
     return Problem(groups=tuple(groups), order=in_turn, speeds=speeds, **options)
