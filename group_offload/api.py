@@ -19,6 +19,7 @@ from .handle import OffloadHandle, listeners
 from .owners import add_owner, shared_handle
 from .runtime.engine import Engine
 from .runtime.gates import root_of
+from .weights import pack_weights
 
 
 @takes_options(ModelOptions)
@@ -139,6 +140,7 @@ def offload(
     handle = OffloadHandle(module, engine)
     add_owner(handle, module if pipeline is None else pipeline)  # first: an interrupt leaves no module without an owner
     try:
+        pack_weights(module, config.onload_device)
         engine.start(by_id)
         module.__dict__[HANDLE] = handle
         for listener in listeners:

@@ -7,18 +7,24 @@ what moves. On the device another subclass around them stands in for the first k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .base.arena import moved
 from .base.layout import span_bytes
 from .base.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 from .base.weak import Weak
 from .errors import ModuleError
+from .stores.files import FileMap
+
+logger = logging.getLogger("group_offload")
 
 
 class ParamSlot:
@@ -180,6 +186,68 @@ def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tup
     parts = {name: rewrap(getattr(tensor, name), inner, (*path, name)) for name in names}
     wrapped: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     return wrapped
+
+
+def remake(model: nn.Module, make: Callable[[torch.Tensor], nn.Parameter | None]) -> None:
+    """Replace each weight that is a wrapper by what `make` returns for it. None leaves it."""
+    made: Any = WeakTensorKeyDictionary()  # a tied weight stays one; what is replaced is freed at once
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and is_traceable_wrapper_subclass(weight):
+                if weight not in made:
+                    with torch.no_grad():
+                        made[weight] = make(weight)
+                module._parameters[name] = weight if made[weight] is None else made[weight]
+
+
+def pack_weights(model: nn.Module, device: torch.device) -> None:
+    """Pack weights in RAM as their library does where it moves them to `device`: quanto, for the kernels that it has there.
+
+    One weight at a time is there. What is inside comes back to RAM as it is: `weight.to("cpu")` would unpack it. What is in a
+    file stays there.
+    """
+    files = FileMap()
+
+    def inside(weight: torch.Tensor) -> list[tuple[Any, ...]]:
+        return [(path, tensor.dtype, tensor.shape) for path, tensor in plain_tensors("", weight)]
+
+    def pack(weight: Any) -> nn.Parameter | None:
+        if weight.device.type != "cpu" or not hasattr(weight, "optimize"):
+            return None
+        if any(files.find(tensor) for _, tensor in plain_tensors("", weight)):
+            return None
+        packed: Any = nn.Parameter(moved(weight.detach(), device), requires_grad=weight.requires_grad)
+        if inside(packed) == inside(weight):
+            return None
+        names, context = weight.__tensor_flatten__()
+        small = {name: part for name in names if (part := getattr(weight, name)).numel() <= weight.numel() // 8}
+        packed.in_ram = type(weight), context, small
+        for _, tensor in plain_tensors("", packed):  # the wrapper goes on to name the device
+            tensor.data = tensor.to("cpu")
+        return packed  # type: ignore[no-any-return]
+
+    try:
+        remake(model, pack)
+    except (ImportError, OSError, RuntimeError) as error:  # quanto compiles kernels
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        logger.warning("%s: weights are not packed for %s: %s", type(model).__name__, device, error)
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Undo `pack_weights`."""
+
+    def unpack(weight: Any) -> nn.Parameter | None:
+        if not hasattr(weight, "in_ram"):
+            return None
+        kind, context, small = weight.in_ram  # scales come back rounded
+        there = {path: moved(tensor, weight.device) for path, tensor in plain_tensors("", weight)}
+        back: Any = rewrap(weight, there).to("cpu")
+        parts = {name: small.get(name, getattr(back, name)) for name in back.__tensor_flatten__()[0]}
+        unpacked = kind.__tensor_unflatten__(parts, context, weight.size(), weight.stride())
+        return nn.Parameter(unpacked, requires_grad=weight.requires_grad)
+
+    remake(model, unpack)
 
 
 def version_of(tensor: torch.Tensor) -> int:

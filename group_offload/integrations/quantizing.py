@@ -27,8 +27,7 @@ from ..base.arena import moved
 from ..base.mapping import trim_heap
 from ..base.patching import around, swap
 from ..base.tensors import map_tensors
-from ..base.torch_internals import is_traceable_wrapper_subclass
-from ..weights import rewrap
+from ..weights import remake, rewrap
 from .casts import PostponedCasts
 
 _SEAMS = (("diffusers.quantizers.auto", "DiffusersAutoQuantizer"), ("transformers.quantizers.auto", "AutoHfQuantizer"))
@@ -144,15 +143,7 @@ def take_off_meta(model: nn.Module) -> None:
 
     A LoRA is put on the device that its layer's weight names.
     """
-    made: dict[torch.Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, holder in module._parameters.items():
-            if holder is None or not holder.is_meta or not is_traceable_wrapper_subclass(holder):
-                continue
-            if holder not in made:  # a tied weight stays one
-                with torch.no_grad():
-                    made[holder] = nn.Parameter(rewrap(holder, {}), requires_grad=holder.requires_grad)
-            module._parameters[name] = made[holder]
+    remake(model, lambda w: nn.Parameter(rewrap(w, {}), requires_grad=w.requires_grad) if w.is_meta else None)
 
 
 def _owner_of(model: nn.Module, name: str) -> nn.Module:

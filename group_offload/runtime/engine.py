@@ -22,7 +22,7 @@ from ..config import OffloadConfig
 from ..errors import ModuleError, StateError
 from ..partition import PlacesOfFsdp, left_to_fsdp, partition
 from ..stores.folder import Folder
-from ..weights import TensorRef
+from ..weights import TensorRef, unpack_weights
 from . import shared_lock
 from .backward import Backward
 from .budget.need import InputSignature
@@ -178,6 +178,7 @@ class Engine:
             self.trained.give_back()
             self._gates.remove()
             self._forget_groups()
+            unpack_weights(self.root)
             self._backward.close()
             if self.sharing is not None:
                 self.sharing.close()

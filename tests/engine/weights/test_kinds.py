@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from group_offload import ModuleError, apply_group_offloading
+from group_offload import ModuleError, apply_group_offloading, weights
 
 from ...support.asserts import assert_at_rest, assert_own_memory, assert_same, named_tensors, same_bits
 from ...support.models import WIDTH, Block, Blocks, Model, inputs, make
@@ -332,6 +333,35 @@ def test_tensor_subclass(offload: Offload) -> None:
     handle.remove()
     assert_at_rest(model, reference)
     assert_same(run(model, inputs()), run(reference, inputs()))
+
+
+class Repacked(Quantized):
+    def dequantised(self) -> torch.Tensor:
+        return super().dequantised().float()
+
+    def to(self, *_: Any) -> Any:
+        return Quantized(self.qdata, self.scale.float() * 1.01)  # the library rounds
+
+
+def repacked(tensor: Any, _: torch.device) -> torch.Tensor:
+    return Repacked(tensor.qdata, tensor.scale.double()) if isinstance(tensor, Quantized) else tensor
+
+
+@pytest.mark.parametrize("moved", [repacked, Mock(side_effect=OSError("CUDA_HOME is not set"))])
+def test_packed_as_on_the_device(moved: Any, offload: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """quanto packs int4 and fp8 for kernels that only a GPU has, and compiles some."""
+    model, reference = pair(QuantizedModel)
+    monkeypatch.setattr(Quantized, "optimize", None, raising=False)
+    monkeypatch.setattr(weights, "moved", moved)
+    for twin in (model, reference):
+        twin.blocks[2].up.weight = twin.blocks[0].up.weight
+    handle = offload(model)
+    assert type(model.blocks[1].up.weight.data) is (Repacked if moved is repacked else Quantized)
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    assert_same(run(model, inputs()), run(reference, inputs()))
+    handle.remove()
+    assert type(model.blocks[1].up.weight.data) is Quantized
+    assert_at_rest(model, reference)
 
 
 QUANTIZED_EDITS: dict[str, Callable[[Any], object]] = {
