@@ -1,10 +1,6 @@
 """Run torch modules whose weights do not fit on the accelerator, or not even in RAM."""
 
-from .activations import (
-    ActivationOffloadHandle,
-    ActivationStats,
-    apply_activation_offloading,
-)
+from .activations import ActivationOffloadHandle, ActivationStats, apply_activation_offloading
 from .api import apply_group_offloading, free_device_buffers, handle_of, remove_group_offloading
 from .config import OffloadConfig, OffloadType
 from .errors import ConfigError, DeviceError, GroupOffloadError, ModuleError, StateError, StorageError

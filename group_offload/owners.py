@@ -78,12 +78,10 @@ def shared_handle(
     if handle is None:
         return None
     owners = owners_of(handle)
-    is_own = any(each is handle.module for each in owners)
-    if is_own and owner is not handle.module:
+    if owner is not handle.module and any(each is handle.module for each in owners):
         given_for_all, is_excluded = (), False
     config = handle.config
-    names = sorted({*given, *given_for_all})
-    other = [each for each in names if getattr(wanted, each) != getattr(config, each)]
+    other = [each for each in sorted({*given, *given_for_all}) if getattr(wanted, each) != getattr(config, each)]
     if not other and not is_excluded:
         return handle
     what = f"{name} ({type(handle.module).__name__})" if name else type(handle.module).__name__

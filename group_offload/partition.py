@@ -414,12 +414,7 @@ def _specs(units: list[_Unit], refs: list[TensorRef], users: list[set[int]]) -> 
         target = members[needed_by[0]] if len(needed_by) == 1 else shared.setdefault(needed_by, [])
         target.extend(cluster)
     groups = [
-        GroupSpec(
-            unit.group_id,
-            tuple(refs[i] for i in sorted(mine)),
-            tuple(unit.openers),
-            is_table=bool(unit.table),
-        )
+        GroupSpec(unit.group_id, tuple(refs[i] for i in sorted(mine)), tuple(unit.openers), is_table=bool(unit.table))
         for unit, mine in zip(units, members, strict=True)
         if mine or not unit.table  # a table that shares memory with another weight moves with it
     ]

@@ -3,8 +3,4 @@
 from .api import ActivationOffloadHandle, apply_activation_offloading
 from .stats import ActivationStats
 
-__all__ = [
-    "ActivationOffloadHandle",
-    "ActivationStats",
-    "apply_activation_offloading",
-]
+__all__ = ["ActivationOffloadHandle", "ActivationStats", "apply_activation_offloading"]

@@ -35,11 +35,7 @@ from torch.utils import checkpoint
 
 from ..base.device import Stream, backend_for
 from ..base.saved import Kept, Passed, hooks_in_force, keep
-from ..base.torch_internals import (
-    are_saved_tensors_hooks_enabled,
-    current_graph_task_id,
-    current_transform,
-)
+from ..base.torch_internals import are_saved_tensors_hooks_enabled, current_graph_task_id, current_transform
 from ..errors import GroupOffloadError, ModuleError, StateError
 from .config import ActivationConfig
 from .offloader import DeviceOffloader, Stash, StashState

@@ -62,8 +62,7 @@ def decode(data: torch.Tensor, strip: Strip, out: torch.Tensor, start: int = 0) 
 @cache
 def _num_warps(device: torch.device) -> int:
     """A thread for each row of half a tile: then no value moves between threads."""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return 128 // getattr(properties, "warp_size", 32)
+    return 128 // getattr(torch.get_device_module(device).get_device_properties(device), "warp_size", 32)
 
 
 ROWS = tl.constexpr(128)

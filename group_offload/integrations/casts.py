@@ -130,9 +130,7 @@ class PostponedCasts(TorchFunctionMode):
                 if postponed is not None:
                     return postponed
         mine = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if self._seems(tensor) is not None]
-        if not mine:
-            return func(*args, **kwargs)
-        return self._call_with(mine[0], func, args, kwargs)
+        return self._call_with(mine[0], func, args, kwargs) if mine else func(*args, **kwargs)
 
     def _call_with(
         self, first: torch.Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -154,7 +152,8 @@ class PostponedCasts(TorchFunctionMode):
             for tensor in _tensors_in((result,)):
                 self._hand_out(tensor, dtype)
             return result
-        writes = _writes_to_first(name) and (not args or args[0] is first)  # those of nn.init get keywords only
+        is_in_place = name in _IN_PLACE if name.startswith("__") else name.endswith("_")
+        writes = is_in_place and (not args or args[0] is first)  # those of nn.init get keywords only
         if writes or isinstance(kwargs.get("out"), torch.Tensor):
             self.refusal = f"{name} writes to a weight"
         return func(*(self.made(arg) for arg in args), **{key: self.made(value) for key, value in kwargs.items()})
@@ -204,9 +203,7 @@ class PostponedCasts(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             dtype = self._seems(value)
             return value if dtype is None else value.to(dtype)
-        if type(value) in (list, tuple):
-            return type(value)(self.made(item) for item in value)
-        return value
+        return type(value)(self.made(item) for item in value) if type(value) in (list, tuple) else value
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
         if self._of_files_only and self._files.find(tensor.detach()) is None:
@@ -245,10 +242,6 @@ def _is_view_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(key is None or key is Ellipsis or isinstance(key, (int, slice)) for key in keys)
     return False
-
-
-def _writes_to_first(name: str) -> bool:
-    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -302,8 +302,7 @@ def _room(config: OffloadConfig, whole: Iterable[nn.Module]) -> int:
 
 def _is_given_up(model: nn.Module) -> bool:
     """Whether a model has no weights any more (`to("meta")`), or never had any. accelerate keeps those that it takes."""
-    tensors = (*model.parameters(), *model.buffers())
-    is_meta = all(tensor.device.type == "meta" for tensor in tensors)
+    is_meta = all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
     return is_meta and not any("_hf_hook" in vars(part) for part in model.modules())
 
 

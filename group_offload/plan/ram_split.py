@@ -82,5 +82,4 @@ def ram_for_weights(
         )
     # Files of other offloaded modules have the RAM that they were promised, or have pinned without a budget. Files of
     # later modules may find no RAM left: they are read from the disk.
-    elsewhere = max(pinned.num_bytes, promised.num_bytes)
-    return max(in_ram, budget - others - elsewhere)
+    return max(in_ram, budget - others - max(pinned.num_bytes, promised.num_bytes))

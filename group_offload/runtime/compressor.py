@@ -123,13 +123,12 @@ class Compressor:
         """What is sent of a group if it is compressed, about, as long as it was not; 0 if it is not going to be compressed."""
         total, has_compressed = 0, False
         for part in group.parts:
-            num_bytes = part.blob.layout.num_bytes
             if part.blob.compressed is not None:
                 total, has_compressed = total + part.blob.compressed.num_bytes, True
             elif self._could_compress(part):
                 total, has_compressed = total + self._size_of(part), True
             else:
-                total += num_bytes
+                total += part.blob.layout.num_bytes
         return total if has_compressed else 0
 
     def _size_of(self, part: Part) -> int:

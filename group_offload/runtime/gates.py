@@ -33,16 +33,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from ..base import selective
-from ..base.compiled import (
-    HANDLE,
-    Around,
-    allow_trace,
-    has_fake_tensors,
-    innermost,
-    is_compiled,
-    is_ours,
-    refuse_trace,
-)
+from ..base.compiled import HANDLE, Around, allow_trace, has_fake_tensors, innermost, is_compiled, is_ours, refuse_trace
 from ..base.patching import around_once
 from ..base.saved import hooks_in_force
 from ..base.tensors import map_tensors

@@ -373,12 +373,10 @@ class Passes:
         """Take the slots, and start the first copies: in the order of `guess`, as long as none is known."""
         self.placer.replan(kind)  # before slots are taken: a new plan changes their sizes
         self._files.before_pass(self.name)
-        is_backward = kind.is_backward
-        phase_order = None if is_backward else self.phase_order
+        phase_order = None if kind.is_backward else self.phase_order
         self.placer.make_room(kind, begins_phase=phase_order is not None and phase_order.is_first_of_phase)
         self.memory.take()
-        timed = kind if self.placer.begin_pass(kind) else None
-        self._recorder.begin(timed, self.backend.current_stream())
+        self._recorder.begin(kind if self.placer.begin_pass(kind) else None, self.backend.current_stream())
         self._teaches = True
         self.prefetcher.begin(kind.top, scope, guess, is_last=self._next_model is not None)
         self._state = PassState.OPEN

@@ -242,9 +242,7 @@ class FileBlob(Contents, Blob):
     @property
     def read_mode(self) -> str:
         """How the file is read: see [Note: Ways to read a file]."""
-        if self.is_pinned:
-            return "pinned"
-        return "direct" if self.is_direct else "page cache"
+        return "pinned" if self.is_pinned else "direct" if self.is_direct else "page cache"
 
     @property
     def same_as(self) -> str:

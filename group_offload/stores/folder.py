@@ -120,9 +120,7 @@ class Folder:
             yield
         if self._of_others:
             logger.warning(
-                "Didn't use %d files in %s: other users own them or can write to them.",
-                len(self._of_others),
-                self.path,
+                "Didn't use %d files in %s: other users own them or can write to them.", len(self._of_others), self.path
             )
             self._of_others.clear()
 

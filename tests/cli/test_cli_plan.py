@@ -362,10 +362,7 @@ def test_plan_as_json(model: Path, run: Terminal) -> None:
     assert 0 < bytes_at(part, "pinned RAM") <= part["ram_bytes"] <= part["ram_share_bytes"] < 4.5 * GIB
     assert part["step_seconds"] >= part["disk_seconds"] > part["h2d_seconds"] and part["bound"] == "disk"
     assert part["disk_seconds"] == part["disk_bytes"] / 2e9 and part["disk_bytes"] == bytes_at(part, "file") > 0
-    assert [sentence.split(" would ")[0] for sentence in part["sentences"][1:]] == [
-        "1 GiB more VRAM",
-        "1 GiB more RAM",
-    ]
+    assert [sentence.split(" would ")[0] for sentence in part["sentences"][1:]] == ["1 GiB more VRAM", "1 GiB more RAM"]
     assert found.keys() == {"title", "models", "sentences", "call"}
     assert part["groups"][0].keys() == {"name", "num_bytes", "place"}
 

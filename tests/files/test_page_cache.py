@@ -113,11 +113,7 @@ def test_outputs_and_memory(
 
 @pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}, {"offload_device": "disk"}], ids=str)
 def test_what_is_read_from_the_checkpoint(
-    options: Any,
-    path: Path,
-    device: SimulatedDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    options: Any, path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """RAM that is too small, which is said; RAM that is not to be pinned; files that were asked for."""
     if not options:

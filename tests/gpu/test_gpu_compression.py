@@ -81,12 +81,7 @@ def test_weights_in_fp8(model: nn.Module, x: torch.Tensor, device: torch.device)
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"record_stream": True}, {"offload_type": "leaf_level"}], ids=str)
 def test_compressed_files_are_read(
-    options: dict[str, Any],
-    share: float,
-    model: nn.Module,
-    x: torch.Tensor,
-    device: torch.device,
-    tmp_path: Path,
+    options: dict[str, Any], share: float, model: nn.Module, x: torch.Tensor, device: torch.device, tmp_path: Path
 ) -> None:
     """What a budget of RAM leaves on the disk is read in fewer bytes than plain weights, and has the same bits."""
     expected = run(copy.deepcopy(model).to(device), x)

@@ -56,11 +56,7 @@ class TimedDevice(OnCard):
     """Order of use: `use_simulated_device(device)`, offload a model that calls `compute` in its forward, run, look at `now`."""
 
     def __init__(
-        self,
-        bytes_per_second: float,
-        *,
-        card: Memory | None = None,
-        launch_seconds: float | None = None,
+        self, bytes_per_second: float, *, card: Memory | None = None, launch_seconds: float | None = None
     ) -> None:
         super().__init__(card or Memory(1 << 50))
         self.bytes_per_second = bytes_per_second

@@ -14,14 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_offload import ConfigError
-from group_offload.plan.budgets import (
-    _warn_of_less,
-    auto_ram,
-    describe_bytes,
-    parse_budget,
-    parse_bytes,
-    total_ram,
-)
+from group_offload.plan.budgets import _warn_of_less, auto_ram, describe_bytes, parse_budget, parse_bytes, total_ram
 
 from ..support.control_groups import Cgroups, stat
 

@@ -246,9 +246,7 @@ class MemoryBudget:
             staging_bytes=tuning().reading_bytes,
             rests=None if self.plan is None else self.plan.rests,
         )
-        if space is None:
-            return problem
-        return replace(problem, device_budget=max(space, smallest_device_bytes(problem)))
+        return problem if space is None else replace(problem, device_budget=max(space, smallest_device_bytes(problem)))
 
     def at(self, placement: Placement) -> frozenset[Group]:
         """The groups to which the plan gives this placement: `RAM` to those stored there, wherever copies of them stay."""

@@ -168,7 +168,8 @@ class Group:
         Returns:
             The number of tensors that the forward changed.
         """
-        if self._is_left_in_place():
+        is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
+        if is_in_use and not (self.was_touched() or self.was_replaced()):  # nothing has to be bound or copied
             self._bound, self.is_bound = [], False
             return 0
         slot = self.slot
@@ -206,11 +207,6 @@ class Group:
         self._recast = {
             index: recast for index, recast in self._recast.items() if same_memory(self._tensors[index], recast[1])
         }
-
-    def _is_left_in_place(self) -> bool:
-        """Whether the tensors were used in their blobs and are as they were, so that nothing has to be bound or copied."""
-        is_in_use = self._bound is self._rest_views and not (self._buffers or self._wrapped)
-        return is_in_use and not (self.was_touched() or self.was_replaced())
 
     def recover(self, transfer: Transfer) -> None:
         """A pass failed, or was interrupted: bind the tensors to their blobs, whatever state they are in.

@@ -134,8 +134,7 @@ class Arguments:
     def relate(self, first: Arguments) -> None:
         """Note which arguments are the same as in the first call of the step. Later the latents are gone."""
         if self._form == first._form:
-            pairs = zip(self._leaves, first._leaves, strict=True)
-            self.shared = [mine.is_same(before) for mine, before in pairs]
+            self.shared = [mine.is_same(before) for mine, before in zip(self._leaves, first._leaves, strict=True)]
 
     def predict(self, now: Arguments) -> Arguments | None:
         """The arguments of this call in the next step, which begins with `now`.

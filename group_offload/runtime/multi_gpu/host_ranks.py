@@ -18,13 +18,7 @@ from ...base.arena import arena_for
 from ...base.device import Backend, Event
 from ...base.layout import ALIGNMENT
 from ...base.peer_memory import PeerMemory
-from ...base.system import (
-    name_of_shared_file,
-    new_shared_file,
-    open_shared_file,
-    place_of_process,
-    started_at,
-)
+from ...base.system import name_of_shared_file, new_shared_file, open_shared_file, place_of_process, started_at
 from ...base.text import describe_bytes
 from ...base.tuning import tuning
 from ...errors import ConfigError

@@ -24,10 +24,6 @@ class SharedBytes:
     landed: Event
     """It is behind the copy of this rank's part."""
 
-    @property
-    def gathered_bytes(self) -> int:
-        return self.memory.numel() - self.part_bytes
-
     def part_of(self, rank: int) -> torch.Tensor:
         return self.memory[rank * self.part_bytes : (rank + 1) * self.part_bytes]
 

@@ -382,7 +382,7 @@ class ShardedTransfers:
     def _send(self, host_group: HostGroup, shared: Shared, places: Mapping[str, Place]) -> list[Event]:
         """Send this rank's part of a group to the other ranks: the thread of the host group does."""
         events = host_group.link.send(shared.bytes, places)
-        self.bytes_from_peers += shared.bytes.gathered_bytes
+        self.bytes_from_peers += shared.bytes.memory.numel() - shared.bytes.part_bytes
         return events
 
     # ---------------------------------------------------------------- the same bytes

@@ -14,14 +14,7 @@ from group_offload import StorageError
 from group_offload.base import reading
 from group_offload.base.mapping import cached_bytes, forget_writes
 
-from ...support.reading import (
-    Preadv,
-    Rig,
-    assert_tells,
-    every_rig,
-    has_direct_reads,
-    is_direct,
-)
+from ...support.reading import Preadv, Rig, assert_tells, every_rig, has_direct_reads, is_direct
 from ...support.tuning import tune
 
 
