@@ -50,8 +50,7 @@ class PackedView:
             StateError: the tensor was modified since it was saved.
         """
         if self._probe._version != self._version:
-            name = describe(self._probe, self._size, self._made_by)
-            check_version(self._probe._version, self._version, name)
+            check_version(self._probe._version, self._version, describe(self._probe, self._size, self._made_by))
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, as a view of the stash's bytes. It shares the version counter too: a backward may change it in place."""

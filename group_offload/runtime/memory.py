@@ -303,10 +303,13 @@ class DeviceMemory(Holding):
     def slot_just_in_time(self, num_bytes: int, may_evict: Callable[[Slot[Group]], bool]) -> Slot[Group] | None:
         """Memory for the run that comes next, if `num_bytes` more may be on their way."""
         if not self.has_space_for(num_bytes):
-            for slot in [slot for slot in self.pooled if slot.unused and may_evict(slot)]:
+            idle = [slot for slot in self.pooled if slot.unused and may_evict(slot)]
+            for slot in idle:
                 self.free(slot)
+            if not idle or not self.has_space_for(num_bytes):
+                return None
         with suppress(torch.OutOfMemoryError):  # the run can wait: the call that needs it says if there is none then
-            return self.pooled_slot(num_bytes) if self.has_space_for(num_bytes) else None
+            return self.pooled_slot(num_bytes)
         return None
 
     def has_space_for(self, num_bytes: int) -> bool:

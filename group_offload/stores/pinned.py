@@ -321,9 +321,7 @@ class RamBlob(Blob):
 
     @property
     def location(self) -> str:  # type: ignore[override]
-        if not self._gains_from_pinning:
-            return "RAM"
-        return "pinned RAM" if self.store.is_pinned else "pageable RAM"
+        return "RAM" if not self._gains_from_pinning else "pinned RAM" if self.store.is_pinned else "pageable RAM"
 
     @property
     def pinned_bytes(self) -> int:

@@ -402,6 +402,4 @@ def _state_of_thread() -> str | None:
         return "a global module hook is registered"
     compiler = set_eval_frame(None)
     set_eval_frame(compiler)
-    if compiler:
-        return "it is compiled as a whole: compile its blocks instead"
-    return None
+    return "it is compiled as a whole: compile its blocks instead" if compiler else None

@@ -200,12 +200,13 @@ class HostGroup:
 
         Most looks find nothing, and a thread that looks takes Python's time from the one that launches compute.
         """
+        first = (next(filter(_waiting, model.jobs), None) for model in self._models.values())
         on_way = next(islice(self._on_way, self._num_sent - self._num_arrived, None), None)
         return (
             self._shared_state.has_news
             or (on_way is not None and _has_sent(on_way[1]))
             or (bool(self._on_way) and self._num_arrived < min(self._shared_state.sent))
-            or any(map(_may_be_offered, filter(None, map(_first_waiting, self._models.values()))))
+            or any(map(_may_be_offered, filter(None, first)))
         )
 
     def _until_next_look(self) -> float | None:
@@ -260,8 +261,7 @@ class HostGroup:
         self.alone.discard(name)
 
     def _on_leave(self, name: str) -> None:
-        model = self._model(name)
-        model.has_left = True
+        self._model(name).has_left = True
         with self._shared_state.change() as state:
             state.leave(self.rank, name, self._shared_state.num_ranks)
         self._follow()
@@ -436,10 +436,6 @@ class HostGroup:
 
 def _waiting(job: ShardJob) -> list[Shared]:
     return [each for each in job.shared if each.progress is Progress.SENT]
-
-
-def _first_waiting(model: _Model) -> ShardJob | None:
-    return next(filter(_waiting, model.jobs), None)
 
 
 def _may_be_offered(job: ShardJob) -> bool:
