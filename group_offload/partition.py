@@ -452,7 +452,8 @@ def _join(groups: tuple[GroupSpec, ...], followers: Mapping[str, str], limit_byt
         if len(run) == 1
         else GroupSpec(
             f"{group.group_id} to {run[-1].group_id}",
-            tuple(ref for each in run for ref in each.tensors),
+            # In the order that they have in RAM: what adjoins there is one copy.
+            tuple(ref for each in sorted(run, key=groups.index) for ref in each.tensors),
             tuple(opener for each in run for opener in each.openers),
             joined=tuple(each.group_id for each in run),
         )

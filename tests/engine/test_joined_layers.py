@@ -178,8 +178,7 @@ def test_bytes_and_memory_are_those_of_single_layers(
 def test_layers_are_joined_in_the_order_of_their_calls(
     at_most: int | None, ends: tuple[str, ...], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large ones stay apart: the link takes longer than the host there, and they would be held through what is computed between
-    them."""
+    """Large ones stay apart, which would be held through what is computed between them. What adjoins in RAM is one copy."""
     with Twins(device, blocks(), **LEAF) as twins:
         if at_most is not None:
             layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")
@@ -190,6 +189,7 @@ def test_layers_are_joined_in_the_order_of_their_calls(
         names = {name for name in groups_of(twins.handle) if name.startswith("blocks.1.")}
         assert names == {f"blocks.1.{each}" for each in ends}
         assert twins.handle.stats().stalls <= 2 + 7 * 4  # those of the first pass
+        assert all(len(group.copies()) <= 2 for group in engine_of(twins.handle).groups)
 
 
 @pytest.mark.parametrize("seed", range(4))
