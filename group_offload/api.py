@@ -134,13 +134,13 @@ def offload(
     _refuse_offloaded(module)
     for listener in listeners:
         listener.applying(module)
-    tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
-    by_id = {id(tensors[name]): dtype for name, dtype in casts.items() if tensors[name].dtype != dtype}
     engine = Engine(module, config)
     handle = OffloadHandle(module, engine)
     add_owner(handle, module if pipeline is None else pipeline)  # first: an interrupt leaves no module without an owner
     try:
         pack_weights(module, config.onload_device)
+        tensors = dict([*module.named_parameters(), *module.named_buffers()]) if casts else {}
+        by_id = {id(tensors[name]): dtype for name, dtype in casts.items() if tensors[name].dtype != dtype}
         engine.start(by_id)
         module.__dict__[HANDLE] = handle
         for listener in listeners:

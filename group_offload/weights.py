@@ -7,7 +7,6 @@ what moves. On the device another subclass around them stands in for the first k
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -22,9 +21,6 @@ from .base.layout import span_bytes
 from .base.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 from .base.weak import Weak
 from .errors import ModuleError
-from .stores.files import FileMap
-
-logger = logging.getLogger("group_offload")
 
 
 class ParamSlot:
@@ -195,57 +191,44 @@ def remake(model: nn.Module, make: Callable[[torch.Tensor], nn.Parameter | None]
         for name, weight in module._parameters.items():
             if weight is not None and is_traceable_wrapper_subclass(weight):
                 if weight not in made:
-                    with torch.no_grad():
+                    with torch.inference_mode(False), torch.no_grad():
                         made[weight] = make(weight)
                 module._parameters[name] = weight if made[weight] is None else made[weight]
 
 
 def pack_weights(model: nn.Module, device: torch.device) -> None:
-    """Pack weights in RAM as their library does where it moves them to `device`: quanto, for the kernels that it has there.
+    """Pack weights anew that their library has packed for kernels of the CPU: quanto's int4. Those of `device` can't read them.
 
-    One weight at a time is there. What is inside comes back to RAM as it is: `weight.to("cpu")` would unpack it. What is in a
-    file stays there.
+    One weight at a time is there. What is inside comes back to RAM as it is: `weight.to("cpu")` would undo it.
     """
-    files = FileMap()
-
-    def inside(weight: torch.Tensor) -> list[tuple[Any, ...]]:
-        return [(path, tensor.dtype, tensor.shape) for path, tensor in plain_tensors("", weight)]
 
     def pack(weight: Any) -> nn.Parameter | None:
-        if weight.device.type != "cpu" or not hasattr(weight, "optimize"):
+        # quanto returns another object for weights that every kernel reads. (Packed by quanto, fp8 would lose its bias.)
+        if weight.device.type != "cpu" or not hasattr(weight, "optimize") or weight.optimize() is not weight:
             return None
-        if any(files.find(tensor) for _, tensor in plain_tensors("", weight)):
+        before = weight.detach()
+        there = moved(before, device)
+        if there is before:
             return None
-        packed: Any = nn.Parameter(moved(weight.detach(), device), requires_grad=weight.requires_grad)
-        if inside(packed) == inside(weight):
-            return None
-        names, context = weight.__tensor_flatten__()
-        small = {name: part for name in names if (part := getattr(weight, name)).numel() <= weight.numel() // 8}
-        packed.in_ram = type(weight), context, small
+        packed = nn.Parameter(there, requires_grad=weight.requires_grad)
         for _, tensor in plain_tensors("", packed):  # the wrapper goes on to name the device
             tensor.data = tensor.to("cpu")
-        return packed  # type: ignore[no-any-return]
+        return packed
 
-    try:
-        remake(model, pack)
-    except (ImportError, OSError, RuntimeError) as error:  # quanto compiles kernels
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        logger.warning("%s: weights are not packed for %s: %s", type(model).__name__, device, error)
+    remake(model, pack)
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Undo `pack_weights`."""
+    """Undo `pack_weights`, once what is inside is back in RAM."""
 
     def unpack(weight: Any) -> nn.Parameter | None:
-        if not hasattr(weight, "in_ram"):
+        if weight.device.type in ("cpu", "meta") or not hasattr(weight, "optimize"):
             return None
-        kind, context, small = weight.in_ram  # scales come back rounded
-        there = {path: moved(tensor, weight.device) for path, tensor in plain_tensors("", weight)}
-        back: Any = rewrap(weight, there).to("cpu")
-        parts = {name: small.get(name, getattr(back, name)) for name in back.__tensor_flatten__()[0]}
-        unpacked = kind.__tensor_unflatten__(parts, context, weight.size(), weight.stride())
-        return nn.Parameter(unpacked, requires_grad=weight.requires_grad)
+        inside = dict(plain_tensors("", weight))
+        if any(tensor.device == weight.device for tensor in inside.values()):
+            return None
+        there = rewrap(weight, {path: moved(tensor, weight.device) for path, tensor in inside.items()})
+        return nn.Parameter(there.to("cpu"), requires_grad=weight.requires_grad)
 
     remake(model, unpack)
 

@@ -178,7 +178,7 @@ def test_bytes_and_memory_are_those_of_single_layers(
 def test_layers_are_joined_in_the_order_of_their_calls(
     at_most: int | None, ends: tuple[str, ...], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large ones stay apart, which would be held through what is computed between them. What adjoins in RAM is one copy."""
+    """Large ones stay apart: they would be held through what is computed between them. What adjoins in RAM is one copy."""
     with Twins(device, blocks(), **LEAF) as twins:
         if at_most is not None:
             layer = next(group for group in engine_of(twins.handle).groups if group.group_id == "blocks.1.q")

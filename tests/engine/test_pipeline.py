@@ -74,8 +74,7 @@ class PretendPipeline:
         handle, model = self.handles[name], self.components[name]
         x = torch.randn(3, WIDTH) if x is None else x
         before, seen = handle.stats(), self._seen.get(name, (0, 0))
-        found = self.device.get(forward(self.device, model, x))
-        assert torch.equal(found, run(self.resident[name], x)), name
+        assert torch.equal(self.device.get(forward(self.device, model, x)), run(self.resident[name], x)), name
         assert not self.device.errors
         now = handle.stats()
         self._seen[name] = now.onloads, sum(now.bytes_onloaded.values())

@@ -157,8 +157,7 @@ def test_small_weights_share_a_mapping(tmp_path: Path, monkeypatch: pytest.Monke
     for expected in (3, 2):  # the page cache, the large one, and the small ones
         handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path, num_blocks_per_group=1)
         (where,) = {group.location for group in handle.groups if group.num_bytes}
-        maps = Path("/proc/self/maps").read_text()
-        assert maps.count(f"{tmp_path}/{where}") == expected
+        assert Path("/proc/self/maps").read_text().count(f"{tmp_path}/{where}") == expected
         handle.remove()
         monkeypatch.setattr(files, "IS_LINUX", False)
 

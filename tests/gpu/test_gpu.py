@@ -189,8 +189,7 @@ def test_the_peak_is_the_formula(
     rest = next(group.num_bytes for group in handle.groups if group.group_id == "Model_unmatched_group")
     block = max(group.num_bytes for group in handle.groups if group.group_id.startswith("blocks"))
     assert BLOCK_BYTES <= block <= BLOCK_BYTES + 1024
-    peak = peak_of(model, x, device)
-    assert peak <= rest + num_slots * block + activations + (1 << 20)
+    assert peak_of(model, x, device) <= rest + num_slots * block + activations + (1 << 20)
     assert handle.stats().peak_device_bytes <= rest + num_slots * block
     handle.remove()
     del model
@@ -401,8 +400,7 @@ def test_a_steady_step_neither_waits_nor_allocates(
     names = [e.name for e in events if steady.start <= e.time_range.start <= steady.end]
     assert any(name.startswith("cudaLaunchKernel") for name in names)
     assert [n for n in names if "Synchronize" in n or n.startswith(("cudaMalloc", "cudaFree", "cudaHost"))] == []
-    after = torch.cuda.memory_stats(device)
-    assert after["num_device_alloc"] == before["num_device_alloc"]
+    assert torch.cuda.memory_stats(device)["num_device_alloc"] == before["num_device_alloc"]
     for what in ("onload", "wait", "compute"):
         assert any(name.startswith(f"group_offload.{what} blocks") for name in names)
 
@@ -641,7 +639,6 @@ def test_a_capture_is_refused(model: Model, x: torch.Tensor, device: torch.devic
         assert torch.equal(run(model, x), expected)
         assert torch.equal(captured, wanted)
     handle.remove()
-    graphed = torch.cuda.make_graphed_callables(model.to(device), (x,))
-    assert torch.equal(run(graphed, x), expected)
+    assert torch.equal(run(torch.cuda.make_graphed_callables(model.to(device), (x,)), x), expected)
     with pytest.raises(ModuleError, match="make_graphed_callables"):
         apply_group_offloading(model)

@@ -48,8 +48,7 @@ def test_threads(options: dict[str, Any], has_streams: bool, model: nn.Module, d
         return work
 
     in_threads([job(number) for number in range(4)], 120)
-    stats = handle.stats()
-    assert stats.forwards_interleaved >= 12
+    assert handle.stats().forwards_interleaved >= 12
     handle.remove()
 
 

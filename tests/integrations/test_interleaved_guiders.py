@@ -39,8 +39,7 @@ def run(pipe: Any, prompt: str = tiny.PROMPT) -> torch.Tensor:
     torch.manual_seed(0)  # some guiders draw
     sizes = {"num_inference_steps": STEPS, "height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
     sizes |= {"generator": torch.Generator().manual_seed(0), "output_type": "pt", "output": "videos"}
-    videos = pipe(prompt=prompt, negative_prompt="blurry", **sizes)
-    return torch.as_tensor(videos).cpu()
+    return torch.as_tensor(pipe(prompt=prompt, negative_prompt="blurry", **sizes)).cpu()
 
 
 def offloaded(pipe: Any, **options: Any) -> list[Any]:

@@ -33,8 +33,7 @@ def test_on_the_cpu(tier: str, tmp_path: Path) -> None:
     """Hazard: the page says that weights in RAM are copied on the CPU, where they're used in place."""
     model = make()
     handle = apply_group_offloading(model, "cpu", offload_to_disk_path=tmp_path / "groups" if tier == "file" else None)
-    first = Page(write_report(handle, tmp_path / "run.html"))
-    assert "No forward has run yet." in first.words
+    assert "No forward has run yet." in Page(write_report(handle, tmp_path / "run.html")).words
     for _ in range(2):
         run(model, inputs())
     page = Page(write_report(handle, tmp_path / "run.html"))

@@ -650,8 +650,7 @@ class SimulatedDevice(OnCard):
         if len(starts) != len(self._regions):  # a Ctrl-C may come between changes of two lists
             starts = self._starts = [region.start for region in self._regions]
         first = max(bisect_right(starts, start) - 1, 0)
-        last = bisect_left(starts, end, first)
-        return [region for region in self._regions[first:last] if region.end > start]
+        return [region for region in self._regions[first : bisect_left(starts, end, first)] if region.end > start]
 
     def _track(self, region: _Region, kind: str) -> None:
         self._num_regions += 1

@@ -43,8 +43,7 @@ def slow_lines(cases: Iterable[tuple[str, float]]) -> list[str]:
 @cache
 def slow_tests() -> dict[str, bool]:
     """The slow tests, and whether the first case of each is run nevertheless."""
-    lines = [line.split() for line in SLOW.read_text().splitlines()]
-    return {test: bool(star) for test, *star in lines}
+    return {test: bool(star) for test, *star in [line.split() for line in SLOW.read_text().splitlines()]}
 
 
 def _cases_of(report: Path) -> Iterable[tuple[str, float]]:
