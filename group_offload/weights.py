@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .base.arena import moved
+from .base.arena import moved, retried
 from .base.layout import span_bytes
 from .base.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 from .base.weak import Weak
@@ -185,15 +185,19 @@ def rewrap(tensor: Any, inner: Mapping[tuple[str, ...], torch.Tensor], path: tup
 
 
 def remake(model: nn.Module, make: Callable[[torch.Tensor], nn.Parameter | None]) -> None:
-    """Replace each weight that is a wrapper by what `make` returns for it. None leaves it."""
-    made: Any = WeakTensorKeyDictionary()  # a tied weight stays one; what is replaced is freed at once
-    for module in model.modules():
-        for name, weight in module._parameters.items():
+    """Replace each weight that is a wrapper by what `make` returns for it. None leaves it, and what was made before."""
+    places: Any = WeakTensorKeyDictionary()  # what is replaced is freed at once
+    tables = [module._parameters for module in model.modules()]
+    for table in tables:
+        for name, weight in table.items():
             if weight is not None and is_traceable_wrapper_subclass(weight):
-                if weight not in made:
-                    with torch.inference_mode(False), torch.no_grad():
-                        made[weight] = make(weight)
-                module._parameters[name] = weight if made[weight] is None else made[weight]
+                places.setdefault(weight, []).append((table, name))
+    weights = (weight for table in tables for weight in table.values() if weight is not None)
+    for weight in filter(places.__contains__, weights):
+        with torch.inference_mode(False), torch.no_grad():
+            made = make(weight)
+        for table, name in places[weight] if made is not None else ():  # at once: an error parts no tied weight
+            table[name] = made
 
 
 def pack_weights(model: nn.Module, device: torch.device) -> None:
@@ -228,7 +232,8 @@ def unpack_weights(model: nn.Module) -> None:
         if any(tensor.device == weight.device for tensor in inside.values()):
             return None
         there = rewrap(weight, {path: moved(tensor, weight.device) for path, tensor in inside.items()})
-        return nn.Parameter(there.to("cpu"), requires_grad=weight.requires_grad)
+        back = retried(weight.device, partial(there.to, "cpu"), weight.nbytes)
+        return nn.Parameter(back, requires_grad=weight.requires_grad)
 
     remake(model, unpack)
 

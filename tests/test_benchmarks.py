@@ -119,8 +119,7 @@ def test_benchmarks_run(
     options += f" --disk {tmp_path}" if name in ("weights", "training", "shared") or "--from-files" in options else ""
     table = benchmark_here(name, *CPU, *options.split(), *(["--arms", *arms] if arms else []))
     assert table.count("| yes") == num_equal or (num_equal < 0 and "| yes" in table), table
-    found = result_of(tmp_path, name)["arms"].values()
-    assert num_equal < 0 or not [arm for arm in found if "error" in arm]
+    assert num_equal < 0 or not [arm for arm in result_of(tmp_path, name)["arms"].values() if "error" in arm]
 
 
 def test_files_with_little_ram(tmp_path: Path, benchmark_here: Run) -> None:

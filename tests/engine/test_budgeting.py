@@ -121,8 +121,7 @@ def test_a_budget_for_ram(
         before = bytes_read_by(pair)
         pair.run()
         read = bytes_read_by(pair) - before
-        most = (1 - share) * num_bytes + pair.handle.stats().staging_bytes
-        assert read <= most if share < 1 else read == 0
+        assert read <= (1 - share) * num_bytes + pair.handle.stats().staging_bytes if share < 1 else read == 0
 
 
 class Captioned(RoutedModel):

@@ -332,8 +332,7 @@ def test_weights_that_cannot_be_pinned_in_place(
             return getattr(torch._C._cudart, name)
 
         def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
-            is_staging = size <= 1 << 20
-            return register(address, size, flags if is_staging else 0xFFFF)
+            return register(address, size, flags if size <= 1 << 20 else 0xFFFF)
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     if not has_own_memory:
@@ -439,8 +438,7 @@ def test_budgets(
         assert torch.equal(run(model, x).cpu(), expected)
         sent.append(sum(handle.stats().bytes_onloaded.values()) - before)
     assert torch.cuda.max_memory_allocated(device) <= budget
-    stats = handle.stats()
-    assert stats.resident_bytes > 0 and sent[-1] < sent[0]
+    assert handle.stats().resident_bytes > 0 and sent[-1] < sent[0]
     assert "easured " in str(handle.plan) and " a forward" in str(handle.plan)
     handle.remove()
     assert torch.equal(run(model.to(device), x).cpu(), expected)

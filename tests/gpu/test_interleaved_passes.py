@@ -26,8 +26,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"record_stream": True}, {"offload_type": "
 
 
 def draw(seed: int, device: torch.device) -> torch.Tensor:
-    values = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return values.to(torch.bfloat16).to(device)
+    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16).to(device)
 
 
 @pytest.mark.parametrize("has_streams", [False, True], ids=["one stream", "a stream each"])

@@ -110,8 +110,7 @@ def test_what_auto_shares(kind: str, caplog: pytest.LogCaptureFixture, monkeypat
                 found = [device.get(each) for each in loop(case, model)]
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one, other)
-        may_share = kind == "a listed class" and not IS_PORTABLE  # only a page map tells of edits quickly
-        assert bool(handle.stats().forwards_speculated) == may_share
+        assert bool(handle.stats().forwards_speculated) == (kind == "a listed class" and not IS_PORTABLE)
         handle.remove()
     told = [record for record in caplog.records if "interleave_forwards=True" in record.getMessage()]
     assert len(told) == (kind not in ("a listed class", "by itself"))

@@ -276,8 +276,7 @@ def assert_reads_have_owners(handle: OffloadHandle) -> None:
     """Every read ahead has a group that waits for it; without one it would keep its part of the staging memory for good."""
     engine = engine_of(handle)
     engine.transfer.reader.wait_until_enqueued()
-    jobs = {ahead.job for ahead in engine._prefetcher._ahead.values()}
-    assert set(engine.transfer.reader._jobs) <= jobs
+    assert set(engine.transfer.reader._jobs) <= {ahead.job for ahead in engine._prefetcher._ahead.values()}
 
 
 def on_their_way(device: SimulatedDevice) -> int:

@@ -179,8 +179,7 @@ def test_bits(run: Any, options: str, device: str, tmp_path: Path, caplog: pytes
         SEEN.clear()
         with offloaded(packed_model(run), device, tmp_path, **OPTIONS[options]) as (model, _, put, get):
             assert_same_bits(train(model, step, put), expected, get)
-            at_rest = {tensor.data_ptr() for _, tensor in plain_tensors(model)}
-            assert SEEN and not at_rest & set(SEEN)
+            assert SEEN and not {tensor.data_ptr() for _, tensor in plain_tensors(model)} & set(SEEN)
     assert "are still referenced" not in caplog.text
 
 

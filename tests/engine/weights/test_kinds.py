@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -349,17 +351,26 @@ def test_packed_for_the_cpu(offload: Offload, monkeypatch: pytest.MonkeyPatch) -
     """quanto's int4 in RAM: kernels of a GPU can't read it."""
 
     def moved(tensor: Any, _: torch.device) -> torch.Tensor:
+        refuse()
         return Repacked(tensor.qdata, tensor.scale) if isinstance(tensor, Quantized) else tensor
 
+    refuse, error = Mock(), torch.OutOfMemoryError()
     model, reference = pair(QuantizedModel)
     monkeypatch.setattr(Quantized, "optimize", lambda self: self, raising=False)
     monkeypatch.setattr(weights, "moved", moved)
     for twin in (model, reference):
         twin.blocks[2].up.weight = twin.blocks[0].up.weight
+    refuse.side_effect = chain([None, None, error], repeat(None))
+    with pytest.raises(torch.OutOfMemoryError):
+        offload(model)
+    assert_at_rest(model, reference)
     handle = offload(model)
     assert type(model.blocks[1].up.weight.data) is Repacked
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
     assert_same(run(model, inputs()), run(reference, inputs()))
+    refuse.side_effect = chain([None, error], repeat(None))
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.remove()
     handle.remove()
     assert_at_rest(model, reference)
 
