@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -126,12 +126,7 @@ def _compress_strip(image: torch.Tensor, spans: tuple[Span, ...], most_bytes: in
 
 def can_decompress(device: torch.device) -> bool:
     """Whether `decompress` works there: on the CPU, and where Triton is installed, which comes with torch for accelerators."""
-    return device.type == "cpu" or (device.type in ("cuda", "xpu") and _has_triton())
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return device.type == "cpu" or (device.type in ("cuda", "xpu") and find_spec("triton") is not None)
 
 
 def hash_of(image: torch.Tensor) -> str:

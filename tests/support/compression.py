@@ -211,11 +211,11 @@ def check_compiler() -> None:
     from group_offload.compression.kernels import _decode
 
     names = list(_decode.arg_names)
-    signature = {name: "*u8" if name in ("data", "out") else "i64" for name in names} | {"IS_PART": "constexpr"}
+    signature = {n: "*u8" if n in ("data", "out") else "constexpr" if n.isupper() else "i64" for n in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out")}
     for (backend, arch, warp_size, wide_store), is_part in product(TARGETS, (False, True)):
-        options = {"num_warps": 128 // warp_size, "enable_fp_fusion": False}
-        source = ASTSource(_decode, signature, {"IS_PART": is_part}, aligned)
+        options = {"num_warps": 64 // warp_size, "enable_fp_fusion": False}
+        source = ASTSource(_decode, signature, {"IS_PART": is_part, "HAS_PRMT": backend == "cuda"}, aligned)
         target = GPUTarget(backend, arch, warp_size)
         try:
             text = triton.compile(source, target=target, options=options).asm["ptx" if backend == "cuda" else "amdgcn"]
