@@ -133,6 +133,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "group_offload, block level": ("ours", {}),
     "group_offload, leaf level": ("ours", {"offload_type": "leaf_level"}),
     "group_offload, compressed": ("ours", {"compress": True}),
+    "group_offload, compressed, 6 GiB": ("ours", {"compress": True, "vram_budget": "6GiB"}),
     "diffusers, block level": ("diffusers", {"offload_type": "block_level", "num_blocks_per_group": 1, **_PEER}),
     "diffusers, leaf level": ("diffusers", {"offload_type": "leaf_level", **_PEER}),
 }
@@ -189,8 +190,7 @@ def work(job: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> Path | None:
     """Measure each arm of each kind. Returns the file with the results."""
-    model = model_of(options)
-    report = reports.new("quantized", options, model=model.facts())
+    report = reports.new("quantized", options, model=model_of(options).facts())
     task = {"model": sizes_of(options), "num_steps": options.steps}
     return Relay(report, options, [Job(name=kind, task={**task, "kind": kind}) for kind in options.kinds]).run()
 
