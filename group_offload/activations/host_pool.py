@@ -109,7 +109,8 @@ class HostPool:
                     )
                     return False
                 memory = by_driver
-                weakref.finalize(self, _keep_until, self._wait, memory).atexit = False
+                # Until copies are over, the memory is kept.
+                weakref.finalize(self, lambda wait, memory: wait(), self._wait, memory).atexit = False
         # else every copy is done when it returns: pinning would gain nothing
         self._stats.host_bytes += size
         self._segments.append(_Segment(memory, lock))
@@ -118,7 +119,3 @@ class HostPool:
 
 def _round_up(num_bytes: int) -> int:
     return max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
-
-
-def _keep_until(wait: Callable[[], None], memory: torch.Tensor) -> None:
-    wait()

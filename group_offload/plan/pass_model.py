@@ -19,7 +19,7 @@ item at a time and in order of use: the disk reads, the link copies to the devic
   are free once the strip that many before was decompressed: when it had arrived and its slot was free. So the link is ahead of
   the slot by as many strips. A group that stays on the device compressed takes no time on the link.
 - A compressed group in a file is read compressed. Its strips need the reading compressed buffer, one after another.
-- The device computes nothing else while it decompresses. (It does, but how much slower was not measured.)
+- The device computes nothing else while it decompresses. So what compute was measured to take is without that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, groupby
 
-from .placement import NUM_COMPRESSED_BUFFERS, Placement, Problem
+from .placement import Placement, Problem
 from .ring import Geometry
 
 _CHUNK_BYTES = 16 << 20
@@ -94,6 +94,7 @@ class PassModel:
         self.groups = problem.groups
         self.sizes = [group.num_bytes for group in self.groups]
         self._all_bytes = sum(self.sizes)
+        self._num_buffers = problem.num_compressed_buffers
         self._is_compressed = [group.compressed_bytes > 0 for group in self.groups]
         self.has_compressed = any(self._is_compressed)
         self.compressed_buffers = [group.compressed_buffer_bytes for group in self.groups]
@@ -148,7 +149,7 @@ class PassModel:
             sent_compressed = [index for index in from_ram if compressed[index]]
             resident += sum([self.sent[index] for index in stay])
             strips = self.compressed_buffers
-            compressed_buffers = NUM_COMPRESSED_BUFFERS * max([strips[index] for index in sent_compressed], default=0)
+            compressed_buffers = self._num_buffers * max([strips[index] for index in sent_compressed], default=0)
             compressed_buffers += max([strips[index] for index in read_compressed], default=0)
             decompressed = sum([sizes[index] * sent[index] for index in (*stay, *sent_compressed, *read_compressed)])
         on_device = resident + slots + compressed_buffers
@@ -172,7 +173,7 @@ class PassModel:
         busy = self.busy_seconds(footprint)
         if not footprint.h2d_bytes:
             return busy
-        stalls = _stalls(self.sent_uses(placements, footprint.slot_bytes))
+        stalls = _stalls(self.sent_uses(placements, footprint.slot_bytes), self._num_buffers)
         before, after = 0.0, next(stalls)
         for number in range(2, _MAX_PASSES + 1):
             before, after = after, next(stalls)
@@ -246,13 +247,13 @@ _Use = tuple[float, float, "float | None", int, int, "_DiskRead | None"]
 """
 
 
-def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
+def _stalls(sent: Sequence[_Use], num_buffers: int) -> Iterator[float]:
     """The seconds that compute waits for weights, pass after pass."""
     disk = link = compute = 0.0
     """When each is done with the work that it was given."""
     ends = [0.0] * len(sent)
     """When the compute of each use ended. Before the first pass stands one that took no time."""
-    compressed_buffers = [0.0] * NUM_COMPRESSED_BUFFERS
+    compressed_buffers = [0.0] * num_buffers
     """When each strip that was sent from RAM could be decompressed: it had arrived, and its slot was free."""
     reading_compressed_buffer = 0.0
     """The same for the last strip that was read from a file."""
@@ -266,11 +267,11 @@ def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
                 start, room = link, ends[-back]
                 free = room
                 if num_strips:
-                    free = compressed_buffers[-NUM_COMPRESSED_BUFFERS] if read is None else reading_compressed_buffer
+                    free = compressed_buffers[-num_buffers] if read is None else reading_compressed_buffer
                 if free > start:
                     start = free
                 link = start + copy
-                num_ahead = NUM_COMPRESSED_BUFFERS if read is None else 1
+                num_ahead = num_buffers if read is None else 1
                 if num_strips > num_ahead:  # the others wait for the slot
                     link = max(link, room + copy * (num_strips - num_ahead) / num_strips)
                 if read is not None:
@@ -283,7 +284,7 @@ def _stalls(sent: Sequence[_Use]) -> Iterator[float]:
                     stalled += link - compute
                     compute = link
                 if num_strips and read is None:
-                    for left in range(min(num_strips, NUM_COMPRESSED_BUFFERS) - 1, -1, -1):
+                    for left in range(min(num_strips, num_buffers) - 1, -1, -1):
                         compressed_buffers.append(max(link - left * copy / num_strips, room))
                 elif num_strips:
                     reading_compressed_buffer = max(link, room)

@@ -17,7 +17,9 @@ H200 decompresses 1.65 TB/s, which is a third of its bandwidth (docs/benchmarks.
 NUM_COMPRESSED_BUFFERS = 3
 """How many strips of compressed groups from RAM may be on their way to the device, or be decompressed there, at once: one is
 sent while the one before waits for a kernel of compute to make room, and is decompressed. One more strip may be on its way from
-a file. So compression takes no more than 256 MiB of device memory."""
+a file. So compression takes no more than 256 MiB of device memory, without a budget."""
+_MOST_BUFFERS, _SHARE = 9, 32
+"""With a budget there may be so many, if those beyond take no larger share of it."""
 
 
 class Placement(str, Enum):
@@ -95,6 +97,16 @@ class Problem:
     """How many bytes the disk may be ahead of the link."""
     rests: tuple[Placement, ...] | None = None
     """Where each group is stored, RAM or FILE, once that is decided. None: the RAM budget decides."""
+    num_compressed_buffers: int = NUM_COMPRESSED_BUFFERS
+
+
+def num_buffers(problem: Problem) -> list[int]:
+    """How many compressed buffers to plan with: the fewest, and more that a budget has room for, so that the link is ahead."""
+    budget, sizes = problem.device_budget or 0, [group.num_bytes for group in problem.groups]
+    strip = max((group.compressed_buffer_bytes for group in problem.groups), default=0) or 1 << 60
+    spare = budget - sum(nlargest(problem.num_slots, sizes)) - (NUM_COMPRESSED_BUFFERS + 1) * strip
+    most = min(_MOST_BUFFERS, NUM_COMPRESSED_BUFFERS + min(budget // _SHARE, spare) // strip)
+    return [NUM_COMPRESSED_BUFFERS, *([most] if most > NUM_COMPRESSED_BUFFERS else [])]
 
 
 def smallest_device_bytes(problem: Problem) -> int:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 from ..base.text import describe_bytes, describe_seconds
 from .pass_model import PassModel, Prediction
-from .placement import Placement, PlannedGroup, Problem, check_budgets, ram_bytes_of, smallest_device_bytes
+from .placement import Placement, PlannedGroup, Problem, check_budgets, num_buffers, ram_bytes_of, smallest_device_bytes
 from .search import find_fastest
 
 _SOME = 0.001
 """What saves a smaller share of a pass doesn't help."""
+_STALLS = 1.01
+"""A plan that takes longer than this share of its limit is tried with more compressed buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +113,12 @@ def make_plan(problem: Problem) -> Plan:
         ConfigError: a budget that no placement fits. The message names the smallest budget that works.
     """
     check_budgets(problem)
-    model = PassModel(problem)
-    return _plan_of(model, *find_fastest(model))
+    found: list[Plan] = []
+    for num in num_buffers(problem):
+        if not found or found[0].prediction.step_seconds > found[0].prediction.limit_seconds * _STALLS:
+            model = PassModel(replace(problem, num_compressed_buffers=num))
+            found.append(_plan_of(model, *find_fastest(model)))
+    return min(found, key=lambda plan: plan.prediction.step_seconds)
 
 
 def kept_plan(problem: Problem, before: Plan) -> Plan | None:
@@ -128,6 +134,7 @@ def kept_plan(problem: Problem, before: Plan) -> Plan | None:
         return None
     if problem.rests not in (None, before.rests):
         return None
+    problem = replace(problem, num_compressed_buffers=before.problem.num_compressed_buffers)
     kept = _plan_of(PassModel(problem), before.rests, before.placements)
     if device is not None and kept.device_bytes > device:
         return None

@@ -14,7 +14,6 @@ from ..base.arena import Holding, arena_for
 from ..base.device import Event
 from ..base.tuning import tuning
 from ..config import OffloadConfig
-from ..plan.placement import NUM_COMPRESSED_BUFFERS
 from ..stores.base import PlacedBlob
 from .groups.compressed import CompressedGroup
 from .groups.group import Group
@@ -69,8 +68,8 @@ class DeviceMemory(Holding):
         """For each nesting level, the bytes that its groups take turns in."""
         self.compressed_buffer_bytes = 0
         """The bytes that compressed bytes land in: see [Note: The life of a compressed buffer]."""
-        self._reading_bytes = 0
-        """The part of them for compressed bytes that are read from files."""
+        self._reading_bytes = self._strip_bytes = 0
+        """The part of them for compressed bytes that are read from files, and the size of each of the others."""
         self.largest: dict[int, int] = {}
         """For each nesting level, the size of the largest group that takes turns."""
         self.bound: dict[Group, None] = {}
@@ -83,7 +82,7 @@ class DeviceMemory(Holding):
 
     # ---------------------------------------------------------------- between passes
 
-    def reside(self, to_stay: frozenset[Group | CompressedGroup], groups: Sequence[Group]) -> None:
+    def reside(self, to_stay: frozenset[Group | CompressedGroup], groups: Sequence[Group], num_buffers: int) -> None:
         """Note which groups stay on the device, as they are or compressed, and size the rings for all others.
 
         Residents that are to stay no more are evicted. None is brought.
@@ -102,10 +101,10 @@ class DeviceMemory(Holding):
         sent = [group for group in streamed if group.compressed not in to_stay]
         reading_bytes = max((group.largest_strip(is_read=True) for group in streamed), default=0)
         largest = max((group.largest_strip(is_read=False) for group in sent), default=0)
-        now = sizes, reading_bytes + NUM_COMPRESSED_BUFFERS * largest, reading_bytes
-        if now != (self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes):
+        now = sizes, reading_bytes + num_buffers * largest, reading_bytes, largest
+        if now != (self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes, self._strip_bytes):
             self.arena.release(self)
-        self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes = now
+        self.ring_sizes, self.compressed_buffer_bytes, self._reading_bytes, self._strip_bytes = now
 
     def _ring_bytes(self, nesting: int, sizes: list[int]) -> int:
         """The size of a ring for groups of these sizes: as many of the largest as there are slots, or one without a stream.
@@ -155,13 +154,12 @@ class DeviceMemory(Holding):
         Args:
             has_compressed_buffers: Whether there are compressed buffers by now, or will be.
         """
-        sent_bytes = (self.compressed_buffer_bytes - self._reading_bytes) // NUM_COMPRESSED_BUFFERS
 
         def fitting(placed: PlacedBlob) -> PlacedBlob:
             compressed = placed.compressed
             if compressed is None or placed.on_device is not None:
                 return placed
-            space = self._reading_bytes if compressed.is_read else sent_bytes
+            space = self._reading_bytes if compressed.is_read else self._strip_bytes
             fits = has_compressed_buffers and compressed.layout.largest_strip <= space
             return placed if fits else placed._replace(compressed=None)
 
@@ -215,8 +213,9 @@ class DeviceMemory(Holding):
                 self.rings[nesting] = Ring(memory, self._backend, self.largest.get(nesting, 0))
                 start += size
             if self.compressed_buffer_bytes:
-                self.compressed_buffers = CompressedBuffers(self.memory[start:], self._backend, self._reading_bytes)
-        self._note_peak()
+                rest = self.memory[start:]
+                self.compressed_buffers = CompressedBuffers(rest, self._backend, self._strip_bytes, self._reading_bytes)
+        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.num_bytes)
         for slot in self.slots:
             for group in [*slot.groups]:
                 if not group.is_current:
@@ -337,14 +336,11 @@ class DeviceMemory(Holding):
         else:
             self.pooled.append(slot)
             self.pooled_bytes += memory.numel()
-        self._note_peak()
+        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.num_bytes)
         return slot
 
     def _new_event(self) -> Event:
         return self._spare_events.pop() if self._spare_events else self._backend.new_event()
-
-    def _note_peak(self) -> None:
-        self.counters.peak_device_bytes = max(self.counters.peak_device_bytes, self.num_bytes)
 
     def occupy(
         self, slot: Slot[Any], run: Sequence[Group | CompressedGroup], evicted: Sequence[Slot[Group]]

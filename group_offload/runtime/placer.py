@@ -22,7 +22,7 @@ from ..base.tuning import tuning
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..plan.budgets import Budget, describe_bytes
-from ..plan.placement import Placement, smallest_device_bytes
+from ..plan.placement import NUM_COMPRESSED_BUFFERS, Placement, smallest_device_bytes
 from ..plan.planner import Plan
 from ..plan.ram_split import promised, ram_for_weights
 from ..stores.files import FileBlob
@@ -82,7 +82,7 @@ class Placer:
         if not self._config.has_budgets:
             self._budget.clear()
             self._compressor.compress(self._compressor.lacking())
-        self._memory.reside(frozenset(), groups)
+        self._memory.reside(frozenset(), groups, NUM_COMPRESSED_BUFFERS)
         self._total_bytes = sum(group.num_bytes for group in groups)
         self._memory.wanted_bytes = self._total_bytes if self._config.vram_budget is not None else 0
         self.needs.clear()
@@ -410,7 +410,9 @@ class Placer:
         """Let those groups stay on the device that the plan puts there: see `DeviceMemory.reside`."""
         staying = self._agreed("device", self._budget.at(Placement.DEVICE))
         compressed = self._agreed("compressed", self._budget.at(Placement.COMPRESSED)) - staying
-        self._memory.reside(staying | {group.compressed for group in compressed}, self._groups)
+        to_stay = staying | {group.compressed for group in compressed}
+        num_buffers = self._budget.plan.problem.num_compressed_buffers if self._budget.plan else NUM_COMPRESSED_BUFFERS
+        self._memory.reside(to_stay, self._groups, num_buffers)
 
     def _agreed(self, what: str, groups: frozenset[Group]) -> frozenset[Group]:
         """The groups that all ranks put there: those of the first one. Without other ranks, `groups`."""

@@ -146,9 +146,7 @@ def check_kernel(device: torch.device | str, num_tiles: int, num_damages: int) -
         return written_by(lambda out: decode(there, strip, out, start), size, device).cpu()
 
     def check_damaged(data: torch.Tensor, start: int = 0, end: int | None = None) -> None:
-        """What lies around the compressed buffer makes no difference. (On a device it cannot be told where tables send several
-        tiles to one
-        place: the last one counts. Nothing is written elsewhere.)"""
+        """What lies around makes no difference. (On a device, of tiles that tables send to one place, one counts.)"""
         found = [decoded(data, strip, start, end, around) for around in (0, 0xFF)]
         if str(device) == "cpu" or torch.equal(data[:tables_end], tables):
             assert torch.equal(*found)

@@ -14,9 +14,9 @@ KNOWN_SPEEDS = Speeds(h2d=50 * 10**9, disk=2 * 10**9)
 """What every test takes for the speeds of this machine."""
 
 
-def use_speeds(patch: pytest.MonkeyPatch, *, h2d: int = KNOWN_SPEEDS.h2d, disk: int = KNOWN_SPEEDS.disk) -> None:
-    """Let plans take these for the speeds of the link and the disk, in bytes a second."""
-    speeds = replace(KNOWN_SPEEDS, h2d=h2d, disk=disk)
+def use_speeds(patch: pytest.MonkeyPatch, **known: int) -> None:
+    """Let plans take these for the speeds of the machine (`Speeds`), in bytes a second."""
+    speeds = replace(KNOWN_SPEEDS, **known)
     patch.setattr("group_offload.runtime.budget.memory_budget.known_speeds", lambda *args, **options: speeds)
 
 

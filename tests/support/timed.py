@@ -63,12 +63,11 @@ class TimedDevice(OnCard):
         self.host = 0.0 if launch_seconds else -math.inf
         """The host's clock. Without one the host is ahead of the device, always."""
         self.launch_seconds = launch_seconds or 0.0
-        self._link = 0.0
+        self._link, self._decompressing = 0.0, list[tuple[float, float]]()
         self._compute = TimedStream()
         self._streams.append(self._compute)
         self._blocks: dict[int, tuple[Block, TimedStream, set[TimedStream]]] = {}  # by address: owner and other users
-        self.copied_bytes = 0
-        self.locked_bytes = self.unpinned_bytes = 0
+        self.copied_bytes = self.locked_bytes = self.unpinned_bytes = 0
         self.lock_bytes_per_second = math.inf
         """What pinning, and its end, take the host if the thread that launches does it."""
         self.decompressed_bytes_per_second = 20 * bytes_per_second
@@ -82,7 +81,10 @@ class TimedDevice(OnCard):
 
     def compute(self, seconds: float) -> None:
         self.host += self.launch_seconds
-        self._compute.now = max(self._compute.now, self.host) + seconds * self.scale
+        begun = max(self._compute.now, self.host)
+        self._compute.now = begun + seconds * self.scale
+        for first, last in self._decompressing:  # which compute takes turns with
+            self._compute.now += max(0.0, min(last, self._compute.now) - max(first, begun))
 
     def synchronize(self) -> None:
         self._wait_for(None)
@@ -153,7 +155,9 @@ class TimedDevice(OnCard):
             self.wait_until(stream.now)
 
     def transform(self, kernel: Any, target: torch.Tensor, source: torch.Tensor, stream: TimedStream) -> None:
-        stream.now = max(stream.now, self.host) + target.numel() / self.decompressed_bytes_per_second
+        begun = max(stream.now, self.host)
+        stream.now = begun + target.numel() / self.decompressed_bytes_per_second
+        self._decompressing.append((begun, stream.now))
 
     def pin(self, memory: torch.Tensor, undo: list[Callable[[], None]], *, read_only: bool = False) -> bool:
         left = [memory.numel()]

@@ -246,8 +246,7 @@ def placements(problem: Problem) -> Iterator[tuple[Placement, ...]]:
 
 
 def fits(problem: Problem, places: Sequence[Placement]) -> bool:
-    budget = problem.device_budget
-    return budget is None or device_bytes_of(problem, places) <= budget
+    return problem.device_budget is None or device_bytes_of(problem, places) <= problem.device_budget
 
 
 def device_bytes_of(problem: Problem, places: Sequence[Placement]) -> int:
@@ -255,11 +254,9 @@ def device_bytes_of(problem: Problem, places: Sequence[Placement]) -> int:
     slots = sum(nlargest(problem.num_slots, (group.num_bytes for group, place in both if place is not D)))
     resident = sum(group.num_bytes for group, place in both if place is D)
     resident += sum(group.compressed_bytes for group, place in both if place is P)
-    compressed_buffers = 3 * max((group.compressed_buffer_bytes for group, place in both if place is R), default=0)
-    compressed_buffers += max(
-        (group.compressed_buffer_bytes for group, place in both if place is F and group.reads_compressed), default=0
-    )
-    return resident + slots + compressed_buffers
+    sent = max((group.compressed_buffer_bytes for group, place in both if place is R), default=0)
+    read = max((group.compressed_buffer_bytes * group.reads_compressed for group, at in both if at is F), default=0)
+    return resident + slots + problem.num_compressed_buffers * sent + read
 
 
 def ram_bytes_of(problem: Problem, rests: Sequence[Placement]) -> int:

@@ -157,7 +157,7 @@ class MemoryBudget:
         self.plan, self._next_plan = self._next_plan or before, None
         if self._made_for is None or not self._fits(self.plan, space):
             self.plan = self._made_again(order, space)
-        if self.plan.placements == before.placements:
+        if (self.plan.placements, self.plan.slot_bytes) == (before.placements, before.slot_bytes):
             return False
         self._passes.clear()
         return True
@@ -294,9 +294,10 @@ class MemoryBudget:
         if total:  # the CPU has no clock of its own
             self._passes.append((kind, total))
         is_known = bool(self._timed) and len(next(reversed(self._timed.values()))) >= NUM_TIMED
-        # Compute between groups (attention, at leaf level) is spread over the groups.
+        # Compute between groups (attention, at leaf level) is spread over them. What decompression took of it counts by itself.
         timed = sum(by_group.values())
-        factor = 1 + rest / timed if timed else 1.0
+        lost = self.plan.prediction.decompress_seconds / total if self.plan and total else 0.0
+        factor = (1 + rest / timed if timed else 1.0) * (1 - min(lost, 0.5))
         last = self._timed.get(kind) or deque(maxlen=NUM_TIMED)
         last.append({name: seconds * factor for name, seconds in by_group.items()})
         self._timed[kind] = last  # the kind timed last comes last

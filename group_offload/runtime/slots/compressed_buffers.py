@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 
 from ...base.device import Backend
-from ...plan.placement import NUM_COMPRESSED_BUFFERS
 
 
 class CompressedBuffer:
@@ -36,14 +35,15 @@ class CompressedBuffer:
 class CompressedBuffers:
     """The compressed buffers of one module. They lie in the memory that its slots lie in."""
 
-    def __init__(self, memory: torch.Tensor, backend: Backend, reading_bytes: int = 0) -> None:
+    def __init__(self, memory: torch.Tensor, backend: Backend, strip_bytes: int, reading_bytes: int) -> None:
         """
         Args:
+            strip_bytes: The size of all others.
             reading_bytes: The size of the reading buffer, at the end of the memory.
         """
         memory, reading = memory[: memory.numel() - reading_bytes], memory[memory.numel() - reading_bytes :]
         self.reading = CompressedBuffer(reading, backend)
-        self._in_turn = [CompressedBuffer(part, backend) for part in memory.tensor_split(NUM_COMPRESSED_BUFFERS)]
+        self._in_turn = [CompressedBuffer(part, backend) for part in torch.split(memory, strip_bytes)]
         in_turn = (each.decompressed for each in self._in_turn)
         self.last_uses = [*in_turn, self.reading.arrived, self.reading.decompressed]
         """The events behind the last uses of the memory."""
